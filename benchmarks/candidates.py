@@ -1,0 +1,255 @@
+"""The candidates: every way of saving and loading a state that can be compared, in one registry.
+
+Each saves to durability (the harness itself syncs the directory and its parent) and loads in place, into
+tensors that exist. Each is at its best settings, and is kept over all rounds as a training job would keep it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from benchmarks.ceiling import RawFile
+from benchmarks.states import State
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
+
+
+class Candidate(ABC):
+    """One way of saving and loading."""
+
+    keeps_state = True  # False where nothing of the state is written, so that a load has nothing to compare
+
+    @abstractmethod
+    def save(self, state: State, directory: Path) -> None:
+        """Write ``state`` into the empty ``directory``; return when its files are durable."""
+
+    @abstractmethod
+    def load(self, into: State, directory: Path) -> None:
+        """Fill the tensors of ``into``, in place, with what ``save`` left in ``directory``."""
+
+    def path_taken(self) -> str | None:
+        """How the bytes of the last operation went (direct, buffered, …), where the candidate tells."""
+        return None
+
+    def stats(self) -> Plain:
+        """What the candidate itself reports of its last operation."""
+        return None
+
+
+class Ceiling(Candidate):
+    """Raw I/O of the same number of bytes."""
+
+    keeps_state = False
+
+    def __init__(self, *, warm: bool) -> None:
+        self._raw = RawFile(buffered_reads=warm)
+
+    def save(self, state: State, directory: Path) -> None:
+        self._raw.write(directory, _bytes_of(state))
+
+    def load(self, into: State, directory: Path) -> None:
+        self._raw.read(directory, _bytes_of(into))
+
+    def path_taken(self) -> str | None:
+        return self._raw.path_taken
+
+
+class Vescale(Candidate):
+    """Our plug points under plain ``dcp.save`` and ``dcp.load``."""
+
+    def __init__(
+        self,
+        *,
+        stock_planner: bool = False,
+        writer_options: dict[str, Any] | None = None,
+        reader_options: dict[str, Any] | None = None,
+    ) -> None:
+        self._package = importlib.import_module("vescale_ckpt")
+        self._stock_planner = stock_planner
+        self._writer_options = writer_options or {}
+        self._reader_options = reader_options or {}
+        self._planner = _stock_save_planner("Vescale") if stock_planner else self._package.SavePlanner()
+        self._writer: Any = None
+        self._last_used: Any = None
+
+    def save(self, state: State, directory: Path) -> None:
+        if self._writer is None:
+            self._writer = self._package.StorageWriter(directory, **self._writer_options)
+        self._last_used = self._writer
+        _save_into(state, directory, self._writer, self._planner)
+
+    def load(self, into: State, directory: Path) -> None:
+        reader = self._package.StorageReader(directory, **self._reader_options)
+        self._last_used = reader
+        planner = DefaultLoadPlanner() if self._stock_planner else self._package.LoadPlanner()
+        dcp_load({"model": into}, storage_reader=reader, planner=planner, no_dist=True)
+
+    def path_taken(self) -> str | None:
+        stats = getattr(self._last_used, "last_stats", None)
+        for name in ("io_path", "paths", "path"):
+            value = getattr(stats, name, None)
+            if value:
+                return str(value)
+        return None
+
+    def stats(self) -> Plain:
+        return _plain(getattr(self._last_used, "last_stats", None))
+
+
+class StockDcp(Candidate):
+    """torch's own file-system writer and reader."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._planner = _stock_save_planner(f"{threads}Threads")
+        self._writer: FileSystemWriter | None = None
+
+    def save(self, state: State, directory: Path) -> None:
+        if self._writer is None:
+            self._writer = FileSystemWriter(directory, thread_count=self._threads, sync_files=True)
+        _save_into(state, directory, self._writer, self._planner)
+
+    def load(self, into: State, directory: Path) -> None:
+        dcp_load({"model": into}, storage_reader=FileSystemReader(directory), no_dist=True)
+
+
+class TorchSave(Candidate):
+    """``torch.save`` and ``torch.load`` of the whole state in one file."""
+
+    def __init__(self, *, mapped: bool = False) -> None:
+        self._mapped = mapped
+
+    def save(self, state: State, directory: Path) -> None:
+        path = directory / "state.pt"
+        torch.save(state, path)
+        _sync(path)
+
+    def load(self, into: State, directory: Path) -> None:
+        _copy(torch.load(directory / "state.pt", mmap=self._mapped, weights_only=True), into)
+
+
+class Numpy(Candidate):
+    """``tofile`` and ``readinto``, tensor after tensor, in one file without any description of it."""
+
+    def save(self, state: State, directory: Path) -> None:
+        with open(directory / "state.bin", "wb", buffering=0) as file:
+            for tensor in state.values():
+                _memory_of(tensor).tofile(file)
+            os.fsync(file.fileno())
+
+    def load(self, into: State, directory: Path) -> None:
+        with open(directory / "state.bin", "rb", buffering=0) as file:
+            for name, tensor in into.items():
+                rest = _memory_of(tensor)
+                while rest.size:
+                    read = file.readinto(rest.data)
+                    if not read:
+                        raise EOFError(f"state.bin ends within {name}")
+                    rest = rest[read:]
+
+
+class Safetensors(Candidate):
+    """The safetensors library, with the sync that it leaves out."""
+
+    def save(self, state: State, directory: Path) -> None:
+        path = directory / "state.safetensors"
+        safetensors.torch.save_file(state, path)
+        _sync(path)
+
+    def load(self, into: State, directory: Path) -> None:
+        _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the registry. ``make`` is told whether loads of this run are warm."""
+
+    summary: str
+    make: Callable[[bool], Candidate]
+
+
+REGISTRY: dict[str, Entry] = {
+    "ceiling": Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
+    "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
+    "vescale-stock-planner": Entry("our writer and reader, torch's planners", lambda _: Vescale(stock_planner=True)),
+    "vescale-noverify": Entry("ours, loads without verifying", lambda _: Vescale(reader_options={"verify": False})),
+    "vescale-nochecksum": Entry(
+        "ours, saves without checksums", lambda _: Vescale(writer_options={"checksums": False})
+    ),
+    "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: StockDcp(1)),
+    "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: StockDcp(4)),
+    "torch": Entry("torch.save + fsync, torch.load", lambda _: TorchSave()),
+    "torch-mmap": Entry("torch.save + fsync, torch.load(mmap=True)", lambda _: TorchSave(mapped=True)),
+    "numpy": Entry("tofile + fsync, readinto", lambda _: Numpy()),
+    "safetensors": Entry("save_file + fsync, load_file", lambda _: Safetensors()),
+}
+
+
+def _stock_save_planner(owner: str) -> DefaultSavePlanner:
+    """torch's planner with cached plans of its own.
+
+    torch keys cached plans by the name of the planner's class, for the whole process, and a cached plan
+    carries what the storage writer put into it: without a class for each, one candidate would save by
+    another's plan.
+    """
+    own_class = type(f"SavePlanner{owner}", (DefaultSavePlanner,), {})
+    planner: DefaultSavePlanner = own_class(enable_plan_caching=True)
+    return planner
+
+
+def _save_into(state: State, directory: Path, writer: StorageWriter, planner: SavePlanner) -> None:
+    """``checkpoint_id`` points the kept writer at the new directory."""
+    dcp_save({"model": state}, checkpoint_id=directory, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def _bytes_of(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _copy(loaded: State, into: State) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(loaded[name])
+
+
+def _memory_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor (numpy has no bfloat16)."""
+    array: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _plain(stats: object) -> Plain:
+    """A candidate's own report, of whatever type, as a copy that JSON can hold."""
+    if stats is None or isinstance(stats, bool | int | float | str):
+        return stats
+    if isinstance(stats, dict):
+        return {str(key): _plain(value) for key, value in stats.items()}
+    if isinstance(stats, list | tuple):
+        return [_plain(value) for value in stats]
+    if not is_dataclass(stats):
+        return str(stats)
+    return {field.name: _plain(getattr(stats, field.name)) for field in fields(stats)}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

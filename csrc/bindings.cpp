@@ -1,0 +1,246 @@
+// The only file that knows Python: converts, releases the GIL, calls, converts back. Nothing is decided here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "format/pickle_check.h"
+#include "format/torch_record.h"
+#include "io/commit.h"
+#include "io/crc32.h"
+#include "io/reader.h"
+#include "io/table.h"
+#include "io/writer.h"
+
+namespace py = pybind11;
+
+namespace vescale_ckpt {
+namespace {
+
+// A contiguous buffer of 64-bit integers (array.array("q")), valid while the Python object lives.
+class Table {
+ public:
+  explicit Table(const py::buffer& buffer) : info_(buffer.request()) {
+    if (info_.itemsize != 8 || info_.ndim != 1 || info_.strides[0] != 8) {
+      throw py::type_error("a table is a contiguous one-dimensional buffer of 64-bit integers");
+    }
+  }
+  std::span<const int64_t> values() const {
+    return {static_cast<const int64_t*>(info_.ptr), static_cast<size_t>(info_.size)};
+  }
+
+ private:
+  py::buffer_info info_;
+};
+
+std::span<const std::byte> view(const py::bytes& bytes) {
+  const std::string_view text = bytes;
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
+                           uint64_t arena_bytes, const std::string& access) {
+  EngineOptions options{backend_named(backend), threads, depth, slot_bytes, arena_bytes};
+  options.read_cached = access != "direct only";
+  if (access == "uncached") options.widest = Access::uncached;
+  if (access == "buffered") options.widest = Access::buffered;
+  return options;
+}
+
+py::dict stats_dict(const TransferStats& stats) {
+  py::dict result;
+  result["in_place_bytes"] = stats.in_place.load();
+  result["slot_bytes"] = stats.slots.load();
+  for (const Access access : {Access::direct, Access::uncached, Access::buffered}) {
+    result[(std::string(access_name(access)) + "_bytes").c_str()] = stats.by_access[static_cast<size_t>(access)].load();
+  }
+  return result;
+}
+
+using Place = std::tuple<uint64_t, uint64_t, uint32_t>;  // offset, length, CRC-32
+
+std::vector<Place> places(const std::vector<PlacedRecord>& placed) {
+  std::vector<Place> result;
+  result.reserve(placed.size());
+  for (const PlacedRecord& record : placed) result.emplace_back(record.offset, record.length, record.crc);
+  return result;
+}
+
+std::vector<Place> write_tensors(FileWriter& writer, const py::buffer& buffer) {
+  const Table table(buffer);
+  const py::gil_scoped_release release;
+  return places(writer.write(parse_write_table(table.values())));
+}
+
+std::vector<Place> write_objects(FileWriter& writer, const std::vector<py::bytes>& objects) {
+  std::vector<RecordSource> sources(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    const auto bytes = view(objects[i]);
+    sources[i].data = bytes.data();
+    sources[i].bytes = bytes.size();
+  }
+  const py::gil_scoped_release release;
+  return places(writer.write(sources));
+}
+
+py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
+                    const EngineOptions& options) {
+  const Table table(buffer);
+  std::unique_ptr<ReadReport> report;
+  {
+    const py::gil_scoped_release release;
+    report = read_tensors(paths, parse_read_table(table.values()), verify, options);
+  }
+  py::dict result = stats_dict(report->stats);
+  result["unread"] = report->unread;
+  result["needed_bytes"] = report->needed_bytes;
+  result["unverified_bytes"] = report->unverified_bytes;
+  return result;
+}
+
+std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
+                                    const EngineOptions& options) {
+  const Table table(buffer);
+  const std::vector<ByteRange> ranges = parse_range_table(table.values());
+  std::vector<py::bytes> objects;
+  std::vector<std::byte*> targets;
+  for (const ByteRange& range : ranges) {
+    auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(range.length));
+    if (raw == nullptr) throw py::error_already_set();
+    objects.push_back(py::reinterpret_steal<py::bytes>(raw));
+    targets.push_back(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw)));
+  }
+  const py::gil_scoped_release release;
+  read_ranges(paths, ranges, targets, options);
+  return objects;
+}
+
+std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
+  std::vector<std::tuple<std::string, std::string, uint32_t>> table;
+  for (const DType& dtype : dtypes()) table.emplace_back(dtype.name, dtype.storage, dtype.item_bytes);
+  return table;
+}
+
+// Paths and names are bytes to the system; to Python they are text, whatever they hold.
+py::str text(const std::string& bytes) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
+void set_error(const py::handle& type, const Error& error) {
+  constexpr const char* kKinds[] = {"io", "full", "corrupt", "invalid", "cancelled"};
+  const py::object exception = type(text(error.what()));
+  exception.attr("kind") = kKinds[static_cast<size_t>(error.kind)];
+  exception.attr("path") = text(error.path);
+  exception.attr("offset") = error.offset;
+  exception.attr("errno") = error.code;
+  exception.attr("item") = error.item == Error::kNoItem ? py::object(py::none()) : py::int_(error.item);
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+Call named_call(const std::string& name) {
+  const auto call = system::call_named(name);
+  if (!call) throw py::value_error("unknown system call \"" + name + "\"");
+  return *call;
+}
+
+}  // namespace
+}  // namespace vescale_ckpt
+
+PYBIND11_MODULE(_C, module) {
+  using namespace vescale_ckpt;
+  module.doc() = "The engine of vescale_ckpt. Private: use the package.";
+
+  static py::exception<Error> engine_error(module, "EngineError", PyExc_RuntimeError);
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      set_error(engine_error, error);
+    }
+  });
+
+  py::class_<EngineOptions>(module, "Options")
+      .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
+           py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"));
+
+  py::class_<FileWriter>(module, "FileWriter")
+      .def(
+          py::init([](const std::string& path, const py::buffer& bodies, const EngineOptions& options, bool checksums) {
+            const Table table(bodies);
+            const py::gil_scoped_release release;
+            return std::make_unique<FileWriter>(path, FileWriter::space_for(table.values()), options, checksums);
+          }),
+          py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
+      .def("write_tensors", &write_tensors)
+      .def("write_objects", &write_objects)
+      .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
+      .def("stats", [](const FileWriter& writer) { return stats_dict(writer.stats()); });
+
+  module.def(
+      "expected_bytes", [](const py::buffer& bodies) { return FileWriter::space_for(Table(bodies).values()); },
+      "upper bound of the length of a file that holds records of such sizes");
+  module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"));
+  module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
+  module.def("dtypes", &dtype_table, "(name, storage class or empty, bytes of an element) by dtype code");
+
+  module.def("object_record",
+             [](const py::bytes& pickle) { return py::bytes(object_record(std::string_view(pickle))); });
+  module.def("check_archive",
+             [](const py::bytes& archive, bool checksums) { return text(check_archive(view(archive), checksums)); });
+  module.def(
+      "check_pickle",
+      [](const py::bytes& pickle) {
+        size_t end = 0;
+        std::string wrong = check_pickle(view(pickle), false, &end);
+        return std::pair(std::move(wrong), end);
+      },
+      "what is wrong with a pickle, empty if nothing, and where it ends");
+  module.def("archive_has_checksums", [](const py::bytes& archive) { return has_checksums(view(archive)); });
+  module.def("archive_pickle", [](const py::bytes& archive) -> py::object {
+    const auto body = find_pickle(view(archive));
+    if (!body) return py::none();
+    return py::bytes(reinterpret_cast<const char*>(body->data()), body->size());
+  });
+
+  module.def("commit_file", [](const std::string& directory, const std::string& name, const py::bytes& bytes) {
+    const auto content = view(bytes);
+    const py::gil_scoped_release release;
+    commit_file(directory, name, content);
+  });
+  module.def("sync_directory", &sync_directory, py::call_guard<py::gil_scoped_release>());
+  module.def("free_bytes", [](const std::string& path) {
+    Space space{};
+    if (const int result = system::space(path.c_str(), space); result < 0) {
+      throw Error::system("ask for the free space of", path, 0, -result);
+    }
+    return space.free_bytes;
+  });
+
+  module.def("crc32", [](const py::bytes& bytes) { return crc32(0, view(bytes).data(), view(bytes).size()); });
+  module.def("capabilities", [] {
+    py::dict result;
+    std::string reason;
+    result["crc32"] = crc32_implementation();
+    result["io_uring"] = uring_available(&reason);
+    result["io_uring_reason"] = reason;
+    return result;
+  });
+  module.def("trim_arena",
+             [](const EngineOptions& options) { shared_arena(options.slot_bytes, options.arena_bytes).trim(); });
+
+  // For tests: let system calls fail.
+  module.def(
+      "inject_fault",
+      [](const std::string& call, int error, uint64_t skip, uint64_t times) {
+        system::inject_fault(named_call(call), error, skip, times);
+      },
+      py::arg("call"), py::arg("error"), py::arg("skip") = 0, py::arg("times") = 1);
+  module.def("clear_faults", &system::clear_faults);
+  module.def("calls_seen", [](const std::string& call) { return system::calls_seen(named_call(call)); });
+}

@@ -1,0 +1,72 @@
+// One tensor as torch.save writes it: prologue (zip headers and a small pickle), raw bytes, epilogue (checksum and
+// directory). Byte for byte what torch 2.13 writes for a contiguous CPU tensor, but for the serialization id.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "format/archive.h"
+
+namespace vescale_ckpt {
+
+struct DType {
+  std::string_view name;     // as in torch.<name>
+  std::string_view storage;  // legacy storage class in the pickle; empty: UntypedStorage and the dtype's own name
+  uint32_t item_bytes;
+};
+
+// All that torch.save can store; a table's "dtype" column is an index into this.
+std::span<const DType> dtypes();
+
+// Bytes of a contiguous tensor. Throws Error(invalid) on a negative size or overflow.
+uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes);
+
+// The framing of one tensor; immutable and shared by all tensors of equal dtype and shape.
+class TensorRecord {
+ public:
+  TensorRecord(const DType& dtype, std::span<const int64_t> sizes);
+
+  uint64_t body_bytes() const { return body_bytes_; }
+  const std::string& prologue() const { return prologue_; }
+  uint64_t epilogue_bytes() const { return epilogue_.size(); }
+  uint64_t total_bytes() const { return prologue_.size() + body_bytes_ + epilogue_.size(); }
+  // Writes the epilogue of a body with checksum `crc` to `out`, epilogue_bytes() long.
+  void write_epilogue(uint32_t crc, std::byte* out) const;
+  // Whether `actual` is an epilogue of such a body by us or by torch.save (which differ in the serialization id).
+  bool epilogue_matches(uint32_t crc, std::span<const std::byte> actual) const;
+  // The checksum that an epilogue of the right length claims.
+  uint32_t claimed_crc(std::span<const std::byte> epilogue) const;
+  // The pickle alone, for records whose archive is laid out in another way (older torch).
+  const std::string& pickle() const { return pickle_; }
+
+ private:
+  void write_epilogue(uint32_t crc, std::string_view id, std::byte* out) const;
+  uint64_t body_bytes_;
+  std::string pickle_;
+  std::string prologue_;
+  std::string epilogue_;  // with zeros where the fields below go
+  size_t crc_field_ = 0, crc_field_central_ = 0, id_field_ = 0, id_crc_field_ = 0, id_crc_field_central_ = 0;
+};
+
+// Records by dtype and shape, each built once. Not thread-safe.
+class RecordCache {
+ public:
+  RecordCache();
+  ~RecordCache();
+  std::shared_ptr<const TensorRecord> get(uint32_t dtype, std::span<const int64_t> sizes);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// A plain object as torch.save writes it, from its pickle (protocol 2, no tensors inside).
+std::string object_record(std::string_view pickle);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,50 @@
+// A box of a contiguous (row-major) chunk laid over strided memory, and copies between the two.
+//
+// "Body" offsets are bytes from the start of the chunk's data; memory offsets are bytes from the box's first element.
+// Immutable; thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+namespace vescale_ckpt {
+
+class Box {
+ public:
+  // All spans have one entry a dimension; `memory_strides` are in elements and may be zero or negative.
+  // Throws Error(invalid) if the box leaves the chunk.
+  Box(uint32_t item_bytes, std::span<const int64_t> chunk_sizes, std::span<const int64_t> box_offsets,
+      std::span<const int64_t> box_sizes, std::span<const int64_t> memory_strides);
+
+  uint64_t bytes() const { return bytes_; }  // in the box
+  uint64_t begin() const { return begin_; }  // body range that covers the box
+  uint64_t end() const { return end_; }
+  bool dense() const { return dims_.empty(); }  // one run, in the body and in memory
+  bool whole() const { return whole_; }         // the box is the chunk
+
+  // Copies what lies in the body range [begin, end) of the box; `body` points at body offset `begin`.
+  void scatter(const std::byte* body, uint64_t begin, uint64_t end, std::byte* memory) const;
+  void gather(std::byte* body, uint64_t begin, uint64_t end, const std::byte* memory) const;
+
+  // Calls `emit(begin, end)` for body ranges in rising order that cover the box; gaps of up to `gap` bytes are closed.
+  void ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& emit) const;
+
+ private:
+  struct Dim {
+    uint64_t count;
+    uint64_t body_stride;   // bytes
+    int64_t memory_stride;  // bytes
+  };
+  template <typename Copy>
+  void visit(uint64_t begin, uint64_t end, const Copy& copy) const;
+
+  std::vector<Dim> dims_;  // outermost first; runs repeat over them
+  uint64_t run_ = 0;       // bytes contiguous in both
+  uint64_t bytes_ = 0, begin_ = 0, end_ = 0;
+  bool whole_ = true;
+};
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,57 @@
+#include "io/channel.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "error.h"
+#include "io/memory.h"
+
+namespace vescale_ckpt {
+namespace detail {
+
+Request next_request(Transfer& transfer) {
+  // One call moves at most 2,147,479,552 bytes whatever is asked.
+  constexpr uint64_t kMost = 1 << 30;
+  transfer.access = transfer.file->access();
+  // A short direct transfer may end off a block (at the end of the file): what is left goes through the page cache.
+  if (transfer.access == Access::direct && transfer.done % kBlock != 0) transfer.access = Access::buffered;
+  return {transfer.file->descriptor(transfer.access), File::transfer_flags(transfer.access),
+          transfer.data + transfer.done, std::min(kMost, transfer.size - transfer.done),
+          transfer.offset + transfer.done};
+}
+
+bool advance(Transfer& transfer, int64_t result) {
+  if (result > 0) {
+    transfer.done += static_cast<uint64_t>(result);
+    return transfer.done >= transfer.size;
+  }
+  const uint64_t at = transfer.offset + transfer.done;
+  if (result == 0) {
+    if (transfer.call == Call::read && transfer.done >= transfer.needed) return true;
+    if (transfer.call == Call::read) {
+      throw Error::corrupt("file " + transfer.file->path() + " ends at offset " + std::to_string(at) + ", " +
+                               std::to_string(transfer.needed - transfer.done) + " bytes too early",
+                           transfer.file->path(), at);
+    }
+    throw Error::system("write", transfer.file->path(), at, EIO);  // no progress and no reason
+  }
+  const int error = static_cast<int>(-result);
+  if (error == EINTR || error == EAGAIN) return false;
+  if (File::is_refusal(error) && transfer.file->fall_back(transfer.access)) return false;
+  throw Error::system(transfer.call == Call::read ? "read" : "write", transfer.file->path(), at, error);
+}
+
+}  // namespace detail
+
+Backend backend_named(const std::string& name) {
+  if (name == "auto") return Backend::automatic;
+  if (name == "threads") return Backend::threads;
+  if (name == "uring") return Backend::uring;
+  throw Error::invalid("unknown I/O backend \"" + name + "\": auto, threads or uring");
+}
+
+std::unique_ptr<Channel> make_channel(Backend backend, unsigned depth) {
+  return backend == Backend::uring ? detail::make_uring_channel(depth) : detail::make_blocking_channel();
+}
+
+}  // namespace vescale_ckpt

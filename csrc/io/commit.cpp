@@ -1,0 +1,60 @@
+#include "io/commit.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "error.h"
+#include "io/system.h"
+
+namespace vescale_ckpt {
+namespace {
+
+void write_all(int fd, const std::string& path, std::span<const std::byte> bytes) {
+  for (uint64_t done = 0; done < bytes.size();) {
+    const int64_t result =
+        system::write(fd, bytes.data() + done, std::min<uint64_t>(bytes.size() - done, 1 << 30), done, 0);
+    if (result == -EINTR) continue;
+    if (result <= 0) throw Error::system("write", path, done, result == 0 ? EIO : static_cast<int>(-result));
+    done += static_cast<uint64_t>(result);
+  }
+  if (const int result = system::sync(fd); result < 0) throw Error::system("sync", path, 0, -result);
+}
+
+}  // namespace
+
+void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes) {
+  static std::atomic<unsigned> serial{0};
+  const std::string path = directory + "/" + name;
+  std::string temporary;
+  int fd = -EEXIST;
+  // A process of this number may have been killed here before.
+  for (int tries = 0; fd == -EEXIST && tries < 1000; ++tries) {
+    temporary = path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial++);
+    fd = system::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
+  }
+  if (fd < 0) throw Error::system("create", temporary, 0, -fd);
+  try {
+    write_all(fd, temporary, bytes);
+    system::close(fd);
+  } catch (...) {
+    system::close(fd);
+    system::unlink(temporary.c_str());
+    throw;
+  }
+  if (const int result = system::rename(temporary.c_str(), path.c_str()); result < 0) {
+    system::unlink(temporary.c_str());
+    throw Error::system("rename into place", path, 0, -result);
+  }
+  sync_directory(directory);
+}
+
+void sync_directory(const std::string& directory) {
+  if (const int result = system::sync_directory(directory.c_str()); result < 0) {
+    throw Error::system("sync directory", directory, 0, -result);
+  }
+}
+
+}  // namespace vescale_ckpt

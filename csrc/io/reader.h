@@ -1,0 +1,57 @@
+// Reads tensors, or boxes of them, out of data files into memory that the caller owns, verifying what it reads.
+//
+// Whole tensors are checked against the CRC-32 in their record, whoever wrote it; boxes against the blocks of the
+// file's checksum table, or by reading the whole record where there is none. Records that are not the plain contiguous
+// tensor the caller expects are left to it (see ReadReport::unread).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "format/torch_record.h"
+#include "io/box.h"
+#include "io/transfer_loop.h"
+#include "io/writer.h"
+
+namespace vescale_ckpt {
+
+inline constexpr int64_t kUnknownCrc = -1;
+
+struct ReadItem {
+  uint32_t file;           // index into the paths
+  uint64_t record_offset;  // where .metadata says the record lies, bytes
+  uint64_t record_length;
+  uint32_t dtype;  // index into dtypes()
+  std::vector<int64_t> chunk_sizes;
+  Box box;            // of the chunk, over `memory`
+  std::byte* memory;  // of the box's first element
+  int64_t crc =
+      kUnknownCrc;  // of the whole tensor's bytes, where the caller knows it from elsewhere than the data file
+};
+
+struct ReadReport {
+  std::vector<uint32_t> unread;   // items whose record is not a plain contiguous tensor of that dtype and shape
+  uint64_t needed_bytes = 0;      // in the items' boxes
+  uint64_t unverified_bytes = 0;  // read from records that carry no checksum
+  TransferStats stats;
+};
+
+// Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                         bool verify, const EngineOptions& options);
+
+struct ByteRange {
+  uint32_t file;  // index into the paths
+  uint64_t offset;
+  uint64_t length;
+};
+
+// Reads ranges as they are (objects, odd records), neighbours in one go. `targets[i]` has room for ranges[i].
+// Throws Error with the range as item.
+void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> ranges,
+                 std::span<std::byte* const> targets, const EngineOptions& options);
+
+}  // namespace vescale_ckpt

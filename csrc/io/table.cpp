@@ -1,0 +1,116 @@
+#include "io/table.h"
+
+#include <utility>
+
+#include "error.h"
+
+namespace vescale_ckpt {
+namespace {
+
+class Cursor {
+ public:
+  explicit Cursor(std::span<const int64_t> table) : rest_(table) {}
+  bool at_end() const { return rest_.empty(); }
+  int64_t row() const { return row_; }
+  void next_row() { ++row_; }
+
+  std::span<const int64_t> take(size_t count) {
+    if (count > rest_.size()) throw Error::invalid("the table ends inside a row", row_);
+    const auto values = rest_.first(count);
+    rest_ = rest_.subspan(count);
+    return values;
+  }
+  uint64_t size() {
+    const int64_t value = take(1)[0];
+    if (value < 0) throw Error::invalid("a negative offset, length or count in the table", row_);
+    return static_cast<uint64_t>(value);
+  }
+  std::byte* address() { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(take(1)[0])); }
+  uint32_t dtype() {
+    const uint64_t code = size();
+    if (code >= dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
+    return static_cast<uint32_t>(code);
+  }
+
+ private:
+  std::span<const int64_t> rest_;
+  int64_t row_ = 0;
+};
+
+// Whether elements lie one behind the other; dimensions of one element may have any stride.
+bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+  int64_t expected = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    if (sizes[dim] == 0) return true;
+    if (sizes[dim] != 1 && strides[dim] != expected) return false;
+    expected *= sizes[dim];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
+  std::vector<RecordSource> sources;
+  RecordCache framings;
+  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint32_t dtype = cursor.dtype();
+    const std::byte* data = cursor.address();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), strides = cursor.take(dims);
+    RecordSource source;
+    try {
+      source.framing = framings.get(dtype, sizes);
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+    source.data = data;
+    source.bytes = source.framing->body_bytes();
+    if (!contiguous(sizes, strides)) {
+      const std::vector<int64_t> origin(dims, 0);
+      source.strided.emplace(dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
+    }
+    sources.push_back(std::move(source));
+  }
+  return sources;
+}
+
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
+  std::vector<ReadItem> items;
+  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const auto file = static_cast<uint32_t>(cursor.size());
+    const uint64_t offset = cursor.size(), length = cursor.size();
+    const int64_t crc = cursor.take(1)[0];
+    const uint32_t dtype = cursor.dtype();
+    const uint64_t dims = cursor.size();
+    const auto chunk = cursor.take(dims), offsets = cursor.take(dims), sizes = cursor.take(dims);
+    std::byte* memory = cursor.address();
+    const auto strides = cursor.take(dims);
+    try {
+      tensor_bytes(dtypes()[dtype], chunk);  // overflow in a lying shape
+      items.push_back({file,
+                       offset,
+                       length,
+                       dtype,
+                       {chunk.begin(), chunk.end()},
+                       Box(dtypes()[dtype].item_bytes, chunk, offsets, sizes, strides),
+                       memory,
+                       crc});
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+  }
+  return items;
+}
+
+std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
+  std::vector<ByteRange> ranges;
+  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const auto file = static_cast<uint32_t>(cursor.size());
+    const uint64_t offset = cursor.size();
+    ranges.push_back({file, offset, cursor.size()});
+  }
+  return ranges;
+}
+
+}  // namespace vescale_ckpt

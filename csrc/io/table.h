@@ -1,0 +1,23 @@
+// The tables that cross from Python once a save or load: rows of 64-bit integers, one after another.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "io/reader.h"
+#include "io/writer.h"
+
+namespace vescale_ckpt {
+
+// Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
+std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
+
+// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box
+// offsets, n box sizes, address of the box's first element, n strides (elements). Throws Error(invalid, row).
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table);
+
+// Rows: file, offset, length.
+std::vector<ByteRange> parse_range_table(std::span<const int64_t> table);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,81 @@
+// Writes records (framing and bytes) to one data file, at the speed of the disk, with checksums on the way.
+//
+// The file is laid out so that large tensors travel from their own memory: torch's CPU tensors start 64 bytes behind a
+// page, so their bytes start 64 bytes behind a block of the file, and all but the first and last few bytes need no
+// copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes alone.
+//
+// Not thread-safe; one FileWriter is driven by one thread, which it multiplies itself.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "format/checksum_table.h"
+#include "format/torch_record.h"
+#include "io/box.h"
+#include "io/transfer_loop.h"
+
+namespace vescale_ckpt {
+
+// What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.
+struct RecordSource {
+  std::shared_ptr<const TensorRecord> framing;
+  const std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  std::optional<Box> strided;  // how `data` is laid out, unless contiguous
+};
+
+struct PlacedRecord {
+  uint64_t offset;  // of the record, in the file
+  uint64_t length;
+  uint32_t crc;  // of the tensor's bytes, or of the object's; 0 without checksums
+};
+
+// Bytes by the way they took.
+struct TransferStats {
+  std::atomic<uint64_t> in_place{0};  // between the tensor's own memory and the file
+  std::atomic<uint64_t> slots{0};     // through a slot
+  std::atomic<uint64_t> by_access[3] = {0, 0, 0};
+  void count(const Flight& flight, uint64_t bytes);
+};
+
+class FileWriter {
+ public:
+  // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk.
+  FileWriter(const std::string& path, uint64_t expected_bytes, const EngineOptions& options, bool checksums);
+  // Removes the file unless finish() was reached.
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  // Upper bound of the file's length for records with so many bytes of data each, framing and padding included.
+  static uint64_t space_for(std::span<const int64_t> body_bytes);
+
+  std::vector<PlacedRecord> write(std::span<const RecordSource> records);
+  // Writes the checksum table, sets the length, syncs if asked to. Returns the length of the file.
+  uint64_t finish(bool sync);
+
+  const TransferStats& stats() const { return stats_; }
+  Access access() const { return file_->access(); }
+
+ private:
+  struct Part;
+  struct Segment;
+  struct Record;
+  class Group;
+
+  const EngineOptions options_;
+  const bool checksums_;
+  std::unique_ptr<File> file_;
+  bool finished_ = false;
+  uint64_t cursor_ = 0;  // end of what was laid out, a multiple of kBlock
+  ChecksumTable table_;
+  TransferStats stats_;
+};
+
+}  // namespace vescale_ckpt

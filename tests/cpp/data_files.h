@@ -1,0 +1,94 @@
+// Data files written and read with small slots, so that small tensors meet every border.
+#pragma once
+
+#include <fcntl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/crc32.h"
+#include "modes.h"
+#include "tensors.h"
+
+namespace vescale_ckpt {
+
+// The smallest slots that hold every record that is packed: nine cells.
+inline constexpr uint64_t kSlotBytes = 9 * (256 << 10);
+inline constexpr uint64_t kSlots = 4;
+
+inline EngineOptions small_options(const Mode& mode, unsigned threads = 3) {
+  EngineOptions options;
+  options.backend = mode.backend;
+  options.widest = mode.access;
+  options.threads = threads;
+  options.depth = 3;
+  options.slot_bytes = kSlotBytes;
+  options.arena_bytes = kSlots * kSlotBytes;
+  return options;
+}
+
+struct WrittenFile {
+  std::string path;
+  std::vector<PlacedRecord> records;
+  uint64_t bytes = 0;
+  uint64_t in_place = 0, slots = 0;  // bytes by the way they took
+  uint64_t by_access[3] = {};
+};
+
+inline WrittenFile write_data_file(const std::string& path, const std::vector<RecordSource>& sources,
+                                   const EngineOptions& options, bool checksums = true) {
+  std::vector<int64_t> sizes;
+  for (const RecordSource& source : sources) sizes.push_back(static_cast<int64_t>(source.bytes));
+  const uint64_t space = FileWriter::space_for(sizes);
+  FileWriter writer(path, space, options, checksums);
+  WrittenFile file{path, writer.write(sources)};
+  file.bytes = writer.finish(false);
+  EXPECT_EQ(std::filesystem::file_size(path), file.bytes);
+  EXPECT_LE(file.bytes, space);
+  file.in_place = writer.stats().in_place;
+  file.slots = writer.stats().slots;
+  for (size_t i = 0; i < 3; ++i) file.by_access[i] = writer.stats().by_access[i];
+  return file;
+}
+
+inline std::vector<RecordSource> sources_of(const std::vector<Tensor>& tensors) {
+  std::vector<RecordSource> sources;
+  for (const Tensor& tensor : tensors) sources.push_back(tensor.source());
+  return sources;
+}
+
+inline std::unique_ptr<ReadReport> read_items(const std::string& path, const std::vector<ReadItem>& items,
+                                              const EngineOptions& options, bool verify = true) {
+  return read_tensors(std::vector{path}, items, verify, options);
+}
+
+// Puts the pages of a file out of the cache, so that the next reader goes to the disk.
+inline void drop_cache(const std::string& path) {
+  const int fd = system::open(path.c_str(), O_RDONLY, 0);
+  EXPECT_EQ(system::sync(fd), 0);
+  EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+  system::close(fd);
+}
+
+// Whether all slots are back, and no more were taken than the budget has.
+inline void expect_slots_back(const EngineOptions& options) {
+  Arena& arena = shared_arena(options.slot_bytes, options.arena_bytes);
+  EXPECT_LE(arena.allocated_bytes(), options.arena_bytes);
+  std::vector<Slot> slots;
+  while (auto slot = arena.try_acquire()) slots.push_back(std::move(*slot));
+  EXPECT_EQ(slots.size(), arena.slots()) << "slots were not given back";
+}
+
+// Puts other bytes into all slots, so that nothing of a file is in them by chance.
+inline void scribble_slots(const EngineOptions& options) {
+  Arena& arena = shared_arena(options.slot_bytes, options.arena_bytes);
+  std::vector<Slot> slots;
+  while (auto slot = arena.try_acquire()) {
+    std::memset(slot->data(), 0x5A, 1 << 16);
+    slots.push_back(std::move(*slot));
+  }
+}
+
+}  // namespace vescale_ckpt

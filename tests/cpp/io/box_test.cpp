@@ -1,0 +1,277 @@
+#include "io/box.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+using Range = std::pair<uint64_t, uint64_t>;
+
+// A random box over random memory, and what Box should make of it, found element by element.
+struct Case {
+  uint32_t item;  // bytes
+  Sizes chunk, offsets, sizes, strides;
+  uint64_t body_bytes = 0;
+  uint64_t memory_bytes = 0;
+  uint64_t origin = 0;  // of the box's first element in the memory
+  struct Element {
+    uint64_t body;    // byte offset in the body
+    uint64_t memory;  // byte offset in the memory
+  };
+  std::vector<Element> elements;  // in row-major order
+
+  Box box() const { return Box(item, chunk, offsets, sizes, strides); }
+
+  std::string text() const {
+    std::string text = "item " + std::to_string(item);
+    for (size_t dim = 0; dim < chunk.size(); ++dim) {
+      text += " [" + std::to_string(offsets[dim]) + "+" + std::to_string(sizes[dim]) + " of " +
+              std::to_string(chunk[dim]) + ", stride " + std::to_string(strides[dim]) + "]";
+    }
+    return text;
+  }
+};
+
+enum class Strides { distinct, any };  // distinct: no two elements share memory; any: zeros too
+
+int64_t pick(std::mt19937& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+Case random_case(std::mt19937& random, Strides kind) {
+  constexpr uint32_t kItems[] = {1, 2, 3, 4, 8, 12, 16};
+  Case c;
+  c.item = kItems[pick(random, 0, 6)];
+  const size_t dims = static_cast<size_t>(pick(random, 0, 4));
+  const int64_t largest = dims <= 2 ? 9 : 5;
+  for (size_t dim = 0; dim < dims; ++dim) {
+    const int64_t limit = pick(random, pick(random, 0, 9) == 0 ? 0 : 1, largest);
+    int64_t size = pick(random, 0, 2) == 0 ? limit : pick(random, limit == 0 ? 0 : 1, limit);
+    if (pick(random, 0, 30) == 0) size = 0;
+    c.chunk.push_back(limit);
+    c.sizes.push_back(size);
+    c.offsets.push_back(pick(random, 0, limit - size));
+  }
+
+  // Strides: dimensions in a random order, each wide enough for those before it, some turned around.
+  c.strides.assign(dims, 0);
+  std::vector<size_t> order(dims);
+  for (size_t dim = 0; dim < dims; ++dim) order[dim] = dims - 1 - dim;
+  if (pick(random, 0, 1) == 0) std::shuffle(order.begin(), order.end(), random);
+  const bool gaps = pick(random, 0, 1) == 0, signs = pick(random, 0, 1) == 0;
+  int64_t stride = 1, low = 0, high = 0;  // the extent of the memory in elements
+  for (const size_t dim : order) {
+    stride += gaps ? pick(random, 0, 2) : 0;
+    c.strides[dim] = signs && pick(random, 0, 1) == 0 ? -stride : stride;
+    if (kind == Strides::any && pick(random, 0, 2) == 0) c.strides[dim] = 0;
+    stride *= std::max<int64_t>(1, c.sizes[dim]);
+    if (c.sizes[dim] > 0) (c.strides[dim] < 0 ? low : high) += (c.sizes[dim] - 1) * c.strides[dim];
+  }
+  c.origin = static_cast<uint64_t>(-low) * c.item;
+  c.memory_bytes = static_cast<uint64_t>(high - low + 1) * c.item;
+
+  c.body_bytes = c.item;
+  for (const int64_t limit : c.chunk) c.body_bytes *= static_cast<uint64_t>(limit);
+  if (std::find(c.sizes.begin(), c.sizes.end(), 0) != c.sizes.end()) return c;
+  for (Sizes index(dims, 0);;) {
+    int64_t body = 0, memory = 0;
+    for (size_t dim = 0; dim < dims; ++dim) {
+      body = body * c.chunk[dim] + c.offsets[dim] + index[dim];
+      memory += index[dim] * c.strides[dim];
+    }
+    c.elements.push_back({static_cast<uint64_t>(body) * c.item,
+                          static_cast<uint64_t>(static_cast<int64_t>(c.origin) + memory * c.item)});
+    size_t dim = dims;
+    while (dim > 0 && ++index[dim - 1] == c.sizes[dim - 1]) index[--dim] = 0;
+    if (dim == 0) return c;
+  }
+}
+
+std::vector<std::byte> numbered(uint64_t bytes) {
+  std::vector<std::byte> data(bytes);
+  for (uint64_t at = 0; at < bytes; ++at) data[at] = static_cast<std::byte>(at * 131 + at / 256 + 1);
+  return data;
+}
+
+// A range of the body that may start and end anywhere, also inside an element.
+Range random_cut(std::mt19937& random, uint64_t bytes) {
+  const auto last = static_cast<int64_t>(bytes);
+  const int64_t a = pick(random, 0, last), b = pick(random, 0, last);
+  return pick(random, 0, 3) == 0 ? Range{0, bytes} : Range{std::min(a, b), std::max(a, b)};
+}
+
+constexpr int kCases = 2000;
+
+TEST(Box, ScattersLikeElementByElement) {
+  std::mt19937 random(1);
+  for (int round = 0; round < kCases; ++round) {
+    const Case c = random_case(random, Strides::distinct);
+    const auto [begin, end] = random_cut(random, c.body_bytes);
+    const std::vector<std::byte> body = numbered(c.body_bytes);
+    const std::vector<std::byte> cut(body.begin() + static_cast<int64_t>(begin),
+                                     body.begin() + static_cast<int64_t>(end));
+
+    std::vector<std::byte> memory(c.memory_bytes, std::byte{0xAA}), expected = memory;
+    for (const auto& [from, to] : c.elements) {
+      for (uint64_t at = 0; at < c.item; ++at) {
+        if (from + at >= begin && from + at < end) expected[to + at] = body[from + at];
+      }
+    }
+    c.box().scatter(cut.data(), begin, end, memory.data() + c.origin);
+    ASSERT_EQ(memory, expected) << c.text() << " cut " << begin << ".." << end;
+  }
+}
+
+TEST(Box, GathersLikeElementByElement) {
+  std::mt19937 random(2);
+  for (int round = 0; round < kCases; ++round) {
+    const Case c = random_case(random, Strides::any);
+    const auto [begin, end] = random_cut(random, c.body_bytes);
+    const std::vector<std::byte> memory = numbered(c.memory_bytes);
+
+    std::vector<std::byte> cut(end - begin, std::byte{0xEE}), expected = cut;
+    for (const auto& [to, from] : c.elements) {
+      for (uint64_t at = 0; at < c.item; ++at) {
+        if (to + at >= begin && to + at < end) expected[to + at - begin] = memory[from + at];
+      }
+    }
+    c.box().gather(cut.data(), begin, end, memory.data() + c.origin);
+    ASSERT_EQ(cut, expected) << c.text() << " cut " << begin << ".." << end;
+  }
+}
+
+// A body that arrives in pieces, cut anywhere, is the body.
+TEST(Box, PiecesMakeTheWhole) {
+  std::mt19937 random(3);
+  for (int round = 0; round < kCases / 4; ++round) {
+    const Case c = random_case(random, Strides::distinct);
+    const Box box = c.box();
+    const std::vector<std::byte> body = numbered(c.body_bytes);
+    std::vector<std::byte> whole(c.memory_bytes), pieces(c.memory_bytes), back(c.body_bytes), again(c.body_bytes);
+    box.scatter(body.data(), 0, c.body_bytes, whole.data() + c.origin);
+    box.gather(back.data(), 0, c.body_bytes, whole.data() + c.origin);
+    for (uint64_t at = 0; at < c.body_bytes;) {
+      const uint64_t next = std::min<uint64_t>(c.body_bytes, at + static_cast<uint64_t>(pick(random, 1, 40)));
+      box.scatter(body.data() + at, at, next, pieces.data() + c.origin);
+      box.gather(again.data() + at, at, next, whole.data() + c.origin);
+      at = next;
+    }
+    ASSERT_EQ(pieces, whole) << c.text();
+    ASSERT_EQ(again, back) << c.text();
+  }
+}
+
+TEST(Box, RangesCoverTheBoxAndCloseSmallGapsOnly) {
+  std::mt19937 random(4);
+  for (int round = 0; round < kCases; ++round) {
+    const Case c = random_case(random, Strides::any);
+    const auto gap = static_cast<uint64_t>(pick(random, 0, 3) == 0 ? 0 : pick(random, 0, 60));
+    std::vector<Range> expected;
+    for (const auto& [body, memory] : c.elements) {
+      if (!expected.empty() && body - expected.back().second <= gap) {
+        expected.back().second = body + c.item;
+      } else {
+        expected.emplace_back(body, body + c.item);
+      }
+    }
+    std::vector<Range> found;
+    c.box().ranges(gap, [&](uint64_t begin, uint64_t end) { found.emplace_back(begin, end); });
+    ASSERT_EQ(found, expected) << c.text() << " gap " << gap;
+  }
+}
+
+TEST(Box, KnowsItsMeasures) {
+  std::mt19937 random(5);
+  for (int round = 0; round < kCases; ++round) {
+    const Case c = random_case(random, Strides::any);
+    const Box box = c.box();
+    ASSERT_EQ(box.bytes(), c.elements.size() * c.item) << c.text();
+    ASSERT_EQ(box.whole(), c.sizes == c.chunk) << c.text();
+    ASSERT_EQ(box.end() - box.begin(),
+              c.elements.empty() ? 0 : c.elements.back().body + c.item - c.elements.front().body)
+        << c.text();
+    ASSERT_EQ(box.begin(), c.elements.empty() ? box.begin() : c.elements.front().body) << c.text();
+    bool dense = true;
+    for (size_t i = 1; i < c.elements.size(); ++i) {
+      const auto &one = c.elements[i - 1], &next = c.elements[i];
+      dense = dense && next.body == one.body + c.item && next.memory == one.memory + c.item;
+    }
+    ASSERT_EQ(box.dense(), dense) << c.text();
+  }
+}
+
+TEST(Box, OfAScalar) {
+  const Box box(8, {}, {}, {}, {});
+  EXPECT_TRUE(box.dense());
+  EXPECT_TRUE(box.whole());
+  EXPECT_EQ(box.bytes(), 8u);
+  const std::vector<std::byte> body = numbered(8);
+  std::vector<std::byte> memory(8);
+  box.scatter(body.data(), 0, 8, memory.data());
+  EXPECT_EQ(memory, body);
+}
+
+TEST(Box, OfAnExpandedTensor) {
+  const Sizes sizes{4, 3}, origin{0, 0}, strides{0, 1};  // a row of three, four times
+  const Box box(2, sizes, origin, sizes, strides);
+  const std::vector<std::byte> row = numbered(6);
+  std::vector<std::byte> body(24);
+  box.gather(body.data(), 0, 24, row.data());
+  for (size_t at = 0; at < body.size(); ++at) EXPECT_EQ(body[at], row[at % 6]) << at;
+}
+
+TEST(Box, TouchesNothingOutsideTheRangeAsked) {
+  const Sizes chunk{10}, offsets{2}, sizes{4}, strides{1};
+  const Box box(4, chunk, offsets, sizes, strides);
+  std::vector<std::byte> memory(16, std::byte{7});
+  const std::vector<std::byte> body = numbered(40);
+  box.scatter(body.data(), 0, 8, memory.data());    // before the box
+  box.scatter(body.data(), 24, 40, memory.data());  // behind it
+  box.scatter(body.data(), 10, 10, memory.data());  // nothing
+  EXPECT_EQ(memory, std::vector<std::byte>(16, std::byte{7}));
+}
+
+TEST(Box, RefusesToLeaveItsChunk) {
+  const auto make = [](int64_t limit, int64_t offset, int64_t size) {
+    const Sizes chunk{3, limit}, offsets{0, offset}, sizes{3, size}, strides{1, 1};
+    return Box(4, chunk, offsets, sizes, strides);
+  };
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  EXPECT_NO_THROW(make(5, 2, 3));
+  EXPECT_NO_THROW(make(5, 5, 0));
+  EXPECT_THROW(make(5, 3, 3), Error);
+  EXPECT_THROW(make(5, 6, 0), Error);
+  EXPECT_THROW(make(5, -1, 2), Error);
+  EXPECT_THROW(make(5, 1, -2), Error);
+  EXPECT_THROW(make(-1, 0, 0), Error);
+  EXPECT_THROW(make(5, kMost, kMost), Error);
+  try {
+    make(5, 3, 3);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::invalid);
+    EXPECT_NE(std::string(error.what()).find("dimension 1"), std::string::npos) << error.what();
+  }
+}
+
+// torch keeps any stride for a dimension of one element: it is never used.
+TEST(Box, IgnoresTheStrideOfOneElement) {
+  const Sizes chunk{1, 3}, offsets{0, 0}, sizes{1, 3}, strides{std::numeric_limits<int64_t>::max() / 2, 1};
+  const Box box(8, chunk, offsets, sizes, strides);
+  EXPECT_TRUE(box.dense());
+  EXPECT_EQ(box.bytes(), 24u);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,185 @@
+#include "io/file.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <csignal>
+#include <functional>
+
+#include "error.h"
+#include "io/memory.h"
+#include "scratch.h"
+
+namespace vescale_ckpt {
+namespace {
+
+Error error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error::invalid("nothing was thrown");
+}
+
+class FileTest : public ScratchTest {
+ protected:
+  // A file of `bytes` of which nothing is in the page cache.
+  std::string cold_file(uint64_t bytes) const {
+    write_file(path("cold"), std::string(bytes, 'c'));
+    const int fd = system::open(path("cold").c_str(), O_RDONLY, 0);
+    EXPECT_EQ(system::sync(fd), 0);
+    EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
+    system::close(fd);
+    return path("cold");
+  }
+};
+
+TEST_F(FileTest, IsCreatedWhereThereIsNone) {
+  {
+    const auto file = File::create(path("new"), Access::direct);
+  }
+  EXPECT_EQ(files(), (std::set<std::string>{"new"}));
+  write_file(path("old"), "content");
+  const Error error = error_of([&] { File::create(path("old"), Access::direct); });
+  EXPECT_EQ(error.code, EEXIST);
+  EXPECT_EQ(error.path, path("old"));
+  EXPECT_EQ(read_file(path("old")), "content");
+}
+
+TEST_F(FileTest, ThatIsMissingIsNamed) {
+  const Error error = error_of([&] { File::open(path("missing"), Access::direct); });
+  EXPECT_EQ(error.kind, Error::Kind::io);
+  EXPECT_EQ(error.code, ENOENT);
+  EXPECT_NE(std::string(error.what()).find(path("missing")), std::string::npos) << error.what();
+}
+
+// A FIFO of that name would make a reader wait for ever.
+TEST_F(FileTest, IsARegularOne) {
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  for (const std::string& name : {path("fifo"), directory(), std::string("/dev/zero")}) {
+    EXPECT_EQ(error_of([&] { File::open(name, Access::direct); }).code, EINVAL) << name;
+  }
+}
+
+TEST_F(FileTest, TravelsAsAskedOrTheNextWay) {
+  EXPECT_EQ(File::create(path("buffered"), Access::buffered)->access(), Access::buffered);
+  EXPECT_EQ(File::create(path("uncached"), Access::uncached)->access(), Access::uncached);
+  const auto direct = File::create(path("direct"), Access::direct);
+  if (direct->access() == Access::direct) {
+    EXPECT_GE(direct->descriptor(Access::direct), 0);
+    EXPECT_NE(direct->descriptor(Access::direct), direct->descriptor(Access::buffered));
+    EXPECT_LE(direct->memory_alignment(), kBlock);
+  } else {
+    EXPECT_EQ(direct->access(), Access::uncached);
+  }
+  const ArmedFault refused(Call::open, EINVAL, 1);  // no O_DIRECT here
+  EXPECT_EQ(File::create(path("refused"), Access::direct)->access(), Access::uncached);
+}
+
+TEST_F(FileTest, FallsBackStepByStep) {
+  const auto file = File::create(path("new"), Access::uncached);
+  EXPECT_TRUE(file->fall_back(Access::direct));  // an old transfer: the file has gone on already
+  EXPECT_EQ(file->access(), Access::uncached);
+  EXPECT_TRUE(file->fall_back(Access::uncached));
+  EXPECT_EQ(file->access(), Access::buffered);
+  EXPECT_TRUE(file->fall_back(Access::uncached));
+  EXPECT_TRUE(file->fall_back(Access::direct));
+  EXPECT_FALSE(file->fall_back(Access::buffered));
+  EXPECT_EQ(file->access(), Access::buffered);
+  EXPECT_TRUE(File::is_refusal(EINVAL));
+  EXPECT_TRUE(File::is_refusal(EOPNOTSUPP));
+  EXPECT_FALSE(File::is_refusal(EIO));
+  EXPECT_STREQ(access_name(Access::direct), "direct");
+  EXPECT_STREQ(access_name(Access::uncached), "uncached");
+  EXPECT_STREQ(access_name(Access::buffered), "buffered");
+}
+
+TEST_F(FileTest, ReadsWhatIsCachedFromTheCache) {
+  const std::string cold = cold_file(1 << 20);
+  const auto file = File::open(cold, Access::direct);
+  EXPECT_EQ(file->size(), 1u << 20);
+  EXPECT_NE(file->access(), Access::buffered);
+  EXPECT_EQ(File::open(cold, Access::buffered)->access(), Access::buffered);
+  EXPECT_EQ(read_file(cold).size(), 1u << 20);  // now it is cached
+  EXPECT_EQ(File::open(cold, Access::direct)->access(), Access::buffered);
+  write_file(path("empty"), "");
+  EXPECT_EQ(File::open(path("empty"), Access::direct)->size(), 0u);
+}
+
+TEST_F(FileTest, ReservesSpace) {
+  const auto file = File::create(path("new"), Access::direct);
+  file->preallocate(3 << 20);
+  EXPECT_EQ(file->size(), 3u << 20);
+  EXPECT_EQ(std::filesystem::file_size(path("new")), 3u << 20);
+  file->truncate(1000);
+  EXPECT_EQ(file->size(), 1000u);
+  EXPECT_EQ(std::filesystem::file_size(path("new")), 1000u);
+  EXPECT_NO_THROW(file->sync());
+}
+
+TEST_F(FileTest, OnlySetsTheLengthWhereSpaceCannotBeReserved) {
+  for (const int code : {EOPNOTSUPP, ENOSYS, EINVAL}) {
+    const auto file = File::create(path(std::to_string(code)), Access::direct);
+    const ArmedFault fault(Call::allocate, code);
+    file->preallocate(1 << 20);
+    EXPECT_EQ(std::filesystem::file_size(file->path()), 1u << 20);
+  }
+}
+
+TEST_F(FileTest, TellsAFullDiskFromABadOne) {
+  const auto file = File::create(path("new"), Access::direct);
+  const auto expect = [](const Error& error, Error::Kind kind, int code) {
+    EXPECT_EQ(error.kind, kind) << error.what();
+    EXPECT_EQ(error.code, code) << error.what();
+  };
+  for (const int code : {ENOSPC, EDQUOT, EFBIG}) {
+    const ArmedFault fault(Call::allocate, code);
+    expect(error_of([&] { file->preallocate(1 << 20); }), Error::Kind::full, code);
+  }
+  for (const Call call : {Call::allocate, Call::truncate, Call::sync}) {
+    const ArmedFault fault(call, EIO);
+    expect(error_of([&] {
+             file->preallocate(1 << 20);
+             file->truncate(0);
+             file->sync();
+           }),
+           Error::Kind::io, EIO);
+  }
+}
+
+// No injection: the kernel itself refuses.
+TEST_F(FileTest, MeetsTheLimitOnFileSizes) {
+  ::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{1 << 20, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const auto file = File::create(path("new"), Access::direct);
+  const Error error = error_of([&] { file->preallocate(2 << 20); });
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  ::signal(SIGXFSZ, SIG_DFL);
+  EXPECT_EQ(error.kind, Error::Kind::full) << error.what();
+  EXPECT_EQ(error.code, EFBIG);
+}
+
+// A signal (a profiler's timer, a child's end) may interrupt these: fallocate on a tmpfs before Linux 6.9, all of them
+// on network file systems.
+TEST_F(FileTest, RepeatsInterruptedCalls) {
+  for (const Call call : {Call::open, Call::allocate, Call::truncate, Call::sync}) {
+    const ArmedFault fault(call, EINTR);
+    EXPECT_NO_THROW({
+      const auto file = File::create(path(std::to_string(static_cast<int>(call))), Access::direct);
+      file->preallocate(1 << 20);
+      file->truncate(1000);
+      file->sync();
+    }) << "call "
+       << static_cast<int>(call);
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

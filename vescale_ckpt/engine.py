@@ -1,0 +1,161 @@
+"""What Python and the C++ engine say to each other: options, dtype codes, the rows of tables, and errors."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from . import _C, settings
+from .errors import CheckpointError, CorruptCheckpointError, StorageFullError, UntrustedCheckpointError
+from .settings import DirectIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: dtype → code in the engine's tables, for every dtype that torch.save can store
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, (name, _, _) in enumerate(_C.dtypes()) if hasattr(torch, name)
+}
+
+_ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffered", False: "buffered"}
+
+
+def direct_io_setting(argument: DirectIO) -> DirectIO:
+    """The caller's `direct_io`, or the environment's where the caller left it open."""
+    if argument not in ("auto", True, False):
+        raise ValueError(f"direct_io={argument!r}: 'auto', True or False is wanted")
+    if argument == "auto":
+        return {"auto": "auto", "on": True, "off": False}[str(settings.value("direct_io"))]  # type: ignore[return-value]
+    return argument
+
+
+def options(thread_count: int | None, direct_io: DirectIO) -> _C.Options:
+    """The engine's options for one save or load."""
+    return _C.Options(
+        backend=str(settings.value("io_backend")),
+        threads=settings.number("threads") if thread_count is None else thread_count,
+        depth=settings.number("depth"),
+        slot_bytes=settings.number("slot_bytes"),
+        arena_bytes=settings.number("arena_bytes"),
+        access=_ACCESS[direct_io],
+    )
+
+
+def dtype_code(dtype: torch.dtype, key: str) -> int:
+    """Raises `CheckpointError` with the key for a dtype that torch itself has no way to store."""
+    try:
+        return DTYPE_CODES[dtype]
+    except KeyError:
+        raise CheckpointError(
+            f"{key} has dtype {dtype}, which torch.save cannot store either: save it as a view of uint8",
+            key=key,
+            dtype=str(dtype),
+        ) from None
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Whether it is a tensor and nothing more: no shard of another, no subclass with a mind of its own."""
+    return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
+
+
+@contextmanager
+def named_errors(key_of: Callable[[int], str], path: str, needed: int = 0) -> Iterator[None]:
+    """Turns the engine's errors into this package's; `key_of` names a row of the table at hand."""
+    try:
+        yield
+    except _C.EngineError as error:
+        raise translate(error, key_of, path, needed) from None
+
+
+def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, needed: int) -> CheckpointError:
+    key = key_of(error.item) if error.item is not None else None
+    prefix = f"{key}: " if key is not None else ""
+    if error.kind == "full":
+        try:
+            free = _C.free_bytes(path)
+        except _C.EngineError:
+            free = 0
+        return StorageFullError(path, needed, free, str(error))
+    if error.kind == "corrupt":
+        return CorruptCheckpointError(f"{prefix}{error}", key=key, file=error.path, offset=error.offset)
+    if error.kind == "invalid":
+        return UntrustedCheckpointError(f"{prefix}{error}", key=key)
+    missing = error.errno == 2 and error.kind == "io"
+    if missing and str(error).startswith("open"):
+        return CorruptCheckpointError(f"{prefix}data file is missing: {error}", key=key, file=error.path)
+    return CheckpointError(f"{prefix}{error}", key=key, path=error.path, errno=error.errno)
+
+
+def int_table(rows: Sequence[int] = ()) -> array[int]:
+    return array("q", rows)
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the engine can use the tensor's memory as it is: dense, on the CPU, no lazy conjugation or negation, and
+    really there (frameworks free and resize the storages of tensors that live on)."""
+    return (
+        is_plain_tensor(tensor)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and _is_backed(tensor)
+    )
+
+
+def _is_backed(tensor: torch.Tensor) -> bool:
+    elements = tensor.numel()
+    if elements == 0:
+        return True
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether `copy_` into a tensor that is not `is_host_memory` has somewhere to write. Subclasses know themselves."""
+    return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
+
+
+def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor of the same values that `is_host_memory`, and whether it has memory of its own.
+
+    Raises `CheckpointError` for tensors whose values are not in one dense storage.
+    """
+    if is_host_memory(tensor):
+        return tensor, False
+    plain = tensor.detach()
+    if isinstance(plain, AsyncCollectiveTensor):
+        plain = plain.wait()
+    if plain.is_meta:
+        raise CheckpointError("a tensor on the meta device has no values to store")
+    if hasattr(plain, "__tensor_flatten__") or isinstance(plain, FakeTensor):
+        raise CheckpointError(
+            f"a {type(plain).__name__} cannot be stored as one tensor: save the tensors that it is made of"
+        )
+    if not is_plain_tensor(plain):
+        plain = plain.as_subclass(torch.Tensor)
+    if plain.layout is not torch.strided or plain.is_quantized:
+        raise CheckpointError(f"a tensor of layout {plain.layout} and dtype {plain.dtype} cannot be stored: not dense")
+    if plain._is_zerotensor() or not _is_backed(plain):
+        raise CheckpointError("its storage was freed, or is smaller than the tensor: there are no values to store")
+    memory = plain.data_ptr()
+    plain = plain.to("cpu").resolve_conj().resolve_neg()
+    return plain, plain.data_ptr() != memory
+
+
+def used_paths(stats: dict[str, Any]) -> str:
+    """How the bytes travelled, in words: `direct 98 % (in place 97 %)`."""
+    ways = {way: int(stats[f"{way}_bytes"]) for way in ("direct", "uncached", "buffered")}
+    total = sum(ways.values())
+    if total == 0:
+        return "nothing moved"
+    text = ", ".join(f"{way} {100 * moved / total:.0f} %" for way, moved in ways.items() if moved)
+    return f"{text} (in place {100 * int(stats['in_place_bytes']) / total:.0f} %)"

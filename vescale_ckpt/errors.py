@@ -1,0 +1,93 @@
+"""What can go wrong, by name. Every error is picklable, because errors travel between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CheckpointError(RuntimeError):
+    """Base of all errors of this package; what an error names it also carries as attributes."""
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.__dict__.update(attributes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type[CheckpointError], attributes: dict[str, Any]) -> CheckpointError:
+    error = kind.__new__(kind)
+    RuntimeError.__init__(error, attributes["message"])
+    error.__dict__.update(attributes)
+    return error
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes on disk are not what was written: a flipped bit, a truncated or missing file."""
+
+    key: str | None  #: name of the tensor or object, None if the damage is not in one
+    file: str
+    offset: int  #: bytes from the start of the file
+
+    def __init__(self, message: str, *, key: str | None, file: str, offset: int = 0) -> None:
+        super().__init__(message, key=key, file=file, offset=offset)
+
+
+class IncompatibleStateError(CheckpointError):
+    """The state to fill has another shape or dtype than the checkpoint."""
+
+    key: str
+    expected: str  #: what the state asks for
+    found: str  #: what the checkpoint holds
+
+    def __init__(self, key: str, expected: object, found: object) -> None:
+        super().__init__(
+            f"{key}: the state to load into has {expected}, the checkpoint has {found}",
+            key=key,
+            expected=str(expected),
+            found=str(found),
+        )
+
+
+class MissingKeysError(CheckpointError):
+    """The state asks for keys that the checkpoint does not have (or, where strict, the other way round)."""
+
+    missing: list[str]
+    unexpected: list[str]
+
+    def __init__(self, missing: list[str], unexpected: list[str] | None = None) -> None:
+        unexpected = unexpected or []
+        parts = [
+            f"{len(keys)} key{'s' if len(keys) != 1 else ''} {what}: {_listed(keys)}"
+            for keys, what in ((missing, "missing from the checkpoint"), (unexpected, "not in the state"))
+            if keys
+        ]
+        super().__init__("; ".join(parts), missing=missing, unexpected=unexpected)
+
+
+class UntrustedCheckpointError(CheckpointError):
+    """The checkpoint wants what data has no business wanting: code, a path outside, memory it has no bytes for."""
+
+
+class StorageFullError(CheckpointError):
+    """No room for the checkpoint. Nothing was committed; what was there before still is."""
+
+    path: str
+    needed: int  #: bytes
+    free: int  #: bytes
+
+    def __init__(self, path: str, needed: int, free: int, cause: str = "") -> None:
+        super().__init__(
+            f"no room in {path}: {needed:,} bytes needed, {free:,} free; nothing was committed"
+            + (f" ({cause})" if cause else ""),
+            path=path,
+            needed=needed,
+            free=free,
+        )
+
+
+def _listed(keys: list[str], most: int = 10) -> str:
+    shown = ", ".join(repr(key) for key in keys[:most])
+    return shown if len(keys) <= most else f"{shown} and {len(keys) - most} more"

@@ -1,0 +1,251 @@
+"""Names of files in a checkpoint directory, and the life of that directory: space, commit, clean-up.
+
+A data file belongs to a checkpoint if a metadata file names it. No save ever writes to a name that exists, so the
+checkpoint that is there stays whole until `.metadata` is replaced by one rename; what nothing names any more is removed
+after that, and before the next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import logging
+import os
+import posixpath
+import re
+import secrets
+import stat
+import time
+from collections.abc import Set as AbstractSet
+from pathlib import PurePosixPath
+from urllib.parse import unquote, urlsplit
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from . import _C, metadata_file
+from .errors import CheckpointError, UntrustedCheckpointError
+from .stock import DEFAULT_SUFFIX
+
+logger = logging.getLogger(__name__)
+
+METADATA_NAME = ".metadata"
+_OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
+_PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
+_METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
+_COMMIT_SECONDS = 600.0  # a commit writes one small file: what is older is left over
+_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"\.tmp.*")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The directory that `path` names: a path, or a `file://` URL. Raises ValueError for other schemes."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise ValueError(f"a checkpoint's path is text, not {text!r}")
+    if "://" not in text:
+        return text
+    url = urlsplit(text)
+    if url.scheme != "file":
+        raise ValueError(f"{text}: no storage for {url.scheme}:// is built in; local paths and file:// are")
+    return unquote(url.path)
+
+
+def metadata_name(rank: int | None) -> str:
+    """`.metadata`, or that of one rank where ranks save without collectives."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def has_metadata(directory: str, rank: int | None) -> bool:
+    return os.path.lexists(os.path.join(directory, metadata_name(rank)))
+
+
+def new_data_name(rank: int, part: int | None = None) -> str:
+    """A name that no earlier save used: ranks need not agree on it, because metadata carries it."""
+    middle = "" if part is None else f"_{part}"
+    return f"__{rank}_{secrets.token_hex(4)}{middle}{DEFAULT_SUFFIX}"
+
+
+def make_directory(directory: str) -> None:
+    """Creates the directory and makes its name durable. Raises `CheckpointError` if that cannot be done."""
+    if os.path.isdir(directory):
+        return
+    try:
+        os.makedirs(directory, exist_ok=True)
+        _C.sync_directory(os.path.dirname(os.path.abspath(directory)))
+    except (OSError, _C.EngineError) as error:
+        raise CheckpointError(f"cannot make the directory {directory}: {error}", path=directory) from error
+
+
+def read_metadata(directory: str, rank: int | None = None) -> Metadata:
+    """Reads and checks the metadata of the checkpoint in a directory.
+
+    Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
+    """
+    path = os.path.join(directory, metadata_name(rank))
+    try:
+        # Not blocking: a FIFO of that name would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
+            data = file.read()
+    except FileNotFoundError:
+        what = "is no directory" if not os.path.isdir(directory) else f"has no {metadata_name(rank)}"
+        raise CheckpointError(
+            f"{directory} {what}: not a checkpoint, or one whose save did not finish", path=directory
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+    return metadata_file.loads(data, path)
+
+
+def check_relative(name: object, key: str) -> str:
+    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory."""
+    if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
+        raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UntrustedCheckpointError(
+            f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
+        )
+    return name
+
+
+def commit(directory: str, rank: int | None, metadata: Metadata) -> None:
+    """Makes `metadata` the checkpoint of the directory, atomically and durably."""
+    _C.commit_file(directory, metadata_name(rank), metadata_file.dumps(metadata))
+
+
+def _named_files(metadata: Metadata) -> set[str]:
+    storage = metadata.storage_data
+    values = storage.values() if isinstance(storage, dict) else ()
+    paths = (getattr(info, "relative_path", None) for info in values)
+    return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
+
+
+_held: set[int] = set()  # descriptors of all locks of this process
+
+
+def lock(path: str) -> int | None:
+    """Marks the data file of a save that is going on. Returns a descriptor that holds the mark until it is closed or
+    the process dies, None where the file system has no locks. Raises `CheckpointError` if somebody removed the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path} was removed while it was written: {error}", path=path) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CheckpointError(f"{path} was taken for a leftover by another save in this directory", path=path) from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    if os.fstat(descriptor).st_nlink == 0:
+        os.close(descriptor)
+        raise CheckpointError(f"{path} was taken for a leftover by another save in this directory", path=path)
+    _held.add(descriptor)
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def drop_dead_locks() -> None:
+    """Lets go of the locks of saves that failed and whose writers only live on in the tracebacks of their errors."""
+    if _held:
+        gc.collect()
+
+
+def _remove_unless_locked(directory: str, name: str) -> bool:
+    """Removes a data file unless the save that it is part of goes on. Without locks only after a day."""
+    path = os.path.join(directory, name)
+    leader = os.path.join(directory, _PART.sub(rf"_0{DEFAULT_SUFFIX}", name))  # of several files a save locks the first
+    try:
+        descriptor = os.open(leader if os.path.exists(leader) else path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            if time.time() - os.fstat(descriptor).st_mtime < 24 * 3600:
+                return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def named_files(directory: str, rank: int | None) -> set[str]:
+    """Data files that one metadata file of the directory names: none if it is not there or cannot be read."""
+    if not has_metadata(directory, rank):
+        return set()
+    try:
+        return _named_files(read_metadata(directory, rank))
+    except CheckpointError:
+        return set()
+
+
+def _may_be_committing(temporary: str) -> bool:
+    """Whether the process that a temporary file names may still rename it: another one, alive on this machine."""
+    match = re.search(r"\.tmp\.(\d+)\.", temporary)
+    if match is None or int(match[1]) == os.getpid():
+        return False
+    return os.path.exists(f"/proc/{match[1]}")
+
+
+def remove_leftovers(
+    directory: str, superseded: AbstractSet[str] = frozenset(), only_rank: int | None = None
+) -> list[str]:
+    """Removes what no metadata file of the directory names, and returns it: files of saves that died, and `superseded`
+    ones, which the metadata before the last commit named.
+
+    Files of a save that goes on, in another process or rank, are locked and stay. Removes nothing if a metadata file
+    cannot be read, for then nobody knows what it names. With `only_rank`, only that rank's files. Failures are logged:
+    a leftover does no harm.
+    """
+    names = os.listdir(directory)
+    mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
+    candidates = [
+        name
+        for name in names
+        if (name in superseded or _OUR_DATA_FILE.fullmatch(name) or _TEMPORARY_FILE.fullmatch(name))
+        and (mine is None or name.startswith(mine))
+    ]
+    if not candidates:
+        return []
+    named: set[str] = set()
+    for name in names:
+        if _METADATA_FILE.fullmatch(name):
+            try:
+                rank = None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
+                named |= _named_files(read_metadata(directory, rank))
+            except CheckpointError as error:
+                logger.warning("leftovers in %s are kept, because %s", directory, error)
+                return []
+    removed = []
+    for name in candidates:
+        if name in named:
+            continue
+        path = os.path.join(directory, name)
+        try:
+            if name in superseded:
+                os.unlink(path)
+            elif _TEMPORARY_FILE.fullmatch(name):
+                if _may_be_committing(name) and time.time() - os.stat(path).st_mtime < _COMMIT_SECONDS:
+                    continue  # perhaps a commit that is going on
+                os.unlink(path)
+            elif not _remove_unless_locked(directory, name):
+                continue
+            removed.append(name)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                logger.warning("cannot remove leftover %s: %s", path, error)
+    if removed:
+        logger.info("removed %d leftover files from %s", len(removed), directory)
+    return removed

@@ -1,0 +1,256 @@
+"""`.metadata`: written so that every torch reads it, read so that nothing in it can act.
+
+The file is DCP's own pickle of `Metadata`. Two things differ from `pickle.dump` / `pickle.load`: tensor properties are
+written with the five fields that every torch understands (torch 2.15 writes six, which 2.13 cannot read) and read
+with five or six; and only the names that metadata consists of may be imported while reading.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import io
+import math
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from . import _C
+from .errors import CorruptCheckpointError, UntrustedCheckpointError
+from .pause import garbage_collector_paused
+from .stock import MemoryFormatEncoding, StorageInfo
+
+# What DCP metadata of any torch version is made of. Paths appear in `storage_meta.checkpoint_id` of stock files.
+_METADATA_CLASSES = {
+    name: getattr(dcp_metadata, name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "StorageMeta",
+    )
+}
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def _trailer(pickled: bytes) -> bytes:
+    """What stands behind our pickle, where unpicklers do not look: magic, low 32 bits of its length, its CRC-32."""
+    return struct.pack("<8sII", b"VSCKMDT1", len(pickled) & 0xFFFFFFFF, _C.crc32(pickled))
+
+
+class _LenientProperties(TensorProperties):
+    """Takes the state of any torch version: five fields, or more that say nothing we need."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if not isinstance(state, tuple) or len(state) < 5:
+            raise UntrustedCheckpointError("tensor properties in .metadata are malformed")
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+        TensorProperties.__init__(self, dtype=state[0], layout=state[1], requires_grad=state[2], pin_memory=state[4])
+
+
+def _get_layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise UntrustedCheckpointError(f".metadata names an unknown tensor layout {name!r}")
+    return layout
+
+
+def _memory_format(number: int) -> None:
+    """Stands for the enumeration of memory formats, a field that is not used any more."""
+
+
+def _plain_path(*parts: str) -> str:
+    """Stands for pathlib's classes: a path in metadata is only a note of where it was written."""
+    if sum(map(len, parts)) + len(parts) > 4096:
+        raise UntrustedCheckpointError(".metadata holds a path that no system knows")
+    return "/".join(parts)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == dcp_metadata.__name__:
+            if name == "TensorProperties":
+                return _LenientProperties
+            if name == "_MEM_FORMAT_ENCODING":
+                return _memory_format
+            if name in _METADATA_CLASSES:
+                return _METADATA_CLASSES[name]
+        elif module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
+            return StorageInfo
+        elif module == "torch" and name == "Size":
+            return torch.Size
+        elif module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        elif module == "torch.serialization" and name == "_get_layout":
+            return _get_layout
+        elif module == "collections" and name == "OrderedDict":
+            return collections.OrderedDict
+        elif module.startswith("pathlib") and name.endswith("Path"):
+            return _plain_path
+        raise UntrustedCheckpointError(
+            f".metadata asks to import {module}.{name}, which checkpoint metadata never needs: refused",
+            module=module,
+            name=name,
+        )
+
+
+def loads(data: bytes, path: str) -> Metadata:
+    """Reads what is in a `.metadata` file.
+
+    `path` is for messages only. Raises `UntrustedCheckpointError` for imports that metadata never needs, and
+    `CorruptCheckpointError` if the bytes are no metadata.
+    """
+    wrong, end = _C.check_pickle(data)
+    trailer = data[end:]
+    if not wrong and trailer and trailer != _trailer(data[:end]):  # stock files have none
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
+    if wrong.startswith("it ends"):
+        raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
+    if wrong:
+        raise UntrustedCheckpointError(f"{path} is no sound metadata: {wrong}", path=path)
+    with garbage_collector_paused():
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        except UntrustedCheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CorruptCheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}", key=None, file=path
+            ) from error
+    if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
+        raise CorruptCheckpointError(f"{path} holds no checkpoint metadata", key=None, file=path)
+    with garbage_collector_paused():
+        for key, stored in metadata.state_dict_metadata.items():
+            _check_entry(key, stored)
+    return metadata
+
+
+def _check_entry(key: Any, stored: Any) -> None:
+    """That a tensor's chunks are chunks of it and do not overlap. (That they cover what is wanted is checked then: the
+    metadata of one rank that saved for itself has only its own.)"""
+    if type(key) is not str:
+        raise UntrustedCheckpointError(f"metadata has {key!r} as a name")
+    if type(stored) is not TensorStorageMetadata:
+        if type(stored) is not BytesStorageMetadata:
+            raise UntrustedCheckpointError(f"{key}: metadata describes it as {type(stored).__name__}", key=key)
+        return
+    try:
+        size, chunks = stored.size, stored.chunks
+        if not isinstance(stored.properties.dtype, torch.dtype) or type(size) is not torch.Size:
+            raise UntrustedCheckpointError(f"{key}: metadata gives no dtype or no shape", key=key)
+        if len(chunks) == 1 and chunks[0].sizes == size and type(chunks[0].sizes) is torch.Size:
+            whole = type(chunks[0].offsets) is torch.Size and len(chunks[0].offsets) == len(size)
+            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < 1 << 62)):
+                return
+        _check_chunks(key, size, chunks)
+    except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise UntrustedCheckpointError(f"{key}: metadata is malformed: {error}", key=key) from error
+
+
+def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
+    for chunk in chunks:
+        if type(chunk.offsets) is not torch.Size or type(chunk.sizes) is not torch.Size:
+            raise UntrustedCheckpointError(f"{key}: metadata gives a chunk without offset or shape", key=key)
+        if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
+            raise UntrustedCheckpointError(f"{key}: a chunk has another number of dimensions than the tensor", key=key)
+        for offset, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True):
+            if not 0 <= offset <= limit < 1 << 62 or not 0 <= length <= limit - offset:
+                raise UntrustedCheckpointError(
+                    f"{key}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} leaves its tensor of "
+                    f"{tuple(size)}",
+                    key=key,
+                )
+    if _overlapping([chunk for chunk in chunks if math.prod(chunk.sizes)]):
+        raise UntrustedCheckpointError(f"{key}: chunks in metadata overlap", key=key)
+
+
+def _overlapping(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two boxes of a tensor share an element: a sweep along the dimension with the most distinct offsets."""
+    if len(chunks) < 2:
+        return False
+    dimensions = len(chunks[0].offsets)
+    if dimensions == 0:
+        return True
+    sweep = max(range(dimensions), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
+        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
+        for other in active:
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return True
+        active.append(chunk)
+    return False
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    state = (
+        properties.dtype,
+        properties.layout,
+        properties.requires_grad,
+        MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT,  # what we write is contiguous
+        properties.pin_memory,
+    )
+    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+
+def _reduce_storage_info(info: StorageInfo) -> tuple[Any, ...]:
+    crc = getattr(info, "crc", None)
+    place = (info.relative_path, info.offset, info.length)
+    return (StorageInfo, place) if crc is None else (StorageInfo, place, {"crc": crc})
+
+
+class _MetadataPickler(pickle.Pickler):
+    """Writes metadata's classes as calls of their constructors, and equal shapes and properties once.
+
+    Half of a large `.metadata`, and of the time to write it, would otherwise be copies of the same few shapes.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=4)
+        shared: dict[Any, Any] = {}
+
+        def share(value: Any) -> Any:
+            return shared.setdefault(value, value)
+
+        def share_properties(value: TensorProperties) -> TensorProperties:
+            key = (value.dtype, value.layout, value.requires_grad, value.pin_memory)
+            properties: TensorProperties = shared.setdefault(key, value)
+            return properties
+
+        self.dispatch_table: dict[type, Callable[[Any], Any]] = {
+            **copyreg.dispatch_table,  # has torch.layout's
+            TensorProperties: _reduce_properties,
+            MetadataIndex: lambda v: (MetadataIndex, (v.fqn, share(v.offset), v.index)),
+            ChunkStorageMetadata: lambda v: (ChunkStorageMetadata, (share(v.offsets), share(v.sizes))),
+            TensorStorageMetadata: lambda v: (
+                TensorStorageMetadata,
+                (share_properties(v.properties), share(v.size), v.chunks),
+            ),
+            StorageInfo: _reduce_storage_info,
+        }
+
+
+def dumps(metadata: Metadata) -> bytes:
+    """The bytes of a `.metadata` file that torch ≥ 2.3 reads."""
+    buffer = io.BytesIO()
+    with garbage_collector_paused():
+        _MetadataPickler(buffer).dump(metadata)
+    pickled = buffer.getvalue()
+    return pickled + _trailer(pickled)

@@ -1,0 +1,76 @@
+"""All settings of the engine: one table, with names, types, defaults and environment variables.
+
+An environment variable is read when a save or load begins; an argument of the call wins over it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "VESCALE_CKPT_"
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table. `least` and `most` bound numbers, `step` divides them, `choices` lists allowed texts."""
+
+    name: str
+    default: int | str
+    help: str
+    least: int = 0
+    most: int = 1 << 62
+    step: int = 1
+    choices: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def parse(self, text: str) -> int | str:
+        if isinstance(self.default, str):
+            if text not in self.choices:
+                raise ValueError(f"{self.variable}={text!r}: one of {', '.join(self.choices)} is wanted")
+            return text
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError(f"{self.variable}={text!r}: a whole number is wanted") from None
+        if value < self.least:
+            raise ValueError(f"{self.variable}={text!r}: at least {self.least} is wanted")
+        if value > self.most:
+            raise ValueError(f"{self.variable}={text!r}: at most {self.most} is wanted")
+        if value % self.step:
+            raise ValueError(f"{self.variable}={text!r}: a multiple of {self.step} is wanted")
+        return value
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("threads", 4, "worker threads a save or load, in each process", least=1, most=256),
+        Setting("depth", 4, "transfers in flight a worker, with io_uring", least=1, most=1024),
+        Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
+        Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
+        Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
+        Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
+    )
+}
+
+DirectIO = Literal["auto"] | bool
+
+
+def value(name: str) -> int | str:
+    """The setting in force: the environment's, else the default. Raises ValueError for a bad environment variable."""
+    setting = SETTINGS[name]
+    text = os.environ.get(setting.variable)
+    return setting.default if text is None else setting.parse(text)
+
+
+def number(name: str) -> int:
+    result = value(name)
+    assert isinstance(result, int)
+    return result
