@@ -101,7 +101,8 @@ def test_the_file_of_a_save_that_goes_on_is_no_leftover(checkpoint: Path) -> Non
     save(checkpoint, small_state(2))
     assert len(data_files(checkpoint)) == 4
     for lock in locks:
-        os.close(lock)
+        assert lock is not None
+        lock.release()
     save(checkpoint, small_state(3))
     assert only_named_files(checkpoint)
 

@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import time
+import weakref
 from collections.abc import Set as AbstractSet
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -122,12 +123,38 @@ def _named_files(metadata: Metadata) -> set[str]:
     return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
 
 
-_held: set[int] = set()  # descriptors of all locks of this process
+class FileLock:
+    """Marks a data file as part of a save that goes on, until it is released or the process dies."""
+
+    def __init__(self, directory: str, descriptor: int) -> None:
+        self.directory = directory
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """May be called again."""
+        _held.discard(self)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    __del__ = release
 
 
-def lock(path: str) -> int | None:
-    """Marks the data file of a save that is going on. Returns a descriptor that holds the mark until it is closed or
-    the process dies, None where the file system has no locks. Raises `CheckpointError` if somebody removed the file.
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()  # by this process
+
+
+def _release_after_fork() -> None:
+    for held in list(_held):  # they mark the parent's files, and would outlive the parent
+        held.release()
+
+
+os.register_at_fork(after_in_child=_release_after_fork)
+
+
+def lock(path: str) -> FileLock | None:
+    """Marks the data file of a save that is going on. Returns None where the file system has no locks. Raises
+    `CheckpointError` if somebody removed the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -144,19 +171,23 @@ def lock(path: str) -> int | None:
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise CheckpointError(f"{path} was taken for a leftover by another save in this directory", path=path)
-    _held.add(descriptor)
-    return descriptor
+    return FileLock(os.path.dirname(os.path.abspath(path)), descriptor)
 
 
-def unlock(descriptor: int) -> None:
-    _held.discard(descriptor)
-    os.close(descriptor)
-
-
-def drop_dead_locks() -> None:
-    """Lets go of the locks of saves that failed and whose writers only live on in the tracebacks of their errors."""
-    if _held:
+def drop_dead_locks(directory: str) -> None:
+    """Lets go of what this process locked for saves into the directory that failed: the writer of such a save, and
+    with it the lock, lives on in the traceback of its error. Every rank does so: another one cleans up."""
+    if any(held.directory == os.path.abspath(directory) for held in list(_held)):
         gc.collect()
+
+
+def _try_lock_alone(descriptor: int) -> bool:
+    """Raises OSError where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_unless_locked(directory: str, name: str) -> bool:
@@ -169,9 +200,8 @@ def _remove_unless_locked(directory: str, name: str) -> bool:
         return False
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            if not _try_lock_alone(descriptor):
+                return False
         except OSError:
             if time.time() - os.fstat(descriptor).st_mtime < 24 * 3600:
                 return False

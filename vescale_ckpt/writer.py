@@ -75,7 +75,7 @@ class StorageWriter(DcpStorageWriter):
         self._rank = 0
         self._use_collectives = True
         self._superseded: set[str] = set()  # files that the metadata named which this save replaces
-        self._locks: list[int] = []  # descriptors that mark this save's files as such: see layout.lock
+        self._lock: layout.FileLock | None = None  # marks this save's files as such
 
     # --- DCP's calls, in the order in which they come
 
@@ -106,7 +106,7 @@ class StorageWriter(DcpStorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._unlock()  # the save before this one is over
-        layout.drop_dead_locks()
+        layout.drop_dead_locks(self.path)
         layout.make_directory(self.path)
         if not self.overwrite and layout.has_metadata(self.path, self._metadata_rank):
             raise CheckpointError(f"{self.path} holds a checkpoint already and overwrite=False", path=self.path)
@@ -147,15 +147,12 @@ class StorageWriter(DcpStorageWriter):
         self._superseded = set()
 
     def _unlock(self) -> None:
-        while self._locks:
-            layout.unlock(self._locks.pop())
-
-    def __del__(self) -> None:
-        if getattr(self, "_locks", None):
-            self._unlock()
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_locks": []}
+        return {**self.__dict__, "_lock": None}
 
     # --- Writing this rank's part
 
@@ -178,8 +175,8 @@ class StorageWriter(DcpStorageWriter):
                 name = layout.new_data_name(self._rank, None if self.single_file_per_rank else number)
                 file = _DataFile(self, name, part_tensors)
                 files.append(file)
-                if number == 0 and (lock := layout.lock(file.path)) is not None:
-                    self._locks.append(lock)
+                if number == 0:
+                    self._lock = layout.lock(file.path)
                 results += file.write_tensors(part_tensors, planner)
                 results += file.write_objects(part_objects, planner)
                 file.finish()
