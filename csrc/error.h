@@ -1,6 +1,6 @@
 // The engine's one error idiom: what was done, to which file, where, and the errno.
 //
-// Thrown anywhere in the engine, carried out of worker threads by Workers, translated once in bindings.cpp.
+// Thrown anywhere in the engine, carried out of worker threads by Workers, translated once in bindings/module.cpp.
 #pragma once
 
 #include <cerrno>

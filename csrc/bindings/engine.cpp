@@ -1,12 +1,10 @@
-// The only file that knows Python: converts, releases the GIL, calls, converts back. Nothing is decided here.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+// The engine: files, records, commits.
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "bindings/bindings.h"
 #include "error.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
@@ -16,31 +14,8 @@
 #include "io/table.h"
 #include "io/writer.h"
 
-namespace py = pybind11;
-
 namespace vescale_ckpt {
 namespace {
-
-// A contiguous buffer of 64-bit integers (array.array("q")), valid while the Python object lives.
-class Table {
- public:
-  explicit Table(const py::buffer& buffer) : info_(buffer.request()) {
-    if (info_.itemsize != 8 || info_.ndim != 1 || info_.strides[0] != 8) {
-      throw py::type_error("a table is a contiguous one-dimensional buffer of 64-bit integers");
-    }
-  }
-  std::span<const int64_t> values() const {
-    return {static_cast<const int64_t*>(info_.ptr), static_cast<size_t>(info_.size)};
-  }
-
- private:
-  py::buffer_info info_;
-};
-
-std::span<const std::byte> view(const py::bytes& bytes) {
-  const std::string_view text = bytes;
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
-}
 
 EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
                            uint64_t arena_bytes, const std::string& access) {
@@ -125,24 +100,6 @@ std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
   return table;
 }
 
-// Paths and names are bytes to the system; to Python they are text, whatever they hold.
-py::str text(const std::string& bytes) {
-  PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
-  if (decoded == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(decoded);
-}
-
-void set_error(const py::handle& type, const Error& error) {
-  constexpr const char* kKinds[] = {"io", "full", "corrupt", "invalid", "cancelled"};
-  const py::object exception = type(text(error.what()));
-  exception.attr("kind") = kKinds[static_cast<size_t>(error.kind)];
-  exception.attr("path") = text(error.path);
-  exception.attr("offset") = error.offset;
-  exception.attr("errno") = error.code;
-  exception.attr("item") = error.item == Error::kNoItem ? py::object(py::none()) : py::int_(error.item);
-  PyErr_SetObject(type.ptr(), exception.ptr());
-}
-
 Call named_call(const std::string& name) {
   const auto call = system::call_named(name);
   if (!call) throw py::value_error("unknown system call \"" + name + "\"");
@@ -150,21 +107,8 @@ Call named_call(const std::string& name) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
 
-PYBIND11_MODULE(_C, module) {
-  using namespace vescale_ckpt;
-  module.doc() = "The engine of vescale_ckpt. Private: use the package.";
-
-  static py::exception<Error> engine_error(module, "EngineError", PyExc_RuntimeError);
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const Error& error) {
-      set_error(engine_error, error);
-    }
-  });
-
+void bind_engine(py::module_& module) {
   py::class_<EngineOptions>(module, "Options")
       .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
            py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"));
@@ -244,3 +188,5 @@ PYBIND11_MODULE(_C, module) {
   module.def("clear_faults", &system::clear_faults);
   module.def("calls_seen", [](const std::string& call) { return system::calls_seen(named_call(call)); });
 }
+
+}  // namespace vescale_ckpt

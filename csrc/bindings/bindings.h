@@ -1,0 +1,50 @@
+// What the bindings share. They are the only files that know Python: they convert, release the GIL, call, convert back.
+// Nothing is decided here.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace vescale_ckpt {
+
+namespace py = pybind11;
+
+void bind_engine(py::module_& module);   // io, format: bytes between memory and files
+void bind_plan(py::module_& module);     // plan: who writes and reads what
+void bind_tensors(py::module_& module);  // where torch's tensors are
+
+// A contiguous buffer of 64-bit integers (array.array("q")), valid while the Python object lives.
+class Table {
+ public:
+  explicit Table(const py::buffer& buffer) : info_(buffer.request()) {
+    if (info_.itemsize != 8 || info_.ndim != 1 || info_.strides[0] != 8) {
+      throw py::type_error("a table is a contiguous one-dimensional buffer of 64-bit integers");
+    }
+  }
+  std::span<const int64_t> values() const {
+    return {static_cast<const int64_t*>(info_.ptr), static_cast<size_t>(info_.size)};
+  }
+
+ private:
+  py::buffer_info info_;
+};
+
+inline std::span<const std::byte> view(const py::bytes& bytes) {
+  const std::string_view text = bytes;
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// Paths and names are bytes to the system; to Python they are text, whatever they hold.
+inline py::str text(const std::string& bytes) {
+  PyObject* decoded = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
+}  // namespace vescale_ckpt
