@@ -220,9 +220,9 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def only_named_files(directory: Path) -> bool:
-    """Whether the directory holds `.metadata` and exactly what it names."""
+    """Whether the directory holds `.metadata`, perhaps its index, and exactly what it names."""
     named = {info.relative_path for info in read_metadata(directory).storage_data.values()}
-    return set(os.listdir(directory)) == named | {".metadata"}
+    return set(os.listdir(directory)) - {".metadata.index"} == named | {".metadata"}
 
 
 # --- Damage

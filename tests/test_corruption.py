@@ -248,12 +248,18 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
+def files_with_data(copy: Path) -> list[Path]:
+    """All but the file of a tensor without elements, of which nothing is read."""
+    paths = {record.path for record in records(copy) if record.key != "model.empty"}
+    return [path for path in data_files(copy) if path in paths]
+
+
 def test_a_truncated_file_is_found_whatever_its_length(saved: Path, copy: Path) -> None:
     rng = random.Random(7)
-    for path in data_files(copy):
+    for path in files_with_data(copy):
         whole = path.read_bytes()
         inside = [record for record in records(saved) if record.path.name == path.name]
-        needed = max(record.end for record in inside)
+        needed = max(record.end for record in inside if record.key != "model.empty")
         lengths = {0, 1, 63, 64, 65, 4095, 4096, 4097, needed - 1, needed, needed + 1, len(whole) - 64, len(whole) - 1}
         for record in inside:
             lengths |= {record.begin, record.begin + 1, record.body.start, record.body.stop, record.end - 1, record.end}
@@ -281,6 +287,8 @@ def test_zeroed_blocks_are_found(saved: Path, copy: Path) -> None:
     for record in records(saved):
         path = copy / record.path.name
         whole = path.read_bytes()
+        if record.key == "model.empty":
+            continue  # nothing is read of it
         for begin, end in (
             (record.begin, record.end),
             (record.body.start, record.body.stop),
@@ -295,7 +303,7 @@ def test_zeroed_blocks_are_found(saved: Path, copy: Path) -> None:
 
 
 def test_a_missing_data_file_is_named(copy: Path) -> None:
-    for path in data_files(copy):
+    for path in files_with_data(copy):
         kept = path.rename(path.with_suffix(".away"))
         error = outcome(copy, state(1))
         kept.rename(path)
@@ -304,7 +312,7 @@ def test_a_missing_data_file_is_named(copy: Path) -> None:
 
 
 def test_a_directory_in_place_of_a_data_file_is_an_error(copy: Path) -> None:
-    for path in data_files(copy):
+    for path in files_with_data(copy):
         kept = path.rename(path.with_suffix(".away"))
         path.mkdir()
         error = outcome(copy, state(1))

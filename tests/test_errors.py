@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from vescale_ckpt import (
     _C,
     CheckpointError,
+    CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
     LoadPlanner,
     MissingKeysError,
+    SaveFailedError,
     StorageFullError,
     StorageReader,
     UntrustedCheckpointError,
@@ -33,6 +35,8 @@ ERRORS: dict[str, CheckpointError] = {
     "missing": MissingKeysError(["a", "b"], ["c"]),
     "untrusted": UntrustedCheckpointError("imports os.system", module="os", name="system"),
     "full": StorageFullError("/x", 12_345_678, 9),
+    "timeout": CheckpointTimeoutError("plan", [3, 5]),
+    "failed": SaveFailedError(3, "ValueError: no such thing"),
 }
 
 
@@ -51,6 +55,10 @@ def test_attributes() -> None:
     assert (corrupt.key, corrupt.file, corrupt.offset) == ("a.b", "/x/y", 4096)  # type: ignore[attr-defined]
     assert (incompatible.expected, incompatible.found) == ("torch.Size([1])", "torch.float32")  # type: ignore[attr-defined]
     assert (missing.missing, missing.unexpected) == (["a", "b"], ["c"])  # type: ignore[attr-defined]
+    timeout, failed = ERRORS["timeout"], ERRORS["failed"]
+    assert (timeout.phase, timeout.late_ranks) == ("plan", [3, 5])  # type: ignore[attr-defined]
+    assert (failed.rank, failed.cause) == (3, "ValueError: no such thing")  # type: ignore[attr-defined]
+    assert failed.failures == {3: "ValueError: no such thing"}  # type: ignore[attr-defined]
     assert (full.path, full.needed, full.free) == ("/x", 12_345_678, 9)  # type: ignore[attr-defined]
 
 
@@ -59,6 +67,8 @@ def test_messages_name_what_they_are_about() -> None:
         "incompatible": ["a.b", "torch.Size([1])", "torch.float32"],
         "missing": ["2 keys missing", "'a'", "'b'", "1 key not in the state", "'c'"],
         "full": ["/x", "12,345,678", "nothing was committed"],
+        "timeout": ["plan", "[3, 5]"],
+        "failed": ["rank 3", "no such thing"],
     }.items():
         for word in words:
             assert word in str(ERRORS[name])

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import os
 import random
 import signal
-import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,17 +32,17 @@ BOUND = 60.0  # seconds after which a process counts as hung
 
 
 class Shared:
-    """Numbers that children write and their parent reads."""
+    """Numbers that children write and their parent reads: each by one store, so that none is torn by a kill."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.memory = mmap.mmap(-1, 8 * count)
+        self.numbers = (ctypes.c_int64 * count).from_buffer(mmap.mmap(-1, 8 * count))
 
     def __setitem__(self, index: int, value: int) -> None:
-        struct.pack_into("<q", self.memory, 8 * index, value)
+        self.numbers[index] = value
 
     def __getitem__(self, index: int) -> int:
-        return int(struct.unpack_from("<q", self.memory, 8 * index)[0])
+        return int(self.numbers[index])
 
 
 def wait_until(numbers: Shared, exceed: int, what: str) -> None:

@@ -198,7 +198,7 @@ def test_overwrite_false_raises_and_keeps_the_checkpoint(checkpoint: Path) -> No
 def test_saving_again_replaces_the_checkpoint_and_its_files(checkpoint: Path) -> None:
     for value in range(3):
         save(checkpoint, {"a": torch.full((1000,), value)})
-        assert len(os.listdir(checkpoint)) == 2
+        assert len(os.listdir(checkpoint)) == 3
         assert_same(load_blank(checkpoint, {"a": torch.full((1000,), 9)}), {"a": torch.full((1000,), value)})
 
 
@@ -535,7 +535,7 @@ def test_metadata_of_each_rank(checkpoint: Path) -> None:
     for value in (10, 20):  # the second time over the first
         for listing in run_ranks(2, _save_without_collectives, str(checkpoint), value, True):
             assert [name for name in listing if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
-            assert len(listing) == 4
+            assert len(listing) == 6  # with an index each
     listing = run_ranks(2, _save_without_collectives, str(checkpoint), 30, False)[0]
     assert len([name for name in listing if name.startswith("__0_")]) > 10
 

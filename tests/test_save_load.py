@@ -54,13 +54,13 @@ def test_nested_state(checkpoint: Path) -> None:
 def test_directory_holds_one_data_file_and_the_metadata(checkpoint: Path) -> None:
     save(checkpoint, mixed_state())
     assert len(data_files(checkpoint)) == 1
-    assert sorted(os.listdir(checkpoint)) == [".metadata", *data_files(checkpoint)]
+    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index", *data_files(checkpoint)]
 
 
 def test_empty_state(checkpoint: Path) -> None:
     save(checkpoint, {})
     assert load_blank(checkpoint, {}) == {}
-    assert os.listdir(checkpoint) == [".metadata"]
+    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
 
 
 def test_names_of_any_kind(checkpoint: Path) -> None:

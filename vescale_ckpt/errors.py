@@ -88,6 +88,42 @@ class StorageFullError(CheckpointError):
         )
 
 
+class CheckpointTimeoutError(CheckpointError):
+    """Ranks were waited for in vain: they were late, have died, or have left with an error of their own."""
+
+    phase: str  #: what the ranks were doing
+    late_ranks: list[int]  #: in the process group; empty if that cannot be known
+
+    def __init__(self, phase: str, late_ranks: list[int], message: str = "") -> None:
+        super().__init__(
+            message or f"{phase}: ranks {late_ranks} did not come in time", phase=phase, late_ranks=late_ranks
+        )
+
+
+class RankFailedError(CheckpointError):
+    """What all ranks raise when one has failed with an error that is not of this package."""
+
+    rank: int  #: the lowest that failed
+    cause: BaseException | str  #: its exception; the text of one that cannot be pickled
+    failures: dict[int, str]  #: the text of every failed rank's error
+
+    def __init__(
+        self, rank: int, cause: BaseException | str, message: str = "", failures: dict[int, str] | None = None
+    ) -> None:
+        super().__init__(
+            message or f"rank {rank}: {cause}", rank=rank, cause=cause, failures=failures or {rank: str(cause)}
+        )
+
+
+class SaveFailedError(RankFailedError):
+    """The same, in a save. Nothing was committed."""
+
+
+def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:
+    """The error as the other ranks raise it: the same class and attributes, and whose it is."""
+    return _rebuild(type(error), {**error.__dict__, "message": message, "rank": rank, "failures": failures})
+
+
 def _listed(keys: list[str], most: int = 10) -> str:
     shown = ", ".join(repr(key) for key in keys[:most])
     return shown if len(keys) <= most else f"{shown} and {len(keys) - most} more"

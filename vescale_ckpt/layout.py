@@ -7,6 +7,7 @@ after that, and before the next save.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -31,11 +32,12 @@ from .stock import DEFAULT_SUFFIX
 logger = logging.getLogger(__name__)
 
 METADATA_NAME = ".metadata"
+INDEX_SUFFIX = ".index"
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 _COMMIT_SECONDS = 600.0  # a commit writes one small file: what is older is left over
-_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"\.tmp.*")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + rf"({re.escape(INDEX_SUFFIX)})?\.tmp.*")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -111,13 +113,45 @@ def check_relative(name: object, key: str) -> str:
     return name
 
 
-def commit(directory: str, rank: int | None, metadata: Metadata) -> None:
-    """Makes `metadata` the checkpoint of the directory, atomically and durably."""
-    _C.commit_file(directory, metadata_name(rank), metadata_file.dumps(metadata))
+def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
+    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
+    path = os.path.join(directory, metadata_name(rank))
+    try:
+        index = _C.Index.open(path + INDEX_SUFFIX)
+        # Not blocking: a FIFO of that name would wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            end = os.pread(file.fileno(), metadata_file.TRAILER_BYTES, max(0, length - metadata_file.TRAILER_BYTES))
+    except (OSError, _C.EngineError):
+        return None
+    return index if index.matches(end, length) else None
 
 
-def _named_files(metadata: Metadata) -> set[str]:
-    storage = metadata.storage_data
+def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
+    """The metadata that one save committed. Raises `CheckpointError` if it is not there any more."""
+    metadata = read_metadata(directory, rank)
+    if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
+        raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
+    return metadata
+
+
+def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
+    """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it."""
+    name = metadata_name(rank)
+    if index is not None:  # first: it counts for nothing without the metadata it belongs to
+        _C.commit_file(directory, name + INDEX_SUFFIX, index)
+    _C.commit_file(directory, name, metadata)
+    if index is None:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, name + INDEX_SUFFIX))
+
+
+def _named_files(directory: str, rank: int | None) -> set[str]:
+    index = read_index(directory, rank)
+    if index is not None:
+        with contextlib.suppress(_C.EngineError):  # damaged
+            return {posixpath.normpath(path) for path in index.files}
+    storage = read_metadata(directory, rank).storage_data
     values = storage.values() if isinstance(storage, dict) else ()
     paths = (getattr(info, "relative_path", None) for info in values)
     return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
@@ -216,7 +250,7 @@ def named_files(directory: str, rank: int | None) -> set[str]:
     if not has_metadata(directory, rank):
         return set()
     try:
-        return _named_files(read_metadata(directory, rank))
+        return _named_files(directory, rank)
     except CheckpointError:
         return set()
 
@@ -254,7 +288,7 @@ def remove_leftovers(
         if _METADATA_FILE.fullmatch(name):
             try:
                 rank = None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
-                named |= _named_files(read_metadata(directory, rank))
+                named |= _named_files(directory, rank)
             except CheckpointError as error:
                 logger.warning("leftovers in %s are kept, because %s", directory, error)
                 return []

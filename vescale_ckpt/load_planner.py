@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,10 +13,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from . import objects
+from . import _C, objects
+from .describe import Describer
 from .engine import is_plain_tensor
 from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysError
+from .flatten import flatten
+from .lazy_metadata import LazyMetadata
+from .packed import PackedReads
 from .pause import garbage_collector_paused
+from .per_rank import PerRank, Restoring
 from .stock import set_element
 
 
@@ -42,16 +48,54 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.allow_cast = allow_cast
+        self._reads: PackedReads | None = None
+        self._describer = Describer()
+        self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for
+        self._kept_for: tuple[str, bool] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        made_by_a_load = ("_reads", "_index", "_per_rank", "_kept_plan", "_kept_for", "metadata", "state_dict")
+        state = {name: value for name, value in self.__dict__.items() if name not in made_by_a_load}
+        return {**state, "_reads": None, "_kept_plan": None, "_kept_for": None}
 
     @garbage_collector_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._reads = None
+        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
+        self._per_rank = Restoring()
+        flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
+        if not self.flatten_state_dict or any(_needs_stock_set_up(value) for value in flat.values()):
+            wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            for key, value in wrapped.items():  # DCP puts None in place of what it does not know
+                self.state_dict[key] = value
+                set_element(state_dict, mappings.get(key, (key,)), value)
+        else:
+            self.original_state_dict, self.state_dict, self.mappings = state_dict, flat, mappings
+            self.metadata, self.is_coordinator = metadata, is_coordinator
+        if metadata is not None:
+            self.state_dict = self._per_rank.wanted(self.state_dict, lambda: self._stored_keys(metadata))
+
+    def _stored_keys(self, metadata: Metadata) -> Iterable[str]:
+        if self._index is not None:
+            try:
+                return self._index.keys()
+            except _C.EngineError:
+                self._index = None
+        return metadata.state_dict_metadata
 
     @garbage_collector_paused()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        if self._index is not None:
+            try:
+                self._reads = self._plan_on_index(self._index)
+            except _C.EngineError:
+                self._index = None  # damaged: `.metadata` rules
+            if self._reads is not None:
+                return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
         stored = self.metadata.state_dict_metadata
         if any(key not in stored for key in self.state_dict):
             self._try_old_names()
@@ -59,6 +103,35 @@ class LoadPlanner(DefaultLoadPlanner):
             if missing and not self.allow_partial_load:
                 raise MissingKeysError(missing)
         return self._plan({key: value for key, value in self.state_dict.items() if key in stored})
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        # Plans of ours go to the coordinator empty: nothing is decided there.
+        return central_plan if self._reads is None else LoadPlan(self._reads)  # type: ignore[arg-type]
+
+    def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
+        """None if it takes DCP's own planning, because of what the state holds or how keys are named."""
+        description, same = self._describer.describe(self.state_dict)
+        if description.other:
+            return None
+        plan = self._kept_plan
+        if not same or plan is None or self._kept_for != (index.save_id, self.allow_cast):
+            plan = index.plan_load(description.inventory, self.allow_cast)
+            if plan.missing:
+                return None
+            if plan.mismatched:
+                item, wanted, stored = plan.mismatched[0]
+                raise IncompatibleStateError(description.names[item], wanted, stored)
+            if plan.uncovered:
+                raise not_all_there(description.names[plan.uncovered[0]])
+            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
+        return PackedReads(self, description, plan)
+
+    def _packs(self) -> bool:
+        names = (
+            "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor", "commit_tensor",
+            "lookup_tensor", "transform_tensor",
+        )  # fmt: skip
+        return all(getattr(type(self), name) is getattr(LoadPlanner, name) for name in names)
 
     def _try_old_names(self) -> None:
         """Lets the default planner find out if keys are named as before torch 2.4: it changes `state_dict` then."""
@@ -92,6 +165,9 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self._reads is not None:
+            assert read_item.dest_index.index is not None
+            return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
         value: Any = self.state_dict[read_item.dest_index.fqn]
         kind = type(self)
         stock = (
@@ -108,12 +184,21 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def set_object(self, read_item: ReadItem, value: Any) -> None:
         """Puts a loaded object into the state, under the key of `read_item`."""
-        key = read_item.dest_index.fqn
+        self.put_object(read_item.dest_index.fqn, value)
+
+    def put_object(self, key: str, value: Any) -> None:
+        if self._per_rank.take(key, value):
+            return
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], value)
         else:
             # With flatten_sharded_tensors the state planned with is a copy of the user's.
             self.state_dict[key] = self.original_state_dict[key] = value
+
+
+def _needs_stock_set_up(value: Any) -> bool:
+    """Tensors that DCP first gives memory, or shards of shards that it flattens."""
+    return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 def _has_chunks(value: Any) -> bool:

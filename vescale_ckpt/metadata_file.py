@@ -47,6 +47,9 @@ _METADATA_CLASSES = {
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
+TRAILER_BYTES = 16
+
+
 def _trailer(pickled: bytes) -> bytes:
     """What stands behind our pickle, where unpicklers do not look: magic, low 32 bits of its length, its CRC-32."""
     return struct.pack("<8sII", b"VSCKMDT1", len(pickled) & 0xFFFFFFFF, _C.crc32(pickled))

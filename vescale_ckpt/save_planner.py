@@ -1,40 +1,50 @@
-"""`SavePlanner`: DCP's default planner, with cheap local planning, cheap objects and a plan kept from save to save."""
+"""`SavePlanner`: who writes what, planned in C++ on packed lists of items, and kept from save to save."""
 
 from __future__ import annotations
 
 import io
+import logging
+from array import array
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from . import objects
-from .engine import dtype_code, is_plain_tensor
+from . import _C, objects
+from .changes import what_changed
+from .describe import Describer, Description
+from .engine import is_plain_tensor
+from .errors import CheckpointError
+from .flatten import flatten
+from .items import OBJECT
+from .node import node_of_this_process
+from .packed import PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words
 from .pause import garbage_collector_paused
+from .per_rank import unwrapped
+from .plan_cache import KeptPart, PlanCache
+from .settings import PLACEMENTS, Placement
+from .stock import flatten_sharded_tensors
+
+logger = logging.getLogger(__name__)
+
+_NEVER_SPLIT = 1 << 62  # bytes
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans what `DefaultSavePlanner` plans, in less time.
+    """Plans each byte of replicated state once, evenly over all ranks, and plans again only on a change.
 
     Args:
         flatten_state_dict: nested containers become dotted keys.
         flatten_sharded_tensors: ShardedTensors inside ShardedTensors become one.
-        enable_plan_caching: keep the plan of the last save and use it again while the state's description (keys, kinds,
-            dtypes, shapes, shards) stays the same. The cache belongs to this object: two planners never share one.
+        enable_plan_caching: keep plans and use them again while the state's description (keys, kinds, dtypes, shapes,
+            shards, on every rank) is one they were made for. The cache belongs to this object.
+        placement: who writes what several ranks hold. "balanced": all evenly, large tensors in pieces;
+            "lowest_rank": the first that has it; "local": one on every node, for disks that nodes do not share.
+
+    A subclass that overrides any step of planning gets DCP's own lists of items there, and whole tensors.
     """
 
     def __init__(
@@ -43,77 +53,99 @@ class SavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: bool = True,
         *,
         enable_plan_caching: bool = True,
+        placement: Placement = "balanced",
     ) -> None:
         # The default planner's own cache is one for all planners of a class, and does not look at dtypes.
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
+        if placement not in PLACEMENTS:
+            raise ValueError(f"placement={placement!r}: one of {', '.join(PLACEMENTS)} is wanted")
         self.reuse_plans = enable_plan_caching
-        self._described: list[Any] | None = None
-        self._described_paths: Any = None
-        self._local: SavePlan | None = None
-        self._global: tuple[list[SavePlan], Metadata] | None = None
+        self.placement = placement
+        self._forget()
+
+    def _forget(self) -> None:
+        self._describer = Describer()
+        self._cache = PlanCache()
+        self._description: Description | None = None
+        self._unconfirmed = False  # planning began and did not end: that save failed
+        self._alone = False  # this rank's plan is for itself, but it does not coordinate
 
     def __getstate__(self) -> dict[str, Any]:
         # A planner goes to the process of an asynchronous save by pickle, at every save: without its caches.
-        state = self.__dict__.copy()
-        state.update(_described=None, _described_paths=None, _local=None, _global=None)
-        for made_by_a_save in ("plan", "global_plan", "metadata", "state_dict", "mappings"):
-            state.pop(made_by_a_save, None)
-        return state
+        made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
+        caches = ("_describer", "_cache", "_description", "_unconfirmed", "_alone")
+        return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    # --- DCP's calls, in the order in which they come
 
     @garbage_collector_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        if self._unconfirmed:
+            self._cache.forget_parts()  # ranks may no longer agree on what they keep
+        self._unconfirmed, self._alone = True, False
+        if self.flatten_state_dict:
+            state_dict, self.mappings = unwrapped(*flatten(state_dict))
+        else:
+            state_dict, _ = unwrapped(state_dict, {})
+        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
 
     @garbage_collector_paused()
     def create_local_plan(self) -> SavePlan:
-        paths = self.mappings if self.flatten_state_dict else None
-        description = [_describe(key, value) for key, value in self.state_dict.items()] if self.reuse_plans else None
-        if (
-            self._local is not None
-            and description is not None
-            and description == self._described
-            and paths == self._described_paths
-        ):
-            self.plan = self._local
-            return self.plan
-        items: list[WriteItem] = []
-        for key, value in self.state_dict.items():
-            if is_plain_tensor(value):
-                items.append(_tensor_item(key, value))
-            else:
-                items.extend(create_default_local_save_plan({key: value}, self.is_coordinator).items)
-        self.plan = SavePlan(items, planner_data=paths)
-        self._local, self._described, self._described_paths, self._global = self.plan, description, paths, None
+        self._description = self.describe() if self.packs() else None
+        if self._description is None:
+            return super().create_local_plan()
+        self.plan = self.local_plan(self._description)
         return self.plan
 
     @garbage_collector_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # With one rank the plan arrives as the very object that was kept. Plans of several ranks arrive as copies.
-        kept = self.reuse_plans and len(all_plans) == 1 and all_plans[0] is self._local
-        if not kept or self._global is None:
-            plans, metadata = super().create_global_plan(all_plans)
-            if not kept:
-                return plans, metadata
-            self._global = plans, metadata
-        plans, metadata = self._global
-        # The storage writes into the metadata it is given.
-        self.global_plan = plans
-        self.metadata = Metadata(metadata.state_dict_metadata, planner_data=metadata.planner_data)
-        return plans, self.metadata
+        packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
+        if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
+            return super().create_global_plan(all_plans)
+        if self.placement == "local" and len(all_plans) > 1:
+            raise CheckpointError("placement='local' takes vescale_ckpt.save: under dcp.save only one rank commits")
+        if packed and not self.is_coordinator:  # ranks save each for itself, and nobody else knows of these plans
+            assert self._description is not None
+            self._alone = True
+            all_plans = [self.full_local_plan(self._description)]
+        planned, fresh = self.global_plan_of(all_plans)
+        answers: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            if not isinstance(plan, PackedSavePlan):
+                owned = words(planned.plan.part(rank))[::PART_ROW]
+                answers.append(SavePlan([plan.items[item] for item in owned], planner_data=plan.planner_data))
+            else:
+                part = planned.plan.part(rank) if fresh else None
+                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
+        self.global_plan = answers
+        self.metadata = planned.metadata()
+        return answers, self.metadata
 
-    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        return all_plans if len(all_plans) == 1 else super()._dedup_save_plans(all_plans)
+    @garbage_collector_paused()
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if isinstance(new_plan, PackedSavePlan):
+            assert self._description is not None
+            items = self.accept(self._description, new_plan)
+            new_plan = SavePlan(items, storage_data=new_plan.storage_data, planner_data=self._paths)  # type: ignore[arg-type]
+        return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        kind = type(self)
-        value = self.state_dict.get(write_item.index.fqn)
-        stock = (
-            kind.lookup_object is SavePlanner.lookup_object and kind.transform_object is SavePlanner.transform_object
-        )
-        if stock and is_plain_tensor(value):
-            return value  # type: ignore[return-value]  # no shard: nothing to look up
+        items = self.plan.items
+        if isinstance(items, PackedItems):
+            resolved = items.resolve(write_item.index)
+            return io.BytesIO(objects.dump(resolved)) if write_item.type == WriteItemType.BYTE_IO else resolved
+        value: Any = self.state_dict.get(write_item.index.fqn)
+        if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
+            return value  # type: ignore[no-any-return]  # no shard: nothing to look up
         return super().resolve_data(write_item)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -125,39 +157,145 @@ class SavePlanner(DefaultSavePlanner):
     resolve_data.keeps_memory = True  # type: ignore[attr-defined]
     transform_object.keeps_memory = True  # type: ignore[attr-defined]
 
+    # --- The same in terms of packed plans, for DCP's calls above and for `vescale_ckpt.save`
 
-def _describe(key: str, value: Any) -> Any:
-    """All of a value that its plan depends on, comparable by `==`. Never equal for kinds that are not known here."""
-    if is_plain_tensor(value):
-        return key, value.dtype, value.shape, value.requires_grad, value.layout
-    if type(value) is DTensor:
-        local = value.to_local()
-        kind = type(local)
-        return (
-            key,
-            value.dtype,
-            value.shape,
-            value.requires_grad,
-            value.placements,
-            value.device_mesh,
-            kind,
-            local.shape,
+    @property
+    def _paths(self) -> dict[str, Any] | None:
+        return self.mappings if self.flatten_state_dict else None
+
+    def describe(self) -> Description | None:
+        """The state's description, None if something in it only DCP's own planning understands."""
+        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        return None if description.other else description
+
+    def local_plan(self, description: Description) -> PackedSavePlan:
+        """What this rank tells the coordinator: all about its state, or the plan that it still has for it."""
+        kept = self._cache.part(description.inventory, self._paths, self.is_coordinator)
+        if kept is not None:
+            return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position)
+        return self.full_local_plan(description)
+
+    def full_local_plan(self, description: Description) -> PackedSavePlan:
+        if (last := self._cache.last_inventory) is not None:
+            logger.info("planning again: %s", what_changed(last, description.inventory))
+        contents = [objects.dump(value) for value in description.objects.values()]
+        return PackedSavePlan(
+            [],
+            inventory=_C.with_object_bytes(description.inventory, array("q", map(len, contents))),
+            paths=_packed_paths(self._paths),
+            digests=array("I", map(_C.crc32, contents)).tobytes(),
         )
-    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-        return key, object()
-    return key, "object"
+
+    def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
+        """The plan for all ranks, and whether it is another than the one they have."""
+        named = {
+            plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
+            for rank, plan in enumerate(plans)
+        }
+        if len(named) == 1 and (name := named.pop()) is not None:
+            kept = self._cache.global_plan(name)
+            if kept is not None and len(kept.inventories) == len(plans):
+                self._cache.keep_global_plan(kept)
+                return kept, False
+        inventories, paths = [], []
+        for rank, plan in enumerate(plans):
+            if not isinstance(plan, PackedSavePlan):
+                inventories.append(pack_items(plan.items))
+                paths.append(_packed_paths(plan.planner_data))
+            elif plan.inventory is not None:
+                inventories.append(plan.inventory)
+                paths.append(plan.paths)
+            elif (kept := self._cache.global_plan(plan.plan_id)) is not None:
+                inventories.append(kept.inventories[plan.position])
+                paths.append(kept.paths[plan.position])
+            else:
+                raise CheckpointError(
+                    f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
+                    "saves with this planner. The next save plans afresh"
+                )
+        _warn_of_differing_objects(plans)
+        all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
+        previous = self._cache.last_global_plan
+        options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
+        try:
+            global_plan = _C.GlobalPlan(
+                inventories, self.placement, previous.plan if previous is not None else None, **options
+            )
+        except _C.EngineError as error:  # it names the key and the ranks
+            raise CheckpointError(str(error)) from None
+        planned = GlobalSavePlan(inventories, paths, global_plan)
+        if self.reuse_plans:
+            self._cache.keep_global_plan(planned)
+        return planned, True
+
+    def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
+        """This rank's part of the plan, given the coordinator's answer."""
+        inventory, paths, coordinates = description.inventory, self._paths, self.is_coordinator
+        kept: KeptPart | None
+        if plan.part is not None:
+            kept = KeptPart(plan.plan_id, plan.position, plan.part, inventory, paths, coordinates)
+        else:
+            kept = self._cache.part(inventory, paths, coordinates)
+        if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
+            raise CheckpointError("the coordinator refers to a plan that this rank does not have")
+        if self.reuse_plans and not self._alone:
+            self._cache.keep_part(kept)
+        self._unconfirmed = False
+        items = PackedItems(self, description, kept.part)
+        self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
+        return items
+
+    def kept_plan(self, plan_id: bytes) -> GlobalSavePlan:
+        """On the coordinator: the plan of all ranks that goes by a name which it has named itself."""
+        kept = self._cache.global_plan(plan_id)
+        assert kept is not None
+        self._cache.keep_global_plan(kept)
+        return kept
+
+    def forget_state(self) -> None:
+        """Lets go of the state: it may be larger than what the process otherwise needs, and this object lives on."""
+        self.state_dict = {}
+        self.plan = SavePlan([])
+        self._description = None
+
+    def packs(self) -> bool:
+        """Whether plans can stay packed: not if a subclass wants to see items."""
+        return not self._overrides(
+            "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
+            "transform_object", "_dedup_save_plans", "_create_global_plan",
+        )  # fmt: skip
+
+    def _overrides(self, *names: str) -> bool:
+        return any(getattr(type(self), name) is not getattr(SavePlanner, name) for name in names)
 
 
-def _tensor_item(key: str, tensor: torch.Tensor) -> WriteItem:
-    dtype_code(tensor.dtype, key)  # raises if it cannot be stored: before any rank has written a byte
-    size = tensor.size()
-    origin = torch.Size([0] * len(size))
-    return WriteItem(
-        index=MetadataIndex(key, origin),
-        type=WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=origin, sizes=size),
-            properties=TensorProperties.create_from_tensor(tensor),
-            size=size,
-        ),
-    )
+def _packed_paths(paths: dict[str, Any] | None) -> bytes:
+    return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
+
+
+def _warn_of_differing_objects(plans: list[SavePlan]) -> None:
+    """Ranks that give one key different values, of which one is saved: a mistake, mostly (random states, data loaders).
+    Only plans that were made afresh carry checksums."""
+    seen: dict[str, tuple[int, int]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    known: dict[bytes, list[str]] = {}
+    for rank, plan in enumerate(plans):
+        if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+            continue
+        names = known.get(plan.inventory)
+        if names is None:
+            items = _C.inventory_items(plan.inventory)
+            names = known[plan.inventory] = [name for name, kind, *_ in items if kind == OBJECT]
+        for name, digest in zip(names, memoryview(plan.digests).cast("I"), strict=True):
+            first = seen.setdefault(name, (digest, rank))
+            if first[0] != digest:
+                differing.setdefault(name, (first[1], rank))
+    if differing:
+        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(differing.items())[:5]]
+        logger.warning(
+            "%d objects differ from rank to rank, and only one value of each is saved: %s%s. "
+            "Wrap what belongs to each rank in vescale_ckpt.PerRank",
+            len(differing),
+            ", ".join(shown),
+            " ..." if len(differing) > 5 else "",
+        )

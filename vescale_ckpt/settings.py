@@ -1,4 +1,4 @@
-"""All settings of the engine: one table, with names, types, defaults and environment variables.
+"""All settings: one table, with names, types, defaults and environment variables.
 
 An environment variable is read when a save or load begins; an argument of the call wins over it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 PREFIX = "VESCALE_CKPT_"
 
@@ -57,10 +57,13 @@ SETTINGS = {
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
         Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
+        Setting("timeout", 1800, "seconds that a rank waits for the others", least=1),
     )
 }
 
 DirectIO = Literal["auto"] | bool
+Placement = Literal["balanced", "lowest_rank", "local"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 def value(name: str) -> int | str:

@@ -3,6 +3,17 @@
 `_StorageInfo` must be torch's own class: it is what plain `dcp.load` unpickles.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
@@ -10,8 +21,75 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["CURRENT_DCP_VERSION", "DEFAULT_SUFFIX", "MemoryFormatEncoding", "StorageInfo", "set_element"]
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "DEFAULT_SUFFIX",
+    "DTensorLayout",
+    "MemoryFormatEncoding",
+    "PrefixStore",
+    "StorageInfo",
+    "Store",
+    "StridedShard",
+    "dtensor_layouts",
+    "flatten_sharded_tensors",
+    "flatten_state_dict",
+    "flattens_as_torch_2_3",
+    "local_tensors",
+    "new_store_client",
+    "set_element",
+]
 
+flatten_sharded_tensors = _flatten_sharded_tensors
 StorageInfo = _StorageInfo
 MemoryFormatEncoding = _MEM_FORMAT_ENCODING
+StridedShard = _StridedShard
+
+_SPEC = attrgetter("_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape", "_spec.shard_order")
+_LOCAL = attrgetter("_local_tensor")
+
+
+class DTensorLayout(NamedTuple):
+    """How a DTensor lies on its mesh."""
+
+    placements: tuple[Placement, ...]
+    mesh: DeviceMesh
+    shape: torch.Size  #: of the whole tensor
+    shard_order: Any = None  #: (tensor dim, mesh dims) pairs: which mesh dim cuts first. None: from left to right
+
+
+_AS_LAYOUT = partial(tuple.__new__, DTensorLayout)  # without the Python function that a NamedTuple's constructor is
+
+
+def dtensor_layouts(dtensors: Sequence[DTensor]) -> list[DTensorLayout]:
+    """Read without torch's dispatch, which costs microseconds a tensor."""
+    try:
+        return list(map(_AS_LAYOUT, map(_SPEC, dtensors)))
+    except AttributeError:
+        return [DTensorLayout(dtensor.placements, dtensor.device_mesh, dtensor.shape) for dtensor in dtensors]
+
+
+def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """What each holds on this rank, as it is: collectives under way are not waited for."""
+    try:
+        return list(map(_LOCAL, dtensors))
+    except AttributeError:
+        return [dtensor.to_local() for dtensor in dtensors]
+
+
+def flattens_as_torch_2_3() -> bool:
+    """Whether DCP is looking for the keys of a checkpoint that was saved before torch 2.4."""
+    return bool(_version._derived_version == "2_3")
+
+
+def new_store_client(prefix: str) -> Store:
+    """The store of torch.distributed's default group by a connection of our own, which may block without blocking it.
+
+    Names in it get `prefix`.
+    """
+    store: Any = _get_default_store()
+    return PrefixStore(prefix, store.clone())

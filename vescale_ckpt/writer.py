@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,15 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import _C, engine, layout, settings
+from . import _C, engine, layout, metadata_file, objects, packed, settings
 from .errors import CheckpointError, StorageFullError
+from .lazy_metadata import LazyMetadata
 from .overlap import GROUP_TENSORS, overlap
+from .packed import PackedItems, PackedResults, words, write_result
 from .pause import garbage_collector_paused
 from .settings import DirectIO
 from .stats import SaveStats
-from .stock import CURRENT_DCP_VERSION, StorageInfo
+from .stock import CURRENT_DCP_VERSION
 
 
 class StorageWriter(DcpStorageWriter):
@@ -128,21 +130,40 @@ class StorageWriter(DcpStorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         with garbage_collector_paused():
-            future.set_result(self._write(plan.items, planner))
+            future.set_result(self._write(plan.items, planner))  # type: ignore[arg-type]  # looks like a list
         return future
 
     @garbage_collector_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            result.index: result.storage_data for rank_results in results for result in rank_results
-        }
-        metadata.storage_meta = self.storage_meta()
         try:
-            with engine.named_errors(str, self.path):
-                layout.commit(self.path, self._metadata_rank, metadata)
+            planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
+            if planned is not None:
+                places, names = zip(*map(_places, results), strict=True)
+                content, index = planned.files(list(places), list(names), self.path, self._save_id)
+                assert isinstance(metadata, LazyMetadata)
+                if metadata.was_changed():  # by a writer derived from this one, say
+                    self.commit(_with_changes(content, metadata), None)
+                else:
+                    self.commit(content, index)
+                metadata.become(layout.read_metadata_of, self.path, self._metadata_rank, self._save_id)
+            else:
+                metadata.version = CURRENT_DCP_VERSION
+                metadata.storage_data = {
+                    result.index: result.storage_data for rank_results in results for result in rank_results
+                }
+                metadata.storage_meta = self.storage_meta()
+                self.commit(metadata_file.dumps(metadata), None)
         finally:
-            self._unlock()  # committed or not, this save is over
+            self.end()
+
+    def end(self) -> None:
+        """Committed or not, this save is over."""
+        self._unlock()
+
+    def commit(self, content: bytes, index: bytes | None) -> None:
+        """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
+        with engine.named_errors(str, self.path):
+            layout.commit(self.path, self._metadata_rank, content, index)
         layout.remove_leftovers(self.path, self._superseded, only_rank=self._metadata_rank)
         self._superseded = set()
 
@@ -160,26 +181,16 @@ class StorageWriter(DcpStorageWriter):
     def _metadata_rank(self) -> int | None:
         return None if self._use_collectives else self._rank
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteResult]:
         started = time.perf_counter()
-        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
-        results: list[WriteResult] = []
         files: list[_DataFile] = []
-        if self.single_file_per_rank:
-            parts = [(tensors, objects)] if items else []
-        else:
-            parts = [([item], []) for item in tensors] + [([], [item]) for item in objects]
         try:
-            for number, (part_tensors, part_objects) in enumerate(parts):
-                name = layout.new_data_name(self._rank, None if self.single_file_per_rank else number)
-                file = _DataFile(self, name, part_tensors)
-                files.append(file)
-                if number == 0:
-                    self._lock = layout.lock(file.path)
-                results += file.write_tensors(part_tensors, planner)
-                results += file.write_objects(part_objects, planner)
-                file.finish()
+            if self.single_file_per_rank and isinstance(items, PackedItems) and items.is_of(planner):
+                tensors = items.count_tensors()
+                results: Sequence[WriteResult] = self._write_packed(items, planner, files)
+            else:
+                tensors = sum(item.type != WriteItemType.BYTE_IO for item in items)
+                results = self._write_items(items, planner, files)
             if self.sync_files and files:
                 with engine.named_errors(str, self.path):
                     _C.sync_directory(self.path)
@@ -188,42 +199,87 @@ class StorageWriter(DcpStorageWriter):
             for file in files:
                 file.discard()
             raise
-        self.last_stats = _sum_stats(files, time.perf_counter() - started, len(tensors), len(objects))
+        self.last_stats = _sum_stats(files, time.perf_counter() - started, tensors, len(items) - tensors)
         return results
+
+    def _write_items(
+        self, items: Sequence[WriteItem], planner: SavePlanner, files: list[_DataFile]
+    ) -> list[WriteResult]:
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+        if self.single_file_per_rank:
+            parts = [(tensors, objects)] if items else []
+        else:
+            parts = [([item], []) for item in tensors] + [([], [item]) for item in objects]
+        results: list[WriteResult] = []
+        for number, (part_tensors, part_objects) in enumerate(parts):
+            name = layout.new_data_name(self._rank, None if self.single_file_per_rank else number)
+            file = self._open(name, array("q", [_body_bytes(item) for item in part_tensors]), files)
+            placed = file.write_tensors(part_tensors, planner) + file.write_objects(part_objects, planner)
+            for row, item in enumerate(part_tensors + part_objects):
+                results.append(write_result(item.index, [name], 0, *placed[3 * row : 3 * row + 3]))
+            file.finish()
+        return results
+
+    def _write_packed(self, items: PackedItems, planner: SavePlanner, files: list[_DataFile]) -> PackedResults:
+        if not items:
+            return PackedResults(b"", [], items)
+        description = items.description
+        name = layout.new_data_name(self._rank)
+        if description.all_ready:
+            table = items.write_table()
+            file = self._open(name, _C.body_bytes(table), files)
+            names = [description.names[row] for row in words(items.part)[:: packed.PART_ROW]]
+            placed = file.write_table(table, names.__getitem__)
+        else:  # copies are made of what the engine cannot use where it is, some at a time
+            tensors = items[: items.count_tensors()]
+            file = self._open(name, array("q", [_body_bytes(item) for item in tensors]), files)
+            placed = file.write_tensors(tensors, planner)
+        keys = items.objects()
+        placed += file.write_contents([objects.dump(description.objects[key]) for key in keys], keys)
+        file.finish()
+        return PackedResults(packed.in_first_file(placed), [name], items)
+
+    def _open(self, name: str, body_bytes: Any, files: list[_DataFile]) -> _DataFile:
+        file = _DataFile(self, name, body_bytes)
+        files.append(file)
+        if len(files) == 1:
+            self._lock = layout.lock(file.path)
+        return file
 
 
 class _DataFile:
     """One data file while it is written. Removed unless `finish` was reached and `discard` never called."""
 
-    def __init__(self, writer: StorageWriter, name: str, tensors: list[WriteItem]) -> None:
+    def __init__(self, writer: StorageWriter, name: str, body_bytes: Any) -> None:
         self.writer = writer
         self.name = name
         self.path = os.path.join(writer.path, name)
         self.length = 0
         self.stats: dict[str, int] = {}
-        sizes = array("q", [_body_bytes(item) for item in tensors])
-        self.tensor_bytes = sum(sizes)
-        self.needed = _C.expected_bytes(sizes)
+        self.tensor_bytes = sum(memoryview(body_bytes).cast("B").cast("q"))
+        self.needed = _C.expected_bytes(body_bytes)
         with engine.named_errors(str, writer.path, self.needed):
             free = _C.free_bytes(writer.path)
             if free < self.needed:
                 raise StorageFullError(writer.path, self.needed, free)
             options = engine.options(writer.thread_count, writer.direct_io)
-            self.file: _C.FileWriter | None = _C.FileWriter(self.path, sizes, options, writer.checksums)
+            self.file: _C.FileWriter | None = _C.FileWriter(self.path, body_bytes, options, writer.checksums)
 
-    def write_tensors(self, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-        def write(group: _Group) -> list[tuple[int, int, int]]:
-            assert self.file is not None
-            with engine.named_errors(lambda row: group.items[row].index.fqn, self.writer.path, self.needed):
-                return self.file.write_tensors(group.table)
+    # What follows returns rows of offset, length and CRC-32.
 
-        for group, placed in overlap(_groups(items, planner), write):
-            yield from self._results(group.items, placed)
-
-    def write_objects(self, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
-        if not items:
-            return
+    def write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
         assert self.file is not None
+        with engine.named_errors(key_of, self.writer.path, self.needed):
+            return words(self.file.write_tensors(table)).tolist()
+
+    def write_tensors(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
+        def write(group: _Group) -> list[int]:
+            return self.write_table(group.table, lambda row: group.items[row].index.fqn)
+
+        return [number for _, placed in overlap(_groups(items, planner), write) for number in placed]
+
+    def write_objects(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
         contents = []
         for item in items:
             resolved = planner.resolve_data(item)
@@ -232,18 +288,15 @@ class _DataFile:
                     f"{item.index.fqn}: the planner resolved an object to {type(resolved).__name__}, not BytesIO"
                 )
             contents.append(resolved.getvalue())
-        needed = self.needed + sum(map(len, contents))
-        with engine.named_errors(lambda row: items[row].index.fqn, self.writer.path, needed):
-            placed = self.file.write_objects(contents)
-        yield from self._results(items, placed)
+        return self.write_contents(contents, [item.index.fqn for item in items])
 
-    def _results(self, items: list[WriteItem], placed: list[tuple[int, int, int]]) -> Iterator[WriteResult]:
-        checksums = self.writer.checksums
-        for item, (offset, length, crc) in zip(items, placed, strict=True):
-            info = StorageInfo(self.name, offset, length)
-            if checksums:
-                info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: ties it to this very data
-            yield WriteResult(item.index, length, info)
+    def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
+        if not contents:
+            return []
+        assert self.file is not None
+        needed = self.needed + sum(map(len, contents))
+        with engine.named_errors(keys.__getitem__, self.writer.path, needed):
+            return words(self.file.write_objects(contents)).tolist()
 
     def finish(self) -> None:
         assert self.file is not None
@@ -272,7 +325,7 @@ class _Group:
     table: array[int] = field(default_factory=engine.int_table)
 
 
-def _groups(items: list[WriteItem], planner: SavePlanner) -> Iterator[_Group]:
+def _groups(items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[_Group]:
     """Cuts a rank's tensors into groups, by number, and by bytes where tensors are not the state's own memory: copies
     from a device and what a planner makes up live until they are written, two groups at a time."""
     budget = settings.number("arena_bytes") // 2
@@ -327,6 +380,27 @@ def _body_bytes(item: WriteItem) -> int:
     if data is None:
         raise CheckpointError(f"{item.index.fqn}: its write item has no tensor data", key=item.index.fqn)
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
+    """Where a rank wrote the rows of its part, and the names of its files."""
+    if isinstance(results, PackedResults):
+        return results.places, results.names
+    names: dict[str, int] = {}
+    table = array("q")
+    for result in results:
+        info = result.storage_data
+        file = names.setdefault(info.relative_path, len(names))
+        table.extend((file, info.offset, info.length, getattr(info, "crc", -1)))
+    return table.tobytes(), list(names)
+
+
+def _with_changes(content: bytes, changed: Metadata) -> bytes:
+    metadata = metadata_file.loads(content, "the metadata of this save")
+    metadata.state_dict_metadata = changed.state_dict_metadata
+    metadata.planner_data = changed.planner_data
+    metadata.storage_data = {**metadata.storage_data, **(changed.storage_data or {})}
+    return metadata_file.dumps(metadata)
 
 
 def _sum_stats(files: list[_DataFile], seconds: float, tensors: int, objects: int) -> SaveStats:

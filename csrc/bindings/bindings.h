@@ -15,20 +15,25 @@ namespace vescale_ckpt {
 
 namespace py = pybind11;
 
-void bind_engine(py::module_& module);   // io, format: bytes between memory and files
-void bind_plan(py::module_& module);     // plan: who writes and reads what
-void bind_tensors(py::module_& module);  // where torch's tensors are
+void bind_engine(py::module_& module);     // io, format: bytes between memory and files
+void bind_index(py::module_& module);      // plan: metadata, its index, load plans
+void bind_inventory(py::module_& module);  // plan: what a rank holds
+void bind_plan(py::module_& module);       // plan: who writes and reads what
+void bind_tensors(py::module_& module);    // where torch's tensors are
 
-// A contiguous buffer of 64-bit integers (array.array("q")), valid while the Python object lives.
+// A table of 64-bit integers: array.array("q"), or bytes. Valid while the Python object lives.
 class Table {
  public:
   explicit Table(const py::buffer& buffer) : info_(buffer.request()) {
-    if (info_.itemsize != 8 || info_.ndim != 1 || info_.strides[0] != 8) {
-      throw py::type_error("a table is a contiguous one-dimensional buffer of 64-bit integers");
+    const bool words = info_.itemsize == 8, bytes = info_.itemsize == 1 && info_.size % 8 == 0;
+    if ((!words && !bytes) || info_.ndim != 1 ||
+        (info_.size != 0 && (info_.strides[0] != info_.itemsize ||
+                             reinterpret_cast<uintptr_t>(info_.ptr) % 8 != 0))) {  // an empty one lies anywhere
+      throw py::type_error("a table is a contiguous, aligned one-dimensional buffer of 64-bit integers");
     }
   }
   std::span<const int64_t> values() const {
-    return {static_cast<const int64_t*>(info_.ptr), static_cast<size_t>(info_.size)};
+    return {static_cast<const int64_t*>(info_.ptr), static_cast<size_t>(info_.size * info_.itemsize) / 8};
   }
 
  private:

@@ -36,30 +36,49 @@ py::dict stats_dict(const TransferStats& stats) {
   return result;
 }
 
-using Place = std::tuple<uint64_t, uint64_t, uint32_t>;  // offset, length, CRC-32
-
-std::vector<Place> places(const std::vector<PlacedRecord>& placed) {
-  std::vector<Place> result;
-  result.reserve(placed.size());
-  for (const PlacedRecord& record : placed) result.emplace_back(record.offset, record.length, record.crc);
-  return result;
+// Rows: offset, length, CRC-32 (-1: none).
+py::bytes places(const FileWriter& writer, const std::vector<PlacedRecord>& placed) {
+  std::vector<int64_t> table;
+  table.reserve(3 * placed.size());
+  for (const PlacedRecord& record : placed) {
+    table.push_back(static_cast<int64_t>(record.offset));
+    table.push_back(static_cast<int64_t>(record.length));
+    table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
+  }
+  return py::bytes(reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t));
 }
 
-std::vector<Place> write_tensors(FileWriter& writer, const py::buffer& buffer) {
+py::bytes write_tensors(FileWriter& writer, const py::buffer& buffer) {
   const Table table(buffer);
-  const py::gil_scoped_release release;
-  return places(writer.write(parse_write_table(table.values())));
+  std::vector<PlacedRecord> placed;
+  {
+    const py::gil_scoped_release release;
+    placed = writer.write(parse_write_table(table.values()));
+  }
+  return places(writer, placed);
 }
 
-std::vector<Place> write_objects(FileWriter& writer, const std::vector<py::bytes>& objects) {
+py::bytes body_bytes(const py::buffer& buffer) {
+  std::vector<int64_t> sizes;
+  for (const RecordSource& source : parse_write_table(Table(buffer).values())) {
+    sizes.push_back(static_cast<int64_t>(source.bytes));
+  }
+  return py::bytes(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
+}
+
+py::bytes write_objects(FileWriter& writer, const std::vector<py::bytes>& objects) {
   std::vector<RecordSource> sources(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
     const auto bytes = view(objects[i]);
     sources[i].data = bytes.data();
     sources[i].bytes = bytes.size();
   }
-  const py::gil_scoped_release release;
-  return places(writer.write(sources));
+  std::vector<PlacedRecord> placed;
+  {
+    const py::gil_scoped_release release;
+    placed = writer.write(sources);
+  }
+  return places(writer, placed);
 }
 
 py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
@@ -126,6 +145,7 @@ void bind_engine(py::module_& module) {
       .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
       .def("stats", [](const FileWriter& writer) { return stats_dict(writer.stats()); });
 
+  module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");

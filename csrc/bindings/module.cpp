@@ -36,6 +36,8 @@ PYBIND11_MODULE(_C, module) {
   });
 
   bind_engine(module);
+  bind_index(module);
+  bind_inventory(module);
   bind_plan(module);
   bind_tensors(module);
 }

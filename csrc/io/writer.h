@@ -62,6 +62,7 @@ class FileWriter {
 
   const TransferStats& stats() const { return stats_; }
   Access access() const { return file_->access(); }
+  bool checksums() const { return checksums_; }
 
  private:
   struct Part;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plan/inventory.h"
+#include "plan/large_vector.h"
 
 namespace vescale_ckpt {
 
@@ -32,9 +33,9 @@ struct Catalog {
   };
 
   std::string names;
-  std::vector<int64_t> dims;
+  LargeVector<int64_t> dims;
   std::vector<Key> keys;
-  std::vector<Chunk> chunks;
+  LargeVector<Chunk> chunks;
   uint32_t ranks = 0;
 
   std::string_view name(const Key& key) const { return {names.data() + key.name, key.name_bytes}; }

@@ -40,6 +40,7 @@ struct Item {
 // A view of packed items: the bytes must outlive it.
 class Inventory {
  public:
+  Inventory() = default;  // of nothing
   // Checks every length, offset and number in it. Throws Error (invalid). `bytes` must be 8-aligned.
   explicit Inventory(std::span<const std::byte> bytes);
 

@@ -1,0 +1,65 @@
+"""Cold planning on the coordinator, from what ranks sent to what they are sent, and the metadata made from it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.planning.stock import Coordinator
+from benchmarks.planning.timing import STOCK, Sample, Steps, Stopwatch, alternate
+from vescale_ckpt.models import Entry
+from vescale_ckpt.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate import Written, metadata_files, planned, written
+
+_EVERY_SO_MANY_REPLICATED = 50
+
+
+def entries(ranks: int, items: int) -> list[Entry]:
+    """Tensors of which every rank holds a share, and a few that all hold whole."""
+    return [
+        Entry(
+            f"model.layers.{number}.feed_forward.weight",
+            (4 * ranks, 64),
+            torch.bfloat16,
+            everywhere=number % _EVERY_SO_MANY_REPLICATED == 0,
+        )
+        for number in range(items)
+    ]
+
+
+class Ours:
+    """Our coordinator, between what it gathers and what it sends."""
+
+    def __init__(self, inventories: list[bytes], names: list[str]) -> None:
+        self._inventories = inventories
+        self._names = names
+        self._results: Written | None = None
+
+    def run(self) -> Steps:
+        watch = Stopwatch()
+        plan, parts = planned(self._inventories, "balanced")
+        watch.lap("plan")
+        if self._results is None:
+            self._results = written(self._names, parts, plan.bytes_by_rank())
+        watch.restart()
+        metadata_files(plan, self._results)
+        watch.lap("metadata")
+        return watch.seconds
+
+
+def run(ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path, seed: int) -> list[Sample]:
+    """``stock_rounds`` 0 leaves stock out: it needs gigabytes and minutes where we need neither."""
+    state = SimulatedState(entries(ranks, items), Parallelism(ranks, fsdp=ranks))
+    inventories = [state.inventory(rank) for rank in range(ranks)]
+    gathered = sum(map(len, inventories)) / 2**20
+    case = f"coordinator, {ranks:,} ranks x {items:,} items, {gathered:,.0f} MiB of inventories"
+    candidates = {"vescale": Ours(inventories, state.names).run}
+    counts = {"vescale": rounds}
+    with tempfile.TemporaryDirectory(dir=directory) as metadata_directory:
+        if stock_rounds:
+            stock = Coordinator(inventories, Path(metadata_directory))
+            candidates |= {f"{STOCK}, collector on": stock.run, STOCK: stock.run_uncollected}
+            counts |= {f"{STOCK}, collector on": stock_rounds, STOCK: stock_rounds}
+        return alternate(case, candidates, counts, seed)

@@ -1,0 +1,95 @@
+"""Finding out what to read: from the metadata of a checkpoint whose data nobody needs for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+
+import vescale_ckpt
+from benchmarks.planning.coordinator import entries
+from benchmarks.planning.local import State
+from benchmarks.planning.simulated_rank import simulated_rank, state_of
+from benchmarks.planning.stock import collector_off
+from benchmarks.planning.timing import STOCK, Sample, Steps, Stopwatch, alternate
+from vescale_ckpt import layout
+from vescale_ckpt.models import Entry
+from vescale_ckpt.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate import metadata_files, planned, written
+
+
+def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:
+    """Makes a checkpoint without data."""
+    state = SimulatedState(entries, parallelism)
+    plan, parts = planned([state.inventory(rank) for rank in range(parallelism.ranks)], "balanced")
+    metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
+    layout.commit(str(directory), None, metadata, index)
+    return state
+
+
+def one_rank_of_many(
+    ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path, seed: int
+) -> list[Sample]:
+    """What a rank that loads its own share reads of the metadata."""
+    state = write_metadata(directory, entries(ranks, items), Parallelism(ranks, fsdp=ranks))
+    wanted = state.inventory(ranks // 2)
+
+    def ours() -> Steps:
+        watch = Stopwatch()
+        index = layout.read_index(str(directory))
+        assert index is not None
+        watch.lap("open")
+        plan = index.plan_load(wanted)
+        watch.lap("find what is wanted")
+        assert not plan.missing and not plan.uncovered
+        return {"read metadata": sum(watch.seconds.values()), **watch.seconds}
+
+    def stock() -> Steps:
+        watch = Stopwatch()
+        FileSystemReader(directory).read_metadata()
+        watch.lap("read metadata")
+        return watch.seconds
+
+    def uncollected() -> Steps:
+        with collector_off():
+            return stock()
+
+    case = f"metadata of {ranks:,} ranks x {items:,} items, one rank"
+    candidates: dict[str, Callable[[], Steps]] = {"vescale": ours}
+    if stock_rounds:
+        candidates |= {f"{STOCK}, collector on": stock, STOCK: uncollected}
+    counts = {name: rounds if name == "vescale" else stock_rounds for name in candidates}
+    return alternate(case, candidates, counts, seed)
+
+
+def changed_world(items: int, saved_on: int, loaded_on: int, rounds: int, directory: Path, seed: int) -> list[Sample]:
+    """One rank's load plan of a checkpoint that another number of ranks wrote. In a process without a process group."""
+    of_all = [Entry(f"layers.{number}.weight", (64, 16), torch.float32) for number in range(items)]
+    write_metadata(directory, of_all, Parallelism(saved_on, fsdp=saved_on))
+    with simulated_rank(loaded_on, loaded_on // 2):
+        state = state_of(of_all, Parallelism(loaded_on, fsdp=loaded_on))
+
+        def ours() -> Steps:
+            return _read_and_plan(vescale_ckpt.StorageReader(directory), vescale_ckpt.LoadPlanner(), state)
+
+        def stock() -> Steps:
+            return _read_and_plan(FileSystemReader(directory), DefaultLoadPlanner(), state)
+
+        case = f"load plan of {items:,} DTensors, saved on {saved_on} ranks, loaded on {loaded_on}"
+        return alternate(case, {"vescale": ours, STOCK: stock}, {"vescale": rounds, STOCK: rounds}, seed)
+
+
+def _read_and_plan(reader: StorageReader, planner: LoadPlanner, state: State) -> Steps:
+    watch = Stopwatch()
+    metadata = reader.read_metadata()
+    watch.lap("read metadata")
+    planner.set_up_planner(state, metadata, False)
+    reader.set_up_storage_reader(metadata, False)
+    planner.create_local_plan()
+    watch.lap("plan")
+    return {"both": sum(watch.seconds.values()), **watch.seconds}

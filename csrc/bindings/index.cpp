@@ -1,0 +1,186 @@
+// A checkpoint's metadata, its index, and load plans made from it.
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "error.h"
+#include "plan/catalog.h"
+#include "plan/index.h"
+#include "plan/index_image.h"
+#include "plan/key_paths.h"
+#include "plan/load_plan.h"
+#include "plan/metadata_pickle.h"
+#include "plan/places.h"
+
+namespace vescale_ckpt {
+namespace {
+
+// Names as pickle has them: what is not text in Python's sense still has bytes.
+py::bytes encoded(const py::handle& text) {
+  PyObject* bytes = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");
+  if (bytes == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(bytes);
+}
+
+py::str decoded(std::string_view name) {
+  PyObject* text = PyUnicode_DecodeUTF8(name.data(), static_cast<Py_ssize_t>(name.size()), "surrogatepass");
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw Error::corrupt("the index holds a name that is no text", {}, 0);
+  }
+  return py::reinterpret_steal<py::str>(text);
+}
+
+std::span<const int64_t> words(const py::bytes& bytes) {
+  const auto raw = view(bytes);
+  if (raw.size() % sizeof(int64_t) != 0 || reinterpret_cast<uintptr_t>(raw.data()) % alignof(int64_t) != 0) {
+    throw Error::invalid("a table is whole, aligned words");
+  }
+  return {reinterpret_cast<const int64_t*>(raw.data()), raw.size() / sizeof(int64_t)};
+}
+
+py::bytes bytes_of(const std::vector<int64_t>& table) {
+  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
+}
+
+// Bytes that are filled in later.
+py::bytes room(uint64_t bytes) {
+  PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));
+  if (raw == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(raw);
+}
+
+std::byte* data(const py::bytes& bytes) {
+  return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
+}
+
+// Pages that nobody touched were never there: giving them back costs nothing.
+py::bytes cut(py::bytes bytes, uint64_t size) {
+  PyObject* raw = bytes.release().ptr();
+  if (_PyBytes_Resize(&raw, static_cast<Py_ssize_t>(size)) != 0) throw py::error_already_set();
+  return py::reinterpret_steal<py::bytes>(raw);
+}
+
+py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tuple>& paths) {
+  if (names.size() != paths.size()) throw py::value_error("as many paths as names are wanted");
+  KeyPathsBuilder builder;
+  for (size_t i = 0; i < names.size(); ++i) {
+    builder.name(std::string_view(encoded(names[i])), static_cast<uint32_t>(paths[i].size()));
+    for (const py::handle element : paths[i]) {
+      if (py::isinstance<py::str>(element)) {
+        builder.text(std::string_view(encoded(element)));
+      } else {
+        builder.number(element.cast<int64_t>());
+      }
+    }
+  }
+  return py::bytes(builder.pack());
+}
+
+std::pair<py::bytes, py::bytes> checkpoint_files(const Catalog& catalog, const std::vector<py::bytes>& places,
+                                                 const std::vector<std::vector<std::string>>& files,
+                                                 const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
+                                                 const py::str& save_id) {
+  std::vector<std::span<const int64_t>> tables;
+  for (const py::bytes& table : places) tables.push_back(words(table));
+  std::vector<std::span<const std::byte>> blocks;
+  for (const py::bytes& block : paths) blocks.push_back(view(block));
+  const py::bytes checkpoint_text = encoded(checkpoint_id), save_text = encoded(save_id);
+  const std::string_view checkpoint = checkpoint_text, save = save_text;
+
+  const auto written = [](const auto& make) {
+    const py::gil_scoped_release release;
+    return make();
+  };
+  const auto of_ranks = written([&] { return std::make_pair(Places(std::move(tables), files), KeyPaths(blocks)); });
+  const MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save};
+  py::bytes metadata = room(most_metadata_bytes(content));
+  const WrittenMetadata pickle = written([&, out = data(metadata)] { return write_metadata(content, out); });
+  metadata = cut(std::move(metadata), pickle.bytes);
+
+  const IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);
+  py::bytes index = room(image.bytes());
+  written([&, out = data(index)] { image.write(out); });
+  return {std::move(metadata), std::move(index)};
+}
+
+std::unique_ptr<Index> from_rows(const py::bytes& inventory, const py::bytes& places,
+                                 const std::vector<std::string>& files) {
+  const auto rows = view(inventory);
+  const auto table = words(places);
+  const py::gil_scoped_release release;
+  return std::make_unique<Index>(index_of_rows(Inventory(rows), table, files));
+}
+
+std::vector<py::str> keys(const Index& index) {
+  std::vector<py::str> names;
+  names.reserve(index.size());
+  for (uint64_t i = 0; i < index.size(); ++i) names.push_back(decoded(index.key(i).name));
+  return names;
+}
+
+std::vector<py::str> all_files(const Index& index) {
+  std::vector<py::str> names;
+  for (uint32_t i = 0; i < index.files(); ++i) names.push_back(decoded(index.file(i)));
+  return names;
+}
+
+LoadPlan plan(const Index& index, const py::bytes& wanted, bool allow_cast) {
+  const auto rows = view(wanted);
+  const py::gil_scoped_release release;
+  return plan_load(index, Inventory(rows), allow_cast);
+}
+
+std::vector<std::tuple<int64_t, std::string, py::str>> mismatched(const LoadPlan& plan) {
+  std::vector<std::tuple<int64_t, std::string, py::str>> result;
+  for (const LoadPlan::Mismatch& found : plan.mismatched) {
+    result.emplace_back(found.item, found.wanted, text(found.stored));
+  }
+  return result;
+}
+
+std::vector<py::str> files(const LoadPlan& plan) {
+  std::vector<py::str> names;
+  for (const std::string& file : plan.files) names.push_back(decoded(file));
+  return names;
+}
+
+}  // namespace
+
+void bind_index(py::module_& module) {
+  module.def("pack_paths", &pack_paths, py::arg("names"), py::arg("paths"), "planner_data of one rank, packed");
+  module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("places"), py::arg("files"),
+             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"),
+             "the contents of .metadata and of the index that lies beside it");
+
+  py::class_<LoadPlan>(module, "LoadPlan")
+      .def_property_readonly("reads", [](const LoadPlan& plan) { return bytes_of(plan.reads); })
+      .def_property_readonly("objects", [](const LoadPlan& plan) { return bytes_of(plan.objects); })
+      .def_property_readonly("files", &files)
+      .def_readonly("missing", &LoadPlan::missing)
+      .def_property_readonly("mismatched", &mismatched)
+      .def_readonly("uncovered", &LoadPlan::uncovered);
+
+  py::class_<Index>(module, "Index")
+      .def_static(
+          "open", [](const std::string& path) { return std::make_unique<Index>(path); }, py::arg("path"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"))
+      .def_property_readonly("save_id", [](const Index& index) { return decoded(index.save_id()); })
+      .def(
+          "matches",
+          [](const Index& index, const py::bytes& trailer, uint64_t metadata_length) {
+            return index.matches(view(trailer), metadata_length);
+          },
+          py::arg("trailer"), py::arg("metadata_length"))
+      .def("__len__", &Index::size)
+      .def("keys", &keys)
+      .def_property_readonly("files", &all_files)
+      .def("plan_load", &plan, py::arg("wanted"), py::arg("allow_cast") = false);
+}
+
+}  // namespace vescale_ckpt

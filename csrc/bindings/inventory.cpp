@@ -1,0 +1,68 @@
+// Packed lists of items, for those who look into them.
+#include <span>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "plan/inventory.h"
+
+namespace vescale_ckpt {
+namespace {
+
+py::tuple numbers(std::span<const int64_t> values) {
+  py::tuple result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) result[i] = py::int_(values[i]);
+  return result;
+}
+
+py::str name_of(const Item& item) {
+  PyObject* name = PyUnicode_DecodeUTF8(item.name.data(), static_cast<Py_ssize_t>(item.name.size()), "surrogatepass");
+  if (name == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(name);
+}
+
+py::list items(const py::bytes& bytes) {
+  const Inventory inventory(view(bytes));
+  py::list result(inventory.size());
+  for (size_t i = 0; i < inventory.size(); ++i) {
+    const Item item = inventory[i];
+    result[i] = py::make_tuple(name_of(item), static_cast<int>(item.kind), static_cast<int>(item.dtype),
+                               (item.flags & kRequiresGrad) != 0, item.bytes, numbers(item.shape), numbers(item.offset),
+                               numbers(item.size));
+  }
+  return result;
+}
+
+py::bytes kinds(const py::bytes& bytes) {
+  const Inventory inventory(view(bytes));
+  std::string result(inventory.size(), '\0');
+  for (size_t i = 0; i < inventory.size(); ++i) result[i] = static_cast<char>(inventory[i].kind);
+  return py::bytes(result);
+}
+
+py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
+  const Inventory inventory(view(bytes));
+  const Table table(sizes);
+  InventoryBuilder builder;
+  size_t object = 0;
+  for (size_t i = 0; i < inventory.size(); ++i) {
+    Item item = inventory[i];
+    if (item.kind == ItemKind::object) {
+      if (object == table.values().size()) throw py::value_error("more objects than sizes");
+      item.bytes = static_cast<uint64_t>(table.values()[object++]);
+    }
+    builder.add(item);
+  }
+  const std::vector<std::byte> packed = builder.pack(inventory.node());
+  return py::bytes(reinterpret_cast<const char*>(packed.data()), packed.size());
+}
+
+}  // namespace
+
+void bind_inventory(py::module_& module) {
+  module.def("inventory_items", &items, "[(name, kind, dtype code, requires_grad, bytes, shape, offset, size)]");
+  module.def("inventory_kinds", &kinds, "one byte an item: csrc/plan/inventory.h, ItemKind");
+  module.def("with_object_bytes", &with_object_bytes, "the same with the sizes of its objects, in their order");
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,164 @@
+#include "plan/assign.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+
+#include "error.h"
+#include "plan/balance.h"
+#include "plan/holder_sets.h"
+#include "plan/previous.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr int64_t kMostBytes = int64_t{1} << 61;  // in all: sums of loads stay far from overflow
+
+// Calls body(key, box, holders) for every box, once for each group of holders of whom one is to write it.
+template <typename Body>
+void for_each_group(Layout& layout, std::span<const uint32_t> nodes, Placement placement, const Body& body) {
+  for (uint32_t number = 0; number < layout.keys.size(); ++number) {
+    const Layout::Key& key = layout.keys[number];
+    for (size_t box = 0; box < key.boxes; ++box) {
+      const std::span<const Holder> holders = layout.holders_of(key, box);
+      if (placement != Placement::local) {
+        body(number, box, holders);
+        continue;
+      }
+      for (size_t begin = 0, end = 0; begin < holders.size(); begin = end) {
+        const uint32_t node = nodes[holders[begin].rank];
+        for (end = begin + 1; end < holders.size() && nodes[holders[end].rank] == node;) ++end;
+        body(number, box, holders.subspan(begin, end - begin));
+      }
+    }
+  }
+}
+
+void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
+  const auto before = [&](const Holder& a, const Holder& b) {
+    return nodes[a.rank] != nodes[b.rank] ? nodes[a.rank] < nodes[b.rank] : a.rank < b.rank;
+  };
+  for (const Layout::Key& key : layout.keys) {
+    for (size_t box = 0; box < key.boxes; ++box) {
+      const std::span<Holder> holders = layout.holders_of(key, box);
+      if (!std::is_sorted(holders.begin(), holders.end(), before)) std::sort(holders.begin(), holders.end(), before);
+    }
+  }
+}
+
+const Holder& holder_of(std::span<const Holder> holders, uint32_t rank) {
+  return *std::lower_bound(holders.begin(), holders.end(), rank,
+                           [](const Holder& holder, uint32_t value) { return holder.rank < value; });
+}
+
+// Two balances: of bytes, and of the number of what has none as far as anybody knows (an object never saved, an empty
+// tensor). The contested boxes of each stand in the order of for_each_group.
+class Assigner {
+ public:
+  Assigner(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options, const Previous* previous)
+      : layout_(layout), nodes_(nodes), options_(options), previous_(previous) {}
+
+  Assignment run() {
+    if (options_.placement == Placement::local) sort_by_node(layout_, nodes_);
+    if (options_.placement == Placement::lowest_rank) return emit(nullptr, nullptr);
+    std::vector<int64_t> bytes(nodes_.size()), numbers(nodes_.size());
+    collect(bytes, numbers);
+    Balance by_bytes(sets_, std::move(bytes), options_.least_piece_bytes);
+    Balance by_number(sets_, std::move(numbers), 1);
+    by_bytes.place(sized_);
+    by_number.place(weightless_);
+    return emit(&by_bytes, &by_number);
+  }
+
+ private:
+  void collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers);
+  Assignment emit(const Balance* by_bytes, const Balance* by_number) const;
+
+  Layout& layout_;
+  std::span<const uint32_t> nodes_;
+  const PlanOptions& options_;
+  const Previous* previous_;
+  HolderSets sets_;
+  std::vector<Contested> sized_, weightless_;
+  std::vector<Share> before_;
+};
+
+void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers) {
+  uint64_t total = 0;
+  struct Range {
+    size_t begin, count;
+  };
+  std::vector<Range> sized_before, weightless_before;  // in before_, which still grows
+  std::optional<PreviousOwners> owners;
+  if (previous_ != nullptr) owners.emplace(*previous_, layout_);
+  for_each_group(layout_, nodes_, options_.placement,
+                 [&](uint32_t number, size_t box, std::span<const Holder> holders) {
+                   const Layout::Key& key = layout_.keys[number];
+                   const uint64_t weight = layout_.bytes(key, box);
+                   if (weight > kMostBytes || (total += weight) > kMostBytes) {
+                     throw Error::invalid("the ranks have more bytes together than can be counted");
+                   }
+                   if (holders.size() == 1) {
+                     bytes[holders[0].rank] += static_cast<int64_t>(weight);
+                     numbers[holders[0].rank] += weight == 0;
+                     return;
+                   }
+                   const int dim = weight == 0 ? -1 : split_dim(layout_.size(key, box));
+                   const int64_t rows = dim < 0 ? 1 : layout_.size(key, box)[static_cast<size_t>(dim)];
+                   (weight == 0 ? weightless_ : sized_)
+                       .push_back({.set = sets_.add(holders),
+                                   .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
+                                   .rows = rows,
+                                   .previous = {}});
+                   const size_t begin = before_.size();
+                   if (owners) owners->find(number, box, rows, holders, before_);
+                   (weight == 0 ? weightless_before : sized_before).push_back({begin, before_.size() - begin});
+                 });
+  const std::span<const Share> before = before_;
+  for (size_t i = 0; i < sized_.size(); ++i) {
+    sized_[i].previous = before.subspan(sized_before[i].begin, sized_before[i].count);
+  }
+  for (size_t i = 0; i < weightless_.size(); ++i) {
+    weightless_[i].previous = before.subspan(weightless_before[i].begin, weightless_before[i].count);
+  }
+}
+
+Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) const {
+  Assignment result;
+  result.pieces.reserve(layout_.first_holder.size() - 1);
+  result.first_piece.reserve(layout_.first_holder.size());
+  size_t sized = 0, weightless = 0;
+  for_each_group(layout_, nodes_, options_.placement,
+                 [&](uint32_t number, size_t box, std::span<const Holder> holders) {
+                   const Layout::Key& key = layout_.keys[number];
+                   if (result.first_piece.size() == key.first_box + box) {
+                     result.first_piece.push_back(static_cast<uint32_t>(result.pieces.size()));
+                   }
+                   if (holders.size() == 1 || by_bytes == nullptr) {
+                     result.pieces.push_back({holders[0].rank, holders[0].item, 0, 0});
+                     return;
+                   }
+                   const std::span<const Share> shares =
+                       layout_.bytes(key, box) == 0 ? by_number->shares(weightless++) : by_bytes->shares(sized++);
+                   for (const Share& share : shares) {
+                     uint32_t split = 0;
+                     if (shares.size() > 1) {
+                       result.splits.push_back({share.start, share.length, split_dim(layout_.size(key, box))});
+                       split = static_cast<uint32_t>(result.splits.size());
+                     }
+                     result.pieces.push_back({share.rank, holder_of(holders, share.rank).item, 0, split});
+                   }
+                 });
+  if (result.pieces.size() >= UINT32_MAX) throw Error::invalid("the ranks write more than 4 billion items together");
+  result.first_piece.push_back(static_cast<uint32_t>(result.pieces.size()));
+  return result;
+}
+
+}  // namespace
+
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options,
+                  const Previous* previous) {
+  return Assigner(layout, nodes, options, previous).run();
+}
+
+}  // namespace vescale_ckpt

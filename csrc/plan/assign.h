@@ -1,0 +1,59 @@
+// Who writes what: every box belongs to one of the ranks that hold it, or, with Placement::local, to one on each node.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/large_vector.h"
+#include "plan/layout.h"
+
+namespace vescale_ckpt {
+
+enum class Placement : uint8_t {
+  balanced,     // bytes even over ranks
+  lowest_rank,  // the lowest rank that holds it
+  local,        // every node that holds it writes a copy, bytes even over the node's ranks
+};
+
+struct PlanOptions {
+  Placement placement = Placement::balanced;
+  uint64_t least_piece_bytes = uint64_t{1} << 20;  // boxes are not split into less
+};
+
+// A whole box or a piece of it.
+struct Piece {
+  uint32_t writer;  // rank
+  uint32_t item;    // the writer's own row of the box
+  uint32_t row;     // position among what the writer writes
+  uint32_t split;   // 0: the whole box, else splits[split - 1]
+};
+
+struct Assignment {
+  struct Split {
+    int64_t start, length;
+    int32_t dim;  // split_dim() of the box
+  };
+
+  LargeVector<Piece> pieces;          // box after box; node after node; in the order of their starts
+  LargeVector<uint32_t> first_piece;  // of each box; one more at the end
+  std::vector<Split> splits;
+
+  std::span<const Piece> pieces_of(const Layout::Key& key, size_t box) const {
+    const uint32_t* first = first_piece.data() + key.first_box + box;
+    return {pieces.data() + first[0], first[1] - first[0]};
+  }
+};
+
+// A plan made before: its ranks keep what they had where they still hold it and the balance allows it.
+struct Previous {
+  const Layout& layout;
+  const Assignment& assignment;
+};
+
+// Leaves Piece::row to be filled in. `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders in
+// `layout` are sorted by it. Throws Error (invalid) if there are more bytes than can be counted.
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options,
+                  const Previous* previous);
+
+}  // namespace vescale_ckpt

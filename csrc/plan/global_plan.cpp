@@ -1,0 +1,87 @@
+#include "plan/global_plan.h"
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "error.h"
+#include "plan/inventory.h"
+#include "plan/make_catalog.h"
+#include "plan/merge.h"
+#include "plan/parallel.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr size_t kBytesOfAThread = size_t{1} << 20;  // less is not worth one
+constexpr size_t kMostThreads = 8;
+
+unsigned thread_count(std::span<const std::span<const std::byte>> inventories) {
+  size_t bytes = 0;
+  for (const auto inventory : inventories) bytes += inventory.size();
+  const size_t processors = std::max(1u, std::thread::hardware_concurrency());
+  return static_cast<unsigned>(std::min({processors, kMostThreads, bytes / kBytesOfAThread + 1}));
+}
+
+}  // namespace
+
+GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options,
+                       const GlobalPlan* previous)
+    : options_(options) {
+  if (inventories.empty()) throw Error::invalid("a plan needs at least one rank");
+  if (inventories.size() >= UINT32_MAX) throw Error::invalid("more than 4 billion ranks");
+  const size_t ranks = inventories.size();
+  const unsigned threads = thread_count(inventories);
+
+  std::vector<Inventory> parsed(ranks);
+  std::vector<Hash128> names(ranks), contents(2 * ranks + 1);
+  parallel_for(threads, ranks, 1, [&] {
+    return [&](size_t rank) {
+      const std::span<const std::byte> bytes = inventories[rank];
+      try {
+        parsed[rank] = Inventory(bytes);
+      } catch (const Error& error) {
+        throw Error::invalid("rank " + std::to_string(rank) + ": " + error.what());
+      }
+      const size_t rows_bytes = bytes.size() - parsed[rank].names_block().size();
+      contents[2 * rank] = hash128(bytes.first(rows_bytes));
+      contents[2 * rank + 1] = names[rank] = hash128(parsed[rank].names_block());
+    };
+  });
+  contents.back() = {static_cast<uint64_t>(options.placement), options.least_piece_bytes};
+  identity_ = hash128_of(std::span<const Hash128>(contents));
+
+  std::vector<int64_t> ids;
+  for (const Inventory& inventory : parsed) ids.push_back(inventory.node());
+  std::sort(ids.begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+  node_count_ = static_cast<uint32_t>(ids.size());
+  nodes_.reserve(ranks);
+  for (const Inventory& inventory : parsed) {
+    nodes_.push_back(static_cast<uint32_t>(std::lower_bound(ids.begin(), ids.end(), inventory.node()) - ids.begin()));
+  }
+
+  layout_ = merge(parsed, names, threads);
+  if (previous != nullptr) {
+    const Previous before{previous->layout_, previous->assignment_};
+    assignment_ = assign(layout_, nodes_, options, &before);
+  } else {
+    assignment_ = assign(layout_, nodes_, options, nullptr);
+  }
+  layout_.holders = {};
+  layout_.first_holder = {};
+  parts_ = make_parts(layout_, assignment_, this->ranks(), threads);
+}
+
+std::vector<int64_t> GlobalPlan::part(uint32_t rank) const {
+  if (rank >= ranks()) throw Error::invalid("no rank " + std::to_string(rank) + " in this plan");
+  return parts_.of(rank, assignment_);
+}
+
+Catalog GlobalPlan::catalog(uint32_t node) const {
+  if (node >= node_count_) throw Error::invalid("no node " + std::to_string(node) + " in this plan");
+  return make_catalog(layout_, assignment_, nodes_, node, options_.placement == Placement::local);
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,51 @@
+// The plan of a save: from what every rank holds, who writes what, and the catalog of it all. Immutable, hence
+// thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/assign.h"
+#include "plan/catalog.h"
+#include "plan/hash.h"
+#include "plan/layout.h"
+#include "plan/parts.h"
+
+namespace vescale_ckpt {
+
+class GlobalPlan {
+ public:
+  // `inventories`: each rank's, packed and 8-aligned; not used after construction. The same inventories, options and
+  // previous plan give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not
+  // fit together: see merge().
+  GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options,
+             const GlobalPlan* previous = nullptr);
+
+  uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
+  uint32_t node_count() const { return node_count_; }
+  uint64_t rows() const { return assignment_.pieces.size(); }  // of all parts
+
+  // What `rank` writes: rows of item, dim (-1: the whole box), start, length. Made anew by each call.
+  std::vector<int64_t> part(uint32_t rank) const;
+  std::span<const uint64_t> bytes_by_rank() const { return parts_.bytes; }
+
+  // Made anew by each call. With Placement::local as `node` sees it, nodes being numbered in the order of their ids:
+  // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
+  Catalog catalog(uint32_t node = 0) const;
+
+  // Of all inventories and the options.
+  const Hash128& identity() const { return identity_; }
+
+ private:
+  PlanOptions options_;
+  std::vector<uint32_t> nodes_;  // of each rank
+  uint32_t node_count_ = 0;
+  Hash128 identity_{};
+  Layout layout_;  // without the holders
+  Assignment assignment_;
+  Parts parts_;
+};
+
+}  // namespace vescale_ckpt

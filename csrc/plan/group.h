@@ -1,0 +1,48 @@
+// Makes boxes of the rows of one key: equal rows of several ranks are one box with several holders.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/large_vector.h"
+#include "plan/layout.h"
+
+namespace vescale_ckpt {
+
+// The rows of all ranks, brought together under their keys: those of one key stand together, in the order of the ranks.
+struct Rows {
+  std::vector<uint64_t> begin;  // of each key's rows; one more at the end
+  LargeVector<uint64_t> places;
+  LargeVector<Holder> holders;
+  std::vector<uint64_t> dims_begin;      // of each key's words in dims
+  LargeVector<int64_t> dims;             // offset[ndim], size[ndim] of row after row
+  LargeVector<uint32_t> holders_of_box;  // after grouping: how many each box has; one more at the end
+};
+
+// Reused from key to key by one thread; several may work on different keys of the same rows.
+class Grouping {
+ public:
+  Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
+
+  // The number of boxes, or the fault's text.
+  uint32_t group(uint32_t key, std::string& fault);
+
+ private:
+  void sort(uint64_t* places, Holder* holders, int64_t* dims, size_t rows, size_t words);
+
+  struct Ordered {
+    uint64_t place;
+    uint32_t row;
+  };
+
+  const Layout& layout_;
+  Rows& rows_;
+  bool covers_all_;
+  std::vector<Ordered> order_;
+  std::vector<Holder> holders_copy_;
+  std::vector<int64_t> dims_copy_;
+};
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,21 @@
+// A 128-bit fingerprint of bytes: MurmurHash3 x64 128. Equal on every machine of one byte order; no defence against
+// forgery.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace vescale_ckpt {
+
+using Hash128 = std::array<uint64_t, 2>;
+
+Hash128 hash128(std::span<const std::byte> bytes);
+
+template <typename T>
+Hash128 hash128_of(std::span<const T> values) {
+  return hash128(std::as_bytes(values));
+}
+
+}  // namespace vescale_ckpt

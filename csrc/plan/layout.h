@@ -1,0 +1,70 @@
+// What all ranks together hold: every key once, every distinct box once, and for each box the ranks that hold it.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/inventory.h"
+#include "plan/key_names.h"
+#include "plan/large_vector.h"
+
+namespace vescale_ckpt {
+
+struct Holder {
+  uint32_t rank;
+  uint32_t item;  // row of that rank's inventory
+};
+
+struct Layout {
+  struct Key {
+    ItemKind kind;
+    uint8_t dtype;
+    uint16_t flags;
+    uint32_t ndim;
+    uint32_t boxes;      // how many; an object has one, without dims
+    uint64_t first_box;  // among all boxes
+    uint64_t shape;      // where it starts in shapes
+    uint64_t dims;       // where offset[ndim], size[ndim] of its first box start in dims; the others follow
+    uint64_t bytes;      // of one element; of an object the whole
+  };
+
+  KeyNames names;  // of keys
+  std::vector<Key> keys;
+  std::vector<int64_t> shapes;
+  LargeVector<int64_t> dims;
+  LargeVector<Holder> holders;         // of box after box, ranks ascending
+  LargeVector<uint32_t> first_holder;  // of each box; one more at the end
+
+  std::span<const int64_t> shape(const Key& key) const { return {shapes.data() + key.shape, key.ndim}; }
+  // In all of these `box` counts from the key's first.
+  std::span<const int64_t> offset(const Key& key, size_t box) const {
+    return {dims.data() + key.dims + box * 2 * key.ndim, key.ndim};
+  }
+  std::span<const int64_t> size(const Key& key, size_t box) const {
+    return {dims.data() + key.dims + box * 2 * key.ndim + key.ndim, key.ndim};
+  }
+  uint64_t bytes(const Key& key, size_t box) const {
+    uint64_t product = key.bytes;
+    for (const int64_t length : size(key, box)) product *= static_cast<uint64_t>(length);
+    return product;
+  }
+  std::span<const Holder> holders_of(const Key& key, size_t box) const {
+    const uint32_t* first = first_holder.data() + key.first_box + box;
+    return {holders.data() + first[0], first[1] - first[0]};
+  }
+  std::span<Holder> holders_of(const Key& key, size_t box) {
+    const uint32_t* first = first_holder.data() + key.first_box + box;
+    return {holders.data() + first[0], first[1] - first[0]};
+  }
+};
+
+// The dimension a box is split along: the first longer than one, so that pieces lie in one run of memory. -1 if none.
+inline int split_dim(std::span<const int64_t> size) {
+  for (size_t dim = 0; dim < size.size(); ++dim) {
+    if (size[dim] > 1) return static_cast<int>(dim);
+  }
+  return -1;
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,25 @@
+// Finds two boxes that share an element, in any number of dimensions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+
+namespace vescale_ckpt {
+
+// Boxes of one tensor: offset[ndim], size[ndim] of one after another.
+struct Boxes {
+  const int64_t* words;
+  uint32_t ndim;
+
+  const int64_t* offset(size_t box) const { return words + box * 2 * ndim; }
+  const int64_t* size(size_t box) const { return offset(box) + ndim; }
+};
+
+// Two of the boxes begin .. end that overlap, if any do; the same two on every run. None of them may be empty. Takes
+// n (log n)^d for n boxes that differ in d dimensions.
+std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t begin, size_t end);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,27 @@
+// What each rank writes, in the order in which it writes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/assign.h"
+#include "plan/large_vector.h"
+#include "plan/layout.h"
+
+namespace vescale_ckpt {
+
+struct Parts {
+  static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
+
+  LargeVector<uint32_t> pieces;     // numbers of rank after rank's
+  std::vector<uint64_t> first_row;  // of each rank, among the pieces; one more at the end
+  std::vector<uint64_t> bytes;      // of each rank
+
+  std::vector<int64_t> of(uint32_t rank, const Assignment& assignment) const;
+};
+
+// Tensors before objects, each in the order of the rank's items, pieces of a box in that of their starts. Fills in
+// Piece::row.
+Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,74 @@
+#include "plan/row_check.h"
+
+#include <algorithm>
+
+#include "format/torch_record.h"
+#include "plan/describe.h"
+
+namespace vescale_ckpt {
+namespace {
+
+// Which ranks have which value, if there is more than one.
+template <typename Text>
+std::string difference(const char* property, const std::vector<RankRow>& rows, const Text& text_of) {
+  std::vector<std::pair<std::string, std::vector<uint32_t>>> values;
+  for (const RankRow& row : rows) {
+    std::string text = text_of(row.item);
+    auto found = std::find_if(values.begin(), values.end(), [&](const auto& value) { return value.first == text; });
+    if (found == values.end()) found = values.emplace(values.end(), std::move(text), std::vector<uint32_t>());
+    if (found->second.empty() || found->second.back() != row.rank) found->second.push_back(row.rank);
+  }
+  return values.size() < 2 ? std::string() : disagreement_text(property, values);
+}
+
+std::string kind_text(const Item& item) {
+  return item.kind == ItemKind::object ? "an object" : "a tensor";
+}
+
+std::string dtype_text(const Item& item) {
+  return std::string(dtypes()[item.dtype].name);
+}
+
+std::string box_fault(const RankRow& row, const Layout::Key& key, std::span<const int64_t> shape) {
+  const std::string holder = "rank " + std::to_string(row.rank) + " has the box at offset " +
+                             tuple_text(row.item.offset) + " of size " + tuple_text(row.item.size);
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const int64_t offset = row.item.offset[i], size = row.item.size[i];
+    if (offset < 0 || offset > shape[i] || size < 0 || size > shape[i] - offset) {
+      return holder + ", which is not within the shape " + tuple_text(shape);
+    }
+  }
+  if (row.item.kind == ItemKind::tensor && !std::equal(shape.begin(), shape.end(), row.item.size.begin())) {
+    return holder + " as a whole tensor of shape " + tuple_text(shape);
+  }
+  return holder + " in " + std::to_string(row.item.bytes) + " bytes, which are not " + std::to_string(key.bytes) +
+         " an element";
+}
+
+}  // namespace
+
+std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes) {
+  if (std::any_of(shape.begin(), shape.end(), [](int64_t length) { return length < 0; })) return std::nullopt;
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  uint64_t bytes = item_bytes;
+  for (const int64_t length : shape) {
+    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(length), &bytes) || bytes > INT64_MAX) return std::nullopt;
+  }
+  return bytes;
+}
+
+std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
+                           std::span<const int64_t> shape) {
+  const std::string begin = std::string(name) + ": ";
+  if (auto text = difference("", rows, kind_text); !text.empty()) return begin + text;
+  if (auto text = difference("dtype", rows, dtype_text); !text.empty()) return begin + text;
+  if (auto text = difference("shape", rows, [](const Item& item) { return tuple_text(item.shape); }); !text.empty()) {
+    return begin + text;
+  }
+  if (!shape_bytes(shape, key.bytes)) return begin + "a tensor cannot have the shape " + tuple_text(shape);
+  const auto misfit =
+      std::find_if(rows.begin(), rows.end(), [&](const RankRow& row) { return !place_of(row.item, key, shape); });
+  return begin + box_fault(*misfit, key, shape);
+}
+
+}  // namespace vescale_ckpt

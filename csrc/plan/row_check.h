@@ -1,0 +1,52 @@
+// Whether one rank's row fits what is known of its key, and if not, what to tell.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/inventory.h"
+#include "plan/layout.h"
+
+namespace vescale_ckpt {
+
+// The bytes of a whole tensor; none if the shape is negative or too large to be one.
+std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes);
+
+// Where an element is in row-major order: boxes sorted by that of their offsets are sorted by their offsets.
+constexpr uint64_t kEmptyBox = UINT64_MAX;  // in its place
+
+// The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the key's
+// and has passed shape_bytes.
+inline std::optional<uint64_t> place_of(const Item& item, const Layout::Key& key, std::span<const int64_t> shape) {
+  if (key.kind == ItemKind::object || item.kind == ItemKind::object) {
+    if (item.kind != key.kind) return std::nullopt;
+    return 0;
+  }
+  if (item.dtype != key.dtype || item.shape.size() != shape.size()) return std::nullopt;
+  uint64_t place = 0, bytes = key.bytes;
+  bool whole = true;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const int64_t length = shape[i], offset = item.offset[i], size = item.size[i];
+    if (item.shape[i] != length || offset < 0 || offset > length || size < 0 || size > length - offset) {
+      return std::nullopt;
+    }
+    whole &= size == length;
+    bytes *= static_cast<uint64_t>(size);
+    place = place * static_cast<uint64_t>(length) + static_cast<uint64_t>(offset);
+  }
+  if (item.bytes != bytes || (item.kind == ItemKind::tensor && !whole)) return std::nullopt;
+  return bytes == 0 ? kEmptyBox : place;
+}
+
+struct RankRow {
+  uint32_t rank;
+  Item item;
+};
+
+// Why rows of one key do not go together: `rows` in the order of their ranks, one of them without a place.
+std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
+                           std::span<const int64_t> shape);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,25 @@
+// Whether boxes tile a tensor: each element in one of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "plan/overlap.h"
+
+namespace vescale_ckpt {
+
+struct Tiling {
+  std::optional<std::pair<size_t, size_t>> overlap;  // two boxes that share elements
+  uint64_t missing = 0;                              // elements in no box; unknown if boxes overlap
+  std::vector<int64_t> hole_offset, hole_size;       // some of the missing ones, where they are easily found
+};
+
+// `count` boxes, not empty, within `shape`, in the order of their offsets, no two of equal offset. Linear for boxes
+// that cut a tensor into slabs, the slabs into bars, and so on, as meshes of ranks do; else as find_overlap.
+Tiling check_tiling(std::span<const int64_t> shape, const Boxes& boxes, size_t count);
+
+}  // namespace vescale_ckpt

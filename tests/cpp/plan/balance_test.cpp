@@ -1,0 +1,172 @@
+#include "plan/balance.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "plan/water.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+uint32_t add(HolderSets& sets, const std::vector<uint32_t>& ranks) {
+  std::vector<Holder> holders;
+  for (const uint32_t rank : ranks) holders.push_back({rank, 0});
+  return sets.add(holders);
+}
+
+TEST(HolderSets, KeepEachOnce) {
+  HolderSets sets;
+  EXPECT_EQ(add(sets, {1, 2}), 0u);
+  EXPECT_EQ(add(sets, {1, 2, 3}), 1u);
+  EXPECT_EQ(add(sets, {1, 2}), 0u);
+  EXPECT_EQ(sets.size(), 2u);
+  EXPECT_EQ(sets.members(), 5u);
+  EXPECT_EQ(sets[1].size(), 3u);
+}
+
+TEST(Water, LevelIsTheLowestThatHoldsIt) {
+  const std::vector<uint32_t> ranks = {0, 2, 3};
+  const std::vector<int64_t> loads = {10, 999, 4, 0};
+  EXPECT_EQ(water_level(ranks, loads, 0), 0);
+  EXPECT_EQ(water_level(ranks, loads, 3), 3);
+  EXPECT_EQ(water_level(ranks, loads, 4), 4);
+  EXPECT_EQ(water_level(ranks, loads, 5), 5);
+  EXPECT_EQ(water_level(ranks, loads, 16), 10);
+  EXPECT_EQ(water_level(ranks, loads, 17), 11);
+  EXPECT_EQ(water_level(ranks, loads, 19), 11);
+  EXPECT_EQ(water_level(std::vector<uint32_t>{1}, loads, 1), 1000);
+}
+
+TEST(Water, SettlesOverSetsThatOverlap) {
+  // Rank 0 could write most, yet what only 1 and 2 share must stay there.
+  HolderSets sets;
+  add(sets, {0, 1});
+  add(sets, {1, 2});
+  add(sets, {2, 3});
+  const std::vector<uint32_t> order = {0, 1, 2};
+  const std::vector<int64_t> bytes = {1000, 2000, 1000};
+  std::vector<int64_t> loads = {0, 0, 0, 0};
+  const std::vector<int64_t> poured = pour(sets, order, bytes, loads);
+  EXPECT_EQ(std::accumulate(loads.begin(), loads.end(), int64_t{0}), 4000);
+  for (size_t set = 0; set < 3; ++set) EXPECT_EQ(poured[2 * set] + poured[2 * set + 1], bytes[set]);
+  for (const int64_t load : loads) EXPECT_NEAR(static_cast<double>(load), 1000, 20);
+}
+
+struct Placed {
+  std::vector<std::vector<Share>> shares;
+  std::vector<int64_t> loads;
+};
+
+Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<Contested>& boxes,
+             int64_t least = kMiB) {
+  Balance balance(sets, loads, static_cast<uint64_t>(least));
+  balance.place(boxes);
+  Placed placed{{}, std::move(loads)};
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const std::span<const Share> shares = balance.shares(i);
+    placed.shares.emplace_back(shares.begin(), shares.end());
+    int64_t next = 0;
+    for (const Share& share : shares) {
+      EXPECT_EQ(share.start, next);
+      next += share.length;
+      placed.loads[share.rank] += share.length * (boxes[i].bytes / boxes[i].rows);
+    }
+    EXPECT_EQ(next, boxes[i].rows);
+  }
+  return placed;
+}
+
+TEST(Balance, SplitsNothingThatBalancesWhole) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3});
+  const std::vector<Contested> boxes(8, {all, 100 * kMiB, 1024, {}});
+  const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
+  for (const auto& shares : placed.shares) EXPECT_EQ(shares.size(), 1u);
+  for (const int64_t load : placed.loads) EXPECT_EQ(load, 200 * kMiB);
+}
+
+TEST(Balance, SplitsOnRowBorders) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2});
+  const std::vector<Contested> boxes = {{all, 100 * kMiB, 1024, {}}};
+  const Placed placed = place(sets, {0, 0, 0}, boxes);
+  ASSERT_EQ(placed.shares[0].size(), 3u);
+  for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 33.3, 0.7);
+}
+
+TEST(Balance, FillsGaps) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2});
+  const std::vector<Contested> boxes = {{all, 100 * kMiB, 1024, {}}};
+  const Placed placed = place(sets, {80 * kMiB, 0, 30 * kMiB}, boxes);
+  EXPECT_EQ(placed.shares[0].size(), 2u);  // rank 0 has more than enough
+  EXPECT_NEAR(static_cast<double>(placed.loads[1]) / kMiB, 65, 0.5);
+  EXPECT_NEAR(static_cast<double>(placed.loads[2]) / kMiB, 65, 0.5);
+}
+
+TEST(Balance, PiecesAreNotTooSmall) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
+  for (const int64_t bytes : {3 * kMiB, 5 * kMiB, 20 * kMiB}) {
+    const std::vector<Contested> boxes = {{all, bytes, bytes / 4096, {}}};
+    const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
+    for (const Share& share : placed.shares[0]) {
+      EXPECT_GE(share.length * 4096, kMiB) << bytes;
+    }
+  }
+  const std::vector<Contested> small = {{all, 2 * kMiB - 4096, 511, {}}};  // two pieces would be too small
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), small).shares[0].size(), 1u);
+  const std::vector<Contested> single = {{all, 100 * kMiB, 1, {}}};
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), single).shares[0].size(), 1u);
+}
+
+TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
+  const std::vector<Contested> boxes = {{all, 60 * kMiB, 640, {}}, {pair, 40 * kMiB, 320, {}}};
+  const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
+  for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 25, 0.5);
+}
+
+TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
+  std::vector<Contested> boxes(60, {all, kMiB, 1, {}});
+  boxes.push_back({pair, 40 * kMiB, 1, {}});
+  EXPECT_EQ(place(sets, {0, 0, 0, 0}, boxes).loads, (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
+}
+
+TEST(Balance, KeepsOwnersWhileTheyFit) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1});
+  const Share had[] = {{1, 0, 10}, {0, 0, 10}};
+  std::vector<Contested> boxes = {{all, 10 * kMiB, 10, {&had[0], 1}}, {all, 10 * kMiB, 10, {&had[1], 1}}};
+  Placed placed = place(sets, {0, 0}, boxes);
+  EXPECT_EQ(placed.shares[0][0].rank, 1u);
+  EXPECT_EQ(placed.shares[1][0].rank, 0u);
+  boxes[1].previous = boxes[0].previous;  // both on rank 1: one has to move
+  placed = place(sets, {0, 0}, boxes);
+  EXPECT_EQ(placed.loads[0], placed.loads[1]);
+}
+
+TEST(Balance, KeepsPiecesWhileTheyFit) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2});
+  const Share had[] = {{2, 0, 33}, {0, 33, 33}, {1, 66, 33}};
+  const std::vector<Contested> boxes = {{all, 99 * kMiB, 99, had}};
+  Placed placed = place(sets, {0, 0, 0}, boxes);
+  ASSERT_EQ(placed.shares[0].size(), 3u);
+  EXPECT_EQ(placed.shares[0][0].rank, 2u);
+  EXPECT_EQ(placed.shares[0][1].length, 33);
+  placed = place(sets, {18 * kMiB, 0, 0}, boxes);  // no longer even
+  for (const int64_t load : placed.loads) EXPECT_EQ(load, 39 * kMiB);
+  // Pieces smaller than allowed are not kept.
+  placed = place(sets, {0, 0, 0}, boxes, 40 * kMiB);
+  for (const Share& share : placed.shares[0]) EXPECT_GE(share.length, 40);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,116 @@
+// Ranks of a job as the tests describe them, and what a plan makes of them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "format/torch_record.h"
+#include "plan/global_plan.h"
+#include "plan/inventory.h"
+
+namespace vescale_ckpt {
+
+using Dims = std::vector<int64_t>;
+
+inline uint8_t dtype_of(std::string_view name) {
+  for (size_t code = 0; code < dtypes().size(); ++code) {
+    if (dtypes()[code].name == name) return static_cast<uint8_t>(code);
+  }
+  throw std::out_of_range("no such dtype");
+}
+
+class Ranks {
+ public:
+  explicit Ranks(size_t count, size_t ranks_a_node = SIZE_MAX) : builders_(count), ranks_a_node_(ranks_a_node) {}
+
+  size_t count() const { return builders_.size(); }
+
+  void shard(size_t rank, std::string_view name, const Dims& shape, const Dims& offset, const Dims& size,
+             std::string_view dtype = "float32") {
+    add(rank, name, ItemKind::shard, shape, offset, size, dtype);
+  }
+  void tensor(size_t rank, std::string_view name, const Dims& shape, std::string_view dtype = "float32") {
+    add(rank, name, ItemKind::tensor, shape, Dims(shape.size()), shape, dtype);
+  }
+  void replicated(std::string_view name, const Dims& shape, std::string_view dtype = "float32") {
+    for (size_t rank = 0; rank < count(); ++rank) tensor(rank, name, shape, dtype);
+  }
+  void object(size_t rank, std::string_view name, uint64_t bytes = 0) {
+    Item item;
+    item.name = name;
+    item.bytes = bytes;
+    builders_[rank].add(item);
+  }
+  InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
+
+  GlobalPlan plan(const PlanOptions& options = {}, const GlobalPlan* previous = nullptr) const {
+    std::vector<std::vector<std::byte>> packed;
+    for (size_t rank = 0; rank < count(); ++rank) {
+      packed.push_back(builders_[rank].pack(static_cast<int64_t>(rank / ranks_a_node_)));
+    }
+    const std::vector<std::span<const std::byte>> views(packed.begin(), packed.end());
+    return GlobalPlan(views, options, previous);
+  }
+
+ private:
+  void add(size_t rank, std::string_view name, ItemKind kind, const Dims& shape, const Dims& offset, const Dims& size,
+           std::string_view dtype) {
+    Item item{name, kind, dtype_of(dtype), 0, 0, shape, offset, size};
+    item.bytes = dtypes()[item.dtype].item_bytes;
+    for (const int64_t length : size) item.bytes *= static_cast<uint64_t>(length);
+    builders_[rank].add(item);
+  }
+
+  std::vector<InventoryBuilder> builders_;
+  size_t ranks_a_node_;
+};
+
+// What planning says is wrong with them.
+inline std::string refusal(const Ranks& ranks, const PlanOptions& options = {}) {
+  try {
+    ranks.plan(options);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::invalid);
+    return error.what();
+  }
+  return "nothing is wrong";
+}
+
+inline double max_over_mean(const GlobalPlan& plan) {
+  double most = 0, sum = 0;
+  for (const uint64_t bytes : plan.bytes_by_rank()) {
+    most = std::max(most, static_cast<double>(bytes));
+    sum += static_cast<double>(bytes);
+  }
+  return most * static_cast<double>(plan.ranks()) / sum;
+}
+
+// "name (offset) (size)" of each chunk -> who writes it.
+inline std::map<std::string, uint32_t> owners(const Catalog& catalog) {
+  const auto text = [](std::span<const int64_t> dims) {
+    std::string result;
+    for (const int64_t value : dims) result += (result.empty() ? "" : ",") + std::to_string(value);
+    return " (" + result + ")";
+  };
+  std::map<std::string, uint32_t> result;
+  for (const Catalog::Key& key : catalog.keys) {
+    for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
+      const Catalog::Chunk& chunk = catalog.chunks[i];
+      const bool fresh = result
+                             .emplace(std::string(catalog.name(key)) + text(catalog.offset(key, chunk)) +
+                                          text(catalog.size(key, chunk)),
+                                      chunk.writer)
+                             .second;
+      EXPECT_TRUE(fresh);
+    }
+  }
+  return result;
+}
+
+using Owners = std::map<std::string, uint32_t>;
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,276 @@
+#include "plan/tables.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <random>
+
+#include "error.h"
+#include "io/table.h"
+#include "tensors.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using Words = std::vector<int64_t>;
+
+constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
+
+int64_t code_of(std::string_view name) {
+  return static_cast<int64_t>(dtype_code(name));
+}
+
+// A state of three items: a box [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
+struct State {
+  Words tensors = {1000, code_of("int16"), kHostDevice, 2, 8, 5, 5, 1, 5000, code_of("float64"), kHostDevice, 0};
+  Words sources = {0, 2, 2, 1, -1, 0, 1, 0};
+  std::vector<std::byte> ready{std::byte{1}, std::byte{1}};
+  std::vector<std::byte> packed = pack();
+  Inventory inventory{packed};
+
+  static std::vector<std::byte> pack() {
+    const Words shape = {100, 50}, offset = {40, 10}, size = {4, 3};
+    InventoryBuilder builder;
+    builder.add({"box", ItemKind::shard, static_cast<uint8_t>(code_of("int16")), 0, 24, shape, offset, size});
+    builder.add({"object", ItemKind::object, 0, 0, 7, {}, {}, {}});
+    builder.add({"scalar", ItemKind::tensor, static_cast<uint8_t>(code_of("float64")), 0, 8, {}, {}, {}});
+    return builder.pack();
+  }
+  StateTables tables() const { return {inventory, sources, tensors, ready}; }
+  Words write(const Words& part) const { return make_write_table(tables(), part); }
+  Words read(const Words& reads) const { return make_read_table(tables(), reads); }
+};
+
+// The row that an error names; -2 if there was none.
+int64_t row_of_error(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::invalid) << error.what();
+    return error.item;
+  }
+  return -2;
+}
+
+TEST(TensorTable, HoldsTensors) {
+  const Words words = {7, 0, 1, 2, 3, 4, 4, 1, -1, -1, -1, 0};
+  const TensorTable table(words);
+  ASSERT_EQ(table.size(), 2u);
+  EXPECT_EQ(table[0].address, 7);
+  EXPECT_EQ(table[0].shape[1], 4);
+  EXPECT_EQ(table[0].strides[0], 4);
+  EXPECT_EQ(table[1].device, -1);
+  EXPECT_TRUE(table[1].shape.empty());
+}
+
+TEST(TensorTable, RefusesWhatIsMalformed) {
+  const std::vector<Words> bad = {{7, 0, 1},           {7, 0, 1, -1},   {7, 0, 1, 1, 5}, {7, 0, 1, 65},
+                                  {7, 0, 1, kMost, 5}, {7, 1000, 1, 0}, {7, -2, 1, 0},   {7, 0, 1, 0, 7, 0}};
+  for (const Words& words : bad) EXPECT_EQ(row_of_error([&] { TensorTable{words}; }), Error::kNoItem);
+}
+
+TEST(SameShapes, LooksAtDtypesAndShapesAlone) {
+  const auto same = [](const Words& other) {
+    const Words words = {7, 0, 1, 2, 3, 4, 4, 1};
+    return same_shapes(TensorTable(words), TensorTable(other));
+  };
+  EXPECT_TRUE(same({8, 0, 2, 2, 3, 4, 1, 3}));
+  EXPECT_FALSE(same({7, 1, 1, 2, 3, 4, 4, 1}));
+  EXPECT_FALSE(same({7, 0, 1, 2, 4, 3, 4, 1}));
+  EXPECT_FALSE(same({7, 0, 1, 1, 3, 4}));
+  EXPECT_FALSE(same({7, 0, 1, 2, 3, 4, 4, 1, 7, 0, 1, 0}));
+  EXPECT_FALSE(same({}));
+}
+
+TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
+  const auto ready = [](int64_t rows, int64_t stride, int64_t offset, int64_t bytes, int lazy = 0) {
+    const Words table = {0, code_of("int16"), kHostDevice, 2, rows, 3, stride, 1};
+    const Words offsets = {offset}, storage = {bytes};
+    const std::vector<std::byte> flags = {static_cast<std::byte>(lazy)};
+    return ready_tensors(TensorTable(table), flags, offsets, storage)[0] == std::byte{1};
+  };
+  EXPECT_TRUE(ready(4, 3, 0, 24));
+  EXPECT_FALSE(ready(4, 3, 0, 23));
+  EXPECT_FALSE(ready(4, 3, 1, 24));
+  EXPECT_TRUE(ready(4, 3, 1, 26));
+  EXPECT_TRUE(ready(4, 0, 0, 6));  // expanded
+  EXPECT_TRUE(ready(4, 10, 0, 66));
+  EXPECT_FALSE(ready(4, 10, 0, 65));
+  EXPECT_TRUE(ready(0, 3, 100, 0));  // nothing in it
+  EXPECT_FALSE(ready(4, 3, 0, 24, 1));
+  EXPECT_FALSE(ready(0, 3, 0, 0, 1));
+  EXPECT_FALSE(ready(4, kMost, 0, kMost));
+  EXPECT_FALSE(ready(kMost, 3, kMost, kMost));
+}
+
+TEST(ReadyTensors, AreInHostMemory) {
+  const Words table = {9, 0, 2, 0, 9, 0, kHostDevice, 0, -1, 0, -1, 0};
+  const Words one = {0}, four = {4}, two = {0, 0};
+  const std::vector<std::byte> flag(1), flags(2), wanted = {std::byte{0}, std::byte{1}, std::byte{0}};
+  EXPECT_EQ(ready_tensors(TensorTable(table), flag, one, four), wanted);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flags, one, four); }), Error::kNoItem);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flag, {}, four); }), Error::kNoItem);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flag, one, two); }), Error::kNoItem);
+}
+
+TEST(MakeWriteTable, FindsBoxes) {
+  const State state;
+  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const Words table = state.write({0, -1, 0, 0,  //
+                                   1, -1, 0, 0,  // an object has no row
+                                   0, 0,  1, 2,  // two of its rows
+                                   0, 1,  2, 1,  // its last column
+                                   0, 0,  4, 0,  // nothing
+                                   2, -1, 0, 0});
+  EXPECT_EQ(table, (Words{int16,   1000 + 2 * (2 * 5 + 1),
+                          2,       4,
+                          3,       5,
+                          1,  //
+                          int16,   1000 + 2 * (3 * 5 + 1),
+                          2,       2,
+                          3,       5,
+                          1,  //
+                          int16,   1000 + 2 * (2 * 5 + 3),
+                          2,       4,
+                          1,       5,
+                          1,  //
+                          int16,   1000,
+                          2,       0,
+                          3,       5,
+                          1,  //
+                          float64, 5000,
+                          0}));
+  EXPECT_EQ(parse_write_table(table).size(), 5u);
+}
+
+TEST(MakeWriteTable, FindsBoxesInStridedMemory) {
+  State state;
+  state.tensors[6] = 1;  // transposed: strides 1, 8
+  state.tensors[7] = 8;
+  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{code_of("int16"), 1000 + 2 * (3 + 8), 2, 2, 3, 1, 8}));
+  state.tensors[6] = 0;  // expanded
+  EXPECT_EQ(state.write({0, 0, 1, 2}), (Words{code_of("int16"), 1000 + 2 * 8, 2, 2, 3, 0, 8}));
+}
+
+TEST(MakeWriteTable, NamesTheRowThatMakesNoSense) {
+  const State state;
+  const auto with = [&](const Words& row) {
+    Words part = {2, -1, 0, 0};
+    part.insert(part.end(), row.begin(), row.end());
+    return row_of_error([&] { state.write(part); });
+  };
+  EXPECT_EQ(with({0, 0, 0, 4}), -2);
+  EXPECT_EQ(with({3, -1, 0, 0}), 1);  // item
+  EXPECT_EQ(with({-1, -1, 0, 0}), 1);
+  EXPECT_EQ(with({0, 2, 0, 1}), 1);  // dimension
+  EXPECT_EQ(with({0, -2, 0, 1}), 1);
+  EXPECT_EQ(with({2, 0, 0, 1}), 1);
+  EXPECT_EQ(with({0, 0, 1, 4}), 1);  // leaves the box
+  EXPECT_EQ(with({0, 0, -1, 2}), 1);
+  EXPECT_EQ(with({0, 0, 1, -1}), 1);
+  EXPECT_EQ(with({0, 0, kMost, kMost}), 1);
+  EXPECT_EQ(with({0, 0, 1}), Error::kNoItem);  // no whole row
+}
+
+TEST(MakeWriteTable, RefusesWhatIsNotInItsTensor) {
+  const auto after = [](const std::function<void(State&)>& damage) {
+    State state;
+    damage(state);
+    return row_of_error([&] { state.write({2, -1, 0, 0, 0, 0, 1, 2}); });
+  };
+  EXPECT_EQ(after([](State&) {}), -2);
+  EXPECT_EQ(after([](State& state) { state.sources[2] = 5; }), -2);  // rows 6 and 7 of 8: the cut is what counts
+  EXPECT_EQ(after([](State& state) { state.sources[2] = 6; }), 1);
+  EXPECT_EQ(after([](State& state) { state.sources[3] = 3; }), 1);
+  EXPECT_EQ(after([](State& state) { state.sources[2] = -1; }), 1);
+  EXPECT_EQ(after([](State& state) { state.sources[2] = kMost; }), 1);
+  EXPECT_EQ(after([](State& state) { state.tensors[6] = kMost; }), 1);               // stride
+  EXPECT_EQ(after([](State& state) { state.tensors[1] = code_of("float16"); }), 1);  // dtype
+  EXPECT_EQ(after([](State& state) { state.tensors[1] = -1; }), 1);
+  EXPECT_EQ(after([](State& state) { state.tensors[2] = 2; }), 1);  // device
+  EXPECT_EQ(after([](State& state) { state.tensors[2] = -1; }), 1);
+  EXPECT_EQ(after([](State& state) { state.ready[0] = std::byte{0}; }), 1);
+  EXPECT_EQ(after([](State& state) { state.sources = {1, 2, 2, 1, -1, 0, 1, 0}; }), 1);  // dimensions
+}
+
+TEST(StateTables, BelongTogether) {
+  const auto after = [](const std::function<void(State&)>& damage) {
+    State state;
+    damage(state);
+    return row_of_error([&] { state.tables(); });
+  };
+  EXPECT_EQ(after([](State&) {}), -2);
+  for (const Words& sources :
+       {Words{0, 2, 2, 1, -1, 0}, Words{0, 2, 2, 1, -1, 0, 1, 0, 1, 0}, Words{0, 2, 2, 1, -1, 0, 1},
+        Words{0, 2, 2, 1, 1, 0, 1, 0}, Words{-1, 2, 2, 1, -1, 0, 1, 0}, Words{2, 2, 2, 1, -1, 0, 1, 0},
+        Words{0, 1, 2, -1, 0, 1, 0}, Words{0, kMost, 2, 1, -1, 0, 1, 0}, Words{-2, 2, 2, 1, -1, 0, 1, 0}}) {
+    EXPECT_EQ(after([&](State& state) { state.sources = sources; }), Error::kNoItem);
+  }
+  EXPECT_EQ(after([](State& state) { state.ready.pop_back(); }), Error::kNoItem);
+}
+
+TEST(MakeReadTable, FindsBoxes) {
+  const State state;
+  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const Words table = state.read({0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
+                                  2, 0, 64,   500,  -1, float64, 0});
+  EXPECT_EQ(table, (Words{7, 4096, 5000, 99, int16,   2, 10,  20, 3, 5, 2, 1, 1000 + 2 * (3 * 5 + 3), 5, 1,  //
+                          0, 64,   500,  -1, float64, 0, 5000}));
+  const std::vector<ReadItem> items = parse_read_table(table);
+  ASSERT_EQ(items.size(), 2u);
+  EXPECT_EQ(items[0].box.begin(), (3u * 20 + 5) * 2);
+}
+
+TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
+  const State state;
+  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  const auto with = [&](const Words& row) {
+    Words reads = {2, 0, 64, 500, -1, float64, 0};
+    reads.insert(reads.end(), row.begin(), row.end());
+    return row_of_error([&] { state.read(reads); });
+  };
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, 0}), -2);
+  EXPECT_EQ(with({3, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);    // item
+  EXPECT_EQ(with({1, 7, 0, 50, 9, int16, 0}), 1);                              // an object
+  EXPECT_EQ(with({0, 7, 0, 50, 9, float64, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);  // dtype
+  EXPECT_EQ(with({0, 7, 0, 50, 9, -1, 2, 10, 20, 3, 5, 4, 3, 0, 0}), 1);
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 1, 10, 3, 4, 0}), 1);               // dimensions
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 1, 0}), 1);  // leaves the box
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0, -1}), 1);
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, -3, 0, 0}), 1);
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, kMost, 3, kMost, 0}), 1);
+  EXPECT_EQ(with({0, 7, 0, 50, 9, int16, 2, 10, 20, 3, 5, 4, 3, 0}), Error::kNoItem);  // no whole row
+  EXPECT_EQ(with({0, 7}), Error::kNoItem);
+}
+
+// Whatever the numbers: tables come out, or Error(invalid); AddressSanitizer watches.
+TEST(MakeTables, SurviveRandomNumbers) {
+  std::mt19937_64 random(1);
+  const auto noise = [&](Words& words) {
+    constexpr int64_t kOdd[] = {-1, kLeast, kMost, int64_t{1} << 33};
+    for (int64_t& word : words) {
+      if (random() % 16 == 0) word = random() % 4 == 0 ? kOdd[random() % 4] : static_cast<int64_t>(random() % 6);
+    }
+  };
+  int made = 0;
+  for (int round = 0; round < 20000; ++round) {
+    State state;
+    Words part = {0, 0, 1, 2, 2, -1, 0, 0};
+    Words reads = {0, 7, 0, 50, 9, code_of("int16"), 2, 10, 20, 3, 5, 2, 1, 1, 2};
+    for (Words* words : {&state.tensors, &state.sources, &part, &reads}) noise(*words);
+    for (const auto& make :
+         std::vector<std::function<void()>>{[&] { state.write(part); }, [&] { state.read(reads); }}) {
+      try {
+        make();
+        ++made;
+      } catch (const Error& error) {
+        ASSERT_EQ(error.kind, Error::Kind::invalid) << error.what();
+      }
+    }
+  }
+  EXPECT_GT(made, 100);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,204 @@
+"""gloo connections among the ranks of a group, with a deadline, and with names for what broke them.
+
+Made beside the group, not by `new_group`: that numbers groups by how many each rank has made, which differs between the
+ranks of subgroups, and a failed one cannot be made again.
+
+The first failure ends a generation of connections: the rank that notices leaves a verdict in the roll call, then
+closes its connections. Its neighbours see that, find the verdict, raise the same error and close theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .roll_call import PATIENCE, Notes, RollCall, StoreGoneError, Verdict
+
+FANOUT = 16  # children of a rank in the tree
+_GREETING_BYTES = 160
+_DIGEST_BYTES = 16
+_TICK = 0.002  # seconds; gloo waits in whole milliseconds, and for ever where they are none
+_CONNECTING = "connecting the ranks"
+
+
+class _LostError(Exception):
+    """Nothing came from `peer` (or it took nothing): the time is over, or the connection is closed."""
+
+    def __init__(self, peer: int, in_time: bool) -> None:
+        self.peer = peer
+        self.in_time = in_time
+
+
+class _ElsewhereError(Exception):
+    """`peer` is in another collective."""
+
+    def __init__(self, peer: int, step: str) -> None:
+        self.peer = peer
+        self.step = step
+
+
+class Connections:
+    """What one rank holds of one generation. `ranks`: the group's, as the default group numbers them.
+
+    Made by all ranks together; raises CheckpointTimeoutError, naming who did not come within `timeout` seconds.
+    """
+
+    def __init__(self, roll: RollCall, ranks: list[int], timeout: float) -> None:
+        self.rank = roll.rank
+        self.size = roll.size
+        self.parent = (self.rank - 1) // FANOUT if self.rank else None
+        self.children = range(self.rank * FANOUT + 1, min((self.rank + 1) * FANOUT + 1, self.size))
+        self.calls = 0
+        self.verdict: Verdict | None = None
+        self._ranks = ranks
+        self._roll = roll
+        self._lock = threading.Lock()
+        self._deadline = time.monotonic() + timeout
+        # All work in flight, here and in no other variable: gloo closes only when nobody holds any of it.
+        self._pending: deque[tuple[int, dist.Work]] = deque()
+        roll.meet(_CONNECTING, timeout)
+        try:
+            self._gloo: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
+                roll.store_for_connections(), self.rank, self.size, timedelta(seconds=self._left())
+            )
+        except RuntimeError as error:
+            raise self._end(_CONNECTING, _CONNECTING, timeout, error).error() from error
+
+    @contextmanager
+    def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
+        """Within it: this rank's part of a collective, by `send`, `receive` and `wait`; it begins with a greeting.
+
+        Whatever is raised inside ends these connections, on all ranks.
+        """
+        with self._lock:
+            if self.verdict is not None:
+                raise self.verdict.error()
+            self.calls += 1
+            self._deadline = time.monotonic() + timeout
+            step = f"{phase} ({kind})"
+            with suppress(RuntimeError):  # a store that is gone is missed when names are needed, not before
+                self._roll.note(self.calls, step)
+            try:
+                self._greet(step)
+                yield
+            except (_LostError, _ElsewhereError) as error:
+                raise self._end(phase, step, timeout, error).error() from error.__cause__
+            except BaseException as error:
+                self._end(phase, step, timeout, error)
+                raise
+
+    def send(self, peer: int, tensor: torch.Tensor) -> None:
+        """Begins to send a CPU tensor; it must not change until `wait`."""
+        self._begin("send", peer, tensor)
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        """Begins to receive a tensor of the very size that the peer sends."""
+        self._begin("recv", peer, tensor)
+
+    def wait(self) -> None:
+        """Returns when all that was begun is done."""
+        while self._pending:
+            try:
+                self._pending[0][1].wait(timedelta(seconds=self._left()))
+            except RuntimeError as error:
+                raise self._lost(self._pending[0][0]) from error
+            self._pending.popleft()
+
+    def _begin(self, way: str, peer: int, tensor: torch.Tensor) -> None:
+        try:
+            self._pending.append((peer, getattr(self._gloo, way)([tensor], peer, 0)))
+        except RuntimeError as error:
+            raise self._lost(peer) from error
+
+    def _left(self) -> float:
+        return max(_TICK, self._deadline - time.monotonic())
+
+    def _lost(self, peer: int) -> _LostError:
+        return _LostError(peer, in_time=time.monotonic() < self._deadline - _TICK)
+
+    def _greet(self, step: str) -> None:
+        digest = hashlib.blake2b(f"{self.calls} {step}".encode(), digest_size=_DIGEST_BYTES).digest()
+        greeting = (digest + step.encode())[:_GREETING_BYTES].ljust(_GREETING_BYTES, b"\0")
+        said = tensor_over(bytearray(greeting))
+        neighbours = [*self.children] if self.parent is None else [self.parent, *self.children]
+        heard = {peer: bytearray(_GREETING_BYTES) for peer in neighbours}
+        for peer, buffer in heard.items():
+            self.receive(peer, tensor_over(buffer))
+            self.send(peer, said)
+        self.wait()
+        for peer, buffer in heard.items():
+            if buffer != greeting:
+                raise _ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
+
+    def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> Verdict:
+        """Finds out what is to be said of a failure, says it to the other ranks, then closes the connections."""
+        try:
+            verdict = None
+            if isinstance(error, _LostError) and error.in_time:  # the peer closed: has it said why?
+                verdict = self._roll.verdict(wait=PATIENCE)
+            if verdict is None:
+                verdict = self._roll.settle(lambda notes: self._judge(phase, step, timeout, error, notes))
+        except StoreGoneError as gone:
+            verdict = self._judge_alone(phase, timeout, error, gone)
+        self.verdict = verdict
+        self._pending.clear()
+        self._gloo = None
+        return verdict
+
+    def _judge(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> Verdict:
+        def verdict(late: list[int], text: str, mismatch: bool = False) -> Verdict:
+            return Verdict(self.calls, phase, late, f"{phase}: {text}", mismatch)
+
+        def named(rank: int) -> str:
+            return self._roll.named([rank])
+
+        def last_seen(ranks: list[int]) -> str:
+            steps = {rank: note[1] for rank in ranks[:3] if (note := notes[rank]) is not None}
+            return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
+
+        def elsewhere(rank: int, there: str) -> Verdict:
+            text = f"ranks are in different places: {named(self.rank)} in {step}, {named(rank)} in {there}"
+            return verdict([], text, mismatch=True)
+
+        if isinstance(error, _ElsewhereError):
+            return elsewhere(error.peer, error.step)
+        if self.calls == 0:
+            return verdict([], f"{named(self.rank)} could not connect: {error}")
+        if not isinstance(error, _LostError):
+            return verdict([self.rank], f"{named(self.rank)} has left with {type(error).__name__}: {error}")
+        if error.in_time:
+            text = f"the connection to {named(error.peer)} is closed: it has died or ended"
+            return verdict([error.peer], text + last_seen([error.peer]))
+        behind = []
+        for rank, note in notes.items():
+            if note is None or note[0] < self.calls:
+                behind.append(rank)
+            elif note[0] == self.calls and note[1] != step:
+                return elsewhere(rank, note[1])
+        if behind:
+            text = f"{self._roll.named(behind)} did not come within {timeout:g} s"
+            return verdict(behind, text + last_seen(behind))
+        text = f"all ranks came, but nothing arrived from {named(error.peer)} for the rest of {timeout:g} s"
+        return verdict([], text)
+
+    def _judge_alone(self, phase: str, timeout: float, error: BaseException, gone: StoreGoneError) -> Verdict:
+        if not isinstance(error, _LostError):
+            return self._judge(phase, "", timeout, error, {})
+        # A peer may be silent only because of a third rank. Not so if there is none, or if the store died with it.
+        certain = self.size == 2 or self._ranks[error.peer] == 0
+        what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
+        text = f"{phase}: {self._roll.named([error.peer])} is lost, {what}, and {gone}"
+        return Verdict(self.calls, phase, [error.peer] if certain else [], text)
+
+
+def tensor_over(buffer: bytearray) -> torch.Tensor:
+    """The buffer's own memory as a tensor of bytes."""
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,105 @@
+"""A rank's state as planning sees it: an inventory of boxes and objects, and where in memory each box lies.
+
+The inventory (csrc/plan/inventory.h) is bytes without a tensor in sight, and the same bytes as long as the state has
+the same keys, dtypes, shapes and shards; sources, table and tensors stay on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from . import _C
+from .items import Items, make_items
+from .local_state import LocalState, look
+from .pause import garbage_collector_paused
+from .tensors import host_ready
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a rank holds, or wants filled."""
+
+    inventory: bytes  #: an item for each box of a tensor and each object, in the order of the keys
+    names: list[str]  #: the key of each item
+    sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
+    tensors: list[torch.Tensor]  #: what lies on this rank; `table` is true as long as these live unchanged
+    table: bytes  #: `tensor_table` of them
+    ready: bytes  #: for each, 1 if the engine may use its memory as it is
+    objects: dict[str, Any]  #: values of the items that are no tensors
+    other: dict[str, Any]  #: values that describe themselves to DCP or are tensors of a class of their own: no items
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether the engine may use the memory of all tensors as it is."""
+        return 0 not in self.ready
+
+    @cached_property
+    def items(self) -> list[tuple[Any, ...]]:
+        """The inventory, unpacked: name, kind, dtype code, requires_grad, bytes, shape, offset, size."""
+        return _C.inventory_items(self.inventory)
+
+    @cached_property
+    def _source_rows(self) -> list[tuple[int, ...]]:
+        numbers = memoryview(self.sources).cast("q").tolist()
+        rows, at = [], 0
+        while at < len(numbers):
+            end = at + 2 + numbers[at + 1]
+            rows.append((numbers[at], *numbers[at + 2 : end]))
+            at = end
+        return rows
+
+    def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The local tensor that an item of a tensor lies in, and at which offset."""
+        tensor, *offset = self._source_rows[item]
+        return self.tensors[tensor], tuple(offset)
+
+
+class Describer:
+    """Describes states that are mostly the same from one time to the next, and says when they are.
+
+    Not thread-safe. Holds no tensor between calls. Pickles without what it keeps.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[LocalState, Items] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_last": None}
+
+    @garbage_collector_paused()
+    def describe(
+        self, flat: Mapping[str, Any], object_bytes: Mapping[str, int] | None = None, node: int = 0
+    ) -> tuple[Description, bool]:
+        """Describes `flat`, and whether its inventory is the one of the call before (then it is that very object).
+
+        `object_bytes` are what objects took when last saved: weights for planning, whose change alone changes nothing.
+        Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold.
+        """
+        values = list(flat.values())
+        last_state, last_items = self._last or (None, None)
+        state = look(list(flat), values, node, last_state)
+        if last_state is not None and last_items is not None and state.like(last_state):
+            items = last_items
+        else:
+            items = make_items(state, object_bytes or {})
+            if last_items is not None and items.identity == last_items.identity:
+                items = replace(items, inventory=last_items.inventory)
+        same = last_items is not None and items.inventory is last_items.inventory
+        description = Description(
+            items.inventory,
+            items.names,
+            items.sources,
+            state.tensors,
+            state.table,
+            host_ready(state.tensors, state.table),
+            {state.keys[position]: values[position] for position in items.objects},
+            {state.keys[position]: values[position] for position in items.other},
+        )
+        state.tensors = []  # kept, they would hold a model in memory
+        self._last = state, items
+        return description, same

@@ -1,0 +1,249 @@
+"""Every collective of ours: on connections of our own, never longer than a timeout, with names for who is missing.
+
+Ranks talk along a tree (`agree`, `broadcast`) or each with the coordinator (`gather`, `scatter`), in plain tensors from
+rank to rank, so that the rank is known that a failure comes from. Each collective begins with a greeting between
+neighbours in the tree that says where each is: ranks in different places find out before any data moves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import pickle
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from . import settings
+from .connections import Connections, tensor_over
+from .errors import CheckpointError, RankFailedError, SaveFailedError, of_rank
+from .roll_call import RollCall, StoreGoneError
+from .stock import new_store_client
+
+_LONGEST_TEXT = 2000  # characters of each rank's error that reach the other ranks
+_NO_ERROR = 1
+
+
+class Exchange:
+    """Collectives of the ranks of a process group, numbered within it; rank 0 coordinates.
+
+    Every rank calls the same methods in the same order. `phase` says what for; errors show it, and where ranks differ
+    in it, or in the method, all raise CheckpointError. With the save's name in it, a rank that is a whole save behind
+    is told so, not heard.
+
+    All raise CheckpointTimeoutError, on every rank, when a rank does not come within `timeout` seconds of the call,
+    dies, or leaves with an error of its own. From then on this exchange only raises; `Exchange.of` gives the next one.
+    Any thread may call, but not two at once.
+    """
+
+    def __init__(self, links: Connections | None, timeout: float) -> None:
+        self._links = links
+        self.timeout = timeout
+        self.rank = 0 if links is None else links.rank
+        self.size = 1 if links is None else links.size
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> Exchange:
+        """The exchange of a group (None: the default group); without torch.distributed, one of a single rank.
+
+        At first use and after a failure all ranks of the group connect, together; the connections are kept while the
+        group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
+        """
+        limit = float(settings.number("timeout")) if timeout is None else timeout
+        if not (dist.is_available() and dist.is_initialized()):
+            return Exchange(None, limit)
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not a rank of the process group")
+        if dist.get_world_size(group) == 1:
+            return Exchange(None, limit)
+        with _places_lock:
+            place = _places.setdefault(group, _Place())
+        return Exchange(place.links(group, limit), limit)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, values: Sequence[int], phase: str) -> list[int]:
+        """The least of each value over all ranks (64-bit integers, equally many on each rank)."""
+        links = self._links
+        least = torch.tensor([*values], dtype=torch.int64)
+        if links is not None:
+            with links.collective(f"agree on {len(values)}", phase, self.timeout):
+                theirs = [torch.empty_like(least) for _ in links.children]
+                for child, vector in zip(links.children, theirs, strict=True):
+                    links.receive(child, vector)
+                links.wait()
+                least = torch.stack([least, *theirs]).amin(0)
+                if links.parent is not None:
+                    links.send(links.parent, least)
+                    links.wait()
+                    links.receive(links.parent, least)
+                    links.wait()
+                for child in links.children:
+                    links.send(child, least)
+                links.wait()
+        result: list[int] = least.tolist()
+        return result
+
+    def gather(self, data: bytes, phase: str) -> list[bytes] | None:
+        """Every rank's bytes on the coordinator, by rank; None elsewhere. They take their sum in memory there."""
+        links = self._links
+        if links is None:
+            return [data]
+        with links.collective("gather", phase, self.timeout):
+            if not self.is_coordinator:
+                _send(links, [0], data)
+                links.wait()
+                return None
+            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(1, self.size)]
+            for rank, length in enumerate(lengths, 1):
+                links.receive(rank, length)
+            links.wait()
+            buffers = [bytearray(int(length)) for length in lengths]
+            for rank, buffer in enumerate(buffers, 1):
+                links.receive(rank, tensor_over(buffer))
+            links.wait()
+        buffers.reverse()
+        parts = [data]
+        while buffers:  # freed one by one: never twice the sum
+            parts.append(bytes(buffers.pop()))
+        return parts
+
+    def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
+        """This rank's part of what the coordinator gives, which is one for each rank, by rank."""
+        if self.is_coordinator and (parts is None or len(parts) != self.size):
+            raise ValueError(f"scatter: {self.size} parts are wanted, one for each rank")
+        links = self._links
+        if links is not None:
+            with links.collective("scatter", phase, self.timeout):
+                if not self.is_coordinator:
+                    return _receive(links, 0)
+                for rank, part in enumerate(parts or []):
+                    if rank:
+                        _send(links, [rank], part)
+                links.wait()
+        assert parts is not None
+        return parts[0]
+
+    def broadcast(self, data: bytes | None, phase: str) -> bytes:
+        """The coordinator's bytes on every rank."""
+        if self.is_coordinator and data is None:
+            raise ValueError("broadcast: the coordinator has nothing to send")
+        links = self._links
+        if links is not None:
+            with links.collective("broadcast", phase, self.timeout):
+                if links.parent is not None:
+                    data = _receive(links, links.parent)
+                assert data is not None
+                if links.children:
+                    _send(links, links.children, data)
+                links.wait()
+        assert data is not None
+        return data
+
+    def fail_together(
+        self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
+    ) -> None:
+        """Returns if no rank has an error, after one `agree`. Else all ranks raise, and the exchange goes on.
+
+        What is raised tells of the lowest failed rank, with the texts of all in `failures`: an error of this package as
+        its own class (so that StorageFullError can be caught on every rank) with `rank` added, any other as `kind`. An
+        exception that does not survive pickling travels as its text. What is no `Exception` (KeyboardInterrupt) its
+        own rank raises as it is.
+        """
+        if self.agree([_NO_ERROR if error is None else 0], phase) == [_NO_ERROR]:
+            return
+        reports = self.gather(b"" if error is None else _report(error), phase)
+        told = None
+        if reports is not None:
+            failed = {rank: pickle.loads(report) for rank, report in enumerate(reports) if report}
+            first = min(failed)
+            told = pickle.dumps((first, failed[first][1], {rank: text for rank, (text, _) in failed.items()}))
+        first, pickled, failures = pickle.loads(self.broadcast(told, phase))
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        cause = pickle.loads(pickled) if pickled else failures[first]
+        texts = [f"rank {rank}: {text}" for rank, text in list(failures.items())[:10]]
+        message = "; ".join(texts) + (f"; and {len(failures) - 10} more ranks" if len(failures) > 10 else "")
+        if isinstance(cause, CheckpointError):
+            raise of_rank(cause, first, message, failures) from error
+        origin = cause if isinstance(cause, BaseException) else None
+        raise kind(first, cause, f"{phase}: {message}", failures) from error or origin
+
+
+class _Place:
+    """Where the connections of one process group are kept, one generation after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._roll: RollCall | None = None
+        self._links: Connections | None = None
+        self._failed = False  # the last attempt, on this rank
+
+    def links(self, group: dist.ProcessGroup, timeout: float) -> Connections:
+        with self._lock:
+            if self._roll is None:
+                ranks = dist.get_process_group_ranks(group)
+                digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
+                store = new_store_client(f"vescale_ckpt/exchange/{group.group_name}/{digest}")
+                self._roll = RollCall(store, dist.get_rank(group), len(ranks))
+            if self._links is not None and self._still_good(self._links, self._roll):
+                return self._links
+            failed_before, self._failed = self._failed, True
+            self._roll = self._roll.next(failed_before, timeout)
+            self._links = Connections(self._roll, dist.get_process_group_ranks(group), timeout)
+            self._failed = False
+            return self._links
+
+    def _still_good(self, links: Connections, roll: RollCall) -> bool:
+        """Raises if the others gave up in a collective that this rank has yet to come to: it is late for that one."""
+        if links.verdict is not None:
+            self._failed = True
+            return False
+        with suppress(StoreGoneError):  # it is not needed while all goes well
+            links.verdict = roll.verdict()
+        if links.verdict is not None and links.calls < links.verdict.calls:
+            raise links.verdict.error()
+        return links.verdict is None
+
+
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, _Place] = weakref.WeakKeyDictionary()
+_places_lock = threading.Lock()
+# gloo's threads must have ended before the process's destructors run.
+atexit.register(_places.clear)
+
+
+def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    payload = tensor_over(bytearray(data))
+    for peer in peers:
+        links.send(peer, length)
+        links.send(peer, payload)
+
+
+def _receive(links: Connections, peer: int) -> bytes:
+    length = torch.empty(1, dtype=torch.int64)
+    links.receive(peer, length)
+    links.wait()
+    buffer = bytearray(int(length))
+    links.receive(peer, tensor_over(buffer))
+    links.wait()
+    return bytes(buffer)
+
+
+def _report(error: BaseException) -> bytes:
+    """An error for other ranks: its text, and its pickle where that works."""
+    text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    return pickle.dumps((text, pickled))

@@ -1,0 +1,459 @@
+"""One call of `read_data`: from what was planned to filled tensors and objects, every byte checked."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from . import _C, engine, layout, objects, settings
+from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
+from .load_planner import LoadPlanner as OurLoadPlanner
+from .load_planner import not_all_there, wanted_elements
+from .overlap import GROUP_TENSORS, overlap
+from .packed import PackedReads, ReadRow
+from .stats import LoadStats
+from .stock import StorageInfo
+
+if TYPE_CHECKING:
+    from .reader import StorageReader
+
+
+@dataclass(slots=True)
+class _Record:
+    """Where a tensor's chunk or an object is stored, and as what."""
+
+    key: str
+    file: int  #: index into the load's paths
+    offset: int
+    length: int
+    crc: int  #: CRC-32 of the tensor's bytes or of the whole object, -1 if metadata has none
+    dtype: torch.dtype = torch.uint8
+    sizes: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class _Target:
+    """A tensor to fill, from where, and the host memory that is filled: its own where the engine can use that."""
+
+    record: _Record
+    storage_offset: Sequence[int]
+    lengths: Sequence[int]
+    tensor: torch.Tensor
+    host: torch.Tensor
+    item: ReadItem | None  #: what the planner is told of, unless it planned in packed form
+
+    @property
+    def key(self) -> str:
+        return self.record.key
+
+
+@dataclass
+class _Group:
+    """Tensors that are read together, and their rows in the engine's table."""
+
+    targets: list[_Target] = field(default_factory=list)
+    table: array[int] = field(default_factory=engine.int_table)
+
+
+class Load:
+    """One call of read_data."""
+
+    def __init__(self, reader: StorageReader, metadata: Metadata, planner: LoadPlanner) -> None:
+        self.reader = reader
+        self.metadata = metadata
+        self.planner = planner
+        self.options = engine.options(reader.thread_count, reader.direct_io)
+        # Ours take the object itself, unless a subclass wants to decode the bytes.
+        self.takes_objects = (
+            isinstance(planner, OurLoadPlanner) and type(planner).load_bytes is OurLoadPlanner.load_bytes
+        )
+        self.allow_cast = bool(getattr(planner, "allow_cast", False))
+        self.paths: list[str] = []
+        self.path_index: dict[str, int] = {}
+        self.chunk_index: dict[str, dict[Any, ChunkStorageMetadata]] = {}
+        self.totals = dict.fromkeys(
+            ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes"), 0
+        )
+        self.bytes = 0
+        self.unverified = 0
+        self.fallbacks = 0
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        started = time.perf_counter()
+        if isinstance(items, PackedReads) and (planner := items.planner()) is self.planner and planner is not None:
+            tensors, read_objects = self._run_packed(items, planner)
+        else:
+            tensors, read_objects = self._run_items(items)
+        if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
+            raise CheckpointError(
+                f"direct_io=True, but {self.reader.path} could not be read past the page cache "
+                f"({engine.used_paths(self.totals)})"
+            )
+        self.reader.last_stats = LoadStats(
+            seconds=time.perf_counter() - started,
+            tensors=tensors,
+            objects=read_objects,
+            bytes=self.bytes,
+            io_path=engine.used_paths(self.totals),
+            verified=self.reader.verify,
+            unverified_bytes=self.unverified,
+            fallback_tensors=self.fallbacks,
+            **self.totals,
+        )
+
+    # --- What our planner planned on the index
+
+    def _run_packed(self, reads: PackedReads, planner: OurLoadPlanner) -> tuple[int, int]:
+        names = reads.description.names
+        for name in reads.plan.files:
+            layout.check_relative(name, self.reader.path)
+            self.paths.append(os.path.join(self.reader.path, name))
+        records = [_Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
+        for record, data in self._objects(records):
+            planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
+        if reads.description.all_ready and not self.allow_cast:
+            table = reads.read_table()
+            rows: list[ReadRow] = []
+
+            def row_at(number: int) -> ReadRow:
+                if not rows:
+                    rows.extend(reads.rows())
+                return rows[number]
+
+            with engine.named_errors(lambda number: names[row_at(number).item], self.reader.path):
+                report = _C.read_tensors(self.paths, table, self.reader.verify, self.options)
+            self._count(report)
+            for number in report["unread"]:
+                self._read_odd_record(self._target_of(reads, row_at(number)))
+        else:
+            self._read_targets(self._target_of(reads, row) for row in reads.rows())
+        return reads.count_tensors(), len(records)
+
+    def _target_of(self, reads: PackedReads, row: ReadRow) -> _Target:
+        record = _Record(
+            reads.description.names[row.item], row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size
+        )
+        tensor = reads.target(row.item, row.dest_offset, row.lengths).detach()
+        return self._target(record, row.storage_offset, row.lengths, tensor, None)
+
+    # --- What any planner planned on metadata
+
+    def _run_items(self, items: Sequence[ReadItem]) -> tuple[int, int]:
+        transformed, byte_items, tensor_items = [], [], []
+        for item in items:
+            info = self._info(item)
+            if info.transform_descriptors:
+                transformed.append(item)
+            elif item.type == LoadItemType.BYTE_IO:
+                byte_items.append((item, info))
+            else:
+                tensor_items.append((item, info))
+        self._check_coverage(items)
+        records = [self._record(item, info) for item, info in byte_items]
+        for (item, _), (_, data) in zip(byte_items, self._objects(records), strict=True):
+            self.set_object(item, data)
+        self._read_targets(self._resolved(item, info) for item, info in tensor_items)
+        if transformed:
+            self._read_transformed(transformed)
+        tensors = sum(item.type == LoadItemType.TENSOR for item in items)
+        return tensors, len(items) - tensors
+
+    def _record(self, item: ReadItem, info: StorageInfo) -> _Record:
+        key = item.storage_index.fqn
+        crc = getattr(info, "crc", -1)
+        crc = crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
+        return _Record(key, self._file(info, key), info.offset, info.length, crc)
+
+    def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
+        record = self._record(item, info)
+        record.dtype, record.sizes = self.chunk(item.storage_index)
+        tensor = self.planner.resolve_tensor(item).detach()
+        self.check_fit(item, tensor, record.dtype)
+        return self._target(record, item.storage_offsets, item.lengths, tensor, item)
+
+    # --- What metadata says, checked
+
+    def _check_coverage(self, items: Sequence[ReadItem]) -> None:
+        """That what is planned fills the tensors: stock planners do not notice a chunk that metadata lacks."""
+        if isinstance(self.planner, OurLoadPlanner) or not isinstance(self.planner, DefaultLoadPlanner):
+            return
+        planned: dict[str, int] = {}
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                key = item.dest_index.fqn
+                planned[key] = planned.get(key, 0) + item.lengths.numel()
+        for key, value in self.planner.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(key)
+            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(value):
+                raise not_all_there(key)
+
+    def _info(self, item: ReadItem) -> StorageInfo:
+        key = item.storage_index.fqn
+        info: StorageInfo | None = self.metadata.storage_data.get(item.storage_index)
+        if info is None:
+            raise CorruptCheckpointError(
+                f"{key}: the metadata of {self.reader.path} does not say where it is stored",
+                key=key,
+                file=self.reader.path,
+            )
+        if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
+            raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
+        for name in ("offset", "length"):
+            number = getattr(info, name, None)
+            if type(number) is not int or not 0 <= number < 1 << 62:
+                raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
+        return info
+
+    def _file(self, info: StorageInfo, key: str) -> int:
+        index = self.path_index.get(info.relative_path)
+        if index is None:
+            name = layout.check_relative(info.relative_path, key)
+            index = self.path_index[name] = len(self.paths)
+            self.paths.append(os.path.join(self.reader.path, name))
+        return index
+
+    def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of the stored chunk that an item reads from."""
+        stored = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CorruptCheckpointError(
+                f"{index.fqn}: the metadata of {self.reader.path} holds no tensor of that name",
+                key=index.fqn,
+                file=self.reader.path,
+            )
+        chunks = stored.chunks
+        chunk = chunks[index.index] if index.index is not None and 0 <= index.index < len(chunks) else None
+        if chunk is None or chunk.offsets != index.offset:
+            by_offset = self.chunk_index.get(index.fqn)
+            if by_offset is None:
+                by_offset = self.chunk_index[index.fqn] = {tuple(chunk.offsets): chunk for chunk in chunks}
+            offset = tuple(index.offset) if index.offset is not None else (0,) * len(stored.size)
+            chunk = by_offset.get(offset)
+            if chunk is None:
+                raise CorruptCheckpointError(
+                    f"{index.fqn}: the metadata of {self.reader.path} has no chunk at {offset}",
+                    key=index.fqn,
+                    file=self.reader.path,
+                )
+        return stored.properties.dtype, chunk.sizes
+
+    # --- Objects
+
+    def _objects(self, records: list[_Record]) -> Iterator[tuple[_Record, bytes]]:
+        """Each object's bytes, checked."""
+        if records:
+            for record, data in zip(records, self._read_whole(records), strict=True):
+                self._check_archive(data, record, whole=True)
+                yield record, data
+
+    def set_object(self, item: ReadItem, data: bytes) -> None:
+        """Builds an object and gives it to the planner."""
+        key = item.storage_index.fqn
+        if not self.reader.weights_only and not self.takes_objects:
+            self.planner.load_bytes(item, io.BytesIO(data))
+            return
+        value = objects.load(data, weights_only=self.reader.weights_only, key=key)
+        if self.takes_objects:
+            self.planner.set_object(item, value)  # type: ignore[attr-defined]
+        else:
+            # Stock planners load bytes without any restriction: they get bytes of our own making.
+            self.planner.load_bytes(item, io.BytesIO(objects.dump(value)))
+
+    def _read_whole(self, records: list[_Record]) -> list[bytes]:
+        self._check_ranges(records)
+        table = engine.int_table()
+        for record in records:
+            table.extend((record.file, record.offset, record.length))
+        with engine.named_errors(lambda row: records[row].key, self.reader.path):
+            return _C.read_objects(self.paths, table, self.options)
+
+    def _check_ranges(self, records: list[_Record]) -> None:
+        """Before memory is taken for them."""
+        sizes: dict[str, int] = {}
+        for record in records:
+            path = self.paths[record.file]
+            if path not in sizes:
+                try:
+                    sizes[path] = os.stat(path).st_size
+                except OSError as error:
+                    raise CorruptCheckpointError(
+                        f"{record.key}: data file is missing: {error}", key=record.key, file=path
+                    ) from error
+            if record.offset + record.length > sizes[path]:
+                raise CorruptCheckpointError(
+                    f"{record.key}: file {path} is truncated: it has {sizes[path]} bytes, the object at offset "
+                    f"{record.offset} needs {record.length}",
+                    key=record.key,
+                    file=path,
+                    offset=record.offset,
+                )
+
+    def _check_archive(self, data: bytes, record: _Record, *, whole: bool) -> None:
+        """That an archive is sound and, where the checksum in metadata is of the `whole`, the one that was saved."""
+        damage = _C.check_archive(data, self.reader.verify)
+        if not damage and whole and self.reader.verify and record.crc not in (-1, _C.crc32(data)):
+            damage = "it is not the object that was saved"
+        if damage:
+            path = self.paths[record.file]
+            raise CorruptCheckpointError(
+                f"{record.key}: {damage} (record of {record.length} bytes at offset {record.offset} of {path})",
+                key=record.key,
+                file=path,
+                offset=record.offset,
+            )
+
+    # --- Tensors
+
+    def _read_targets(self, targets: Iterator[_Target]) -> None:
+        def read(group: _Group) -> dict[str, Any]:
+            with engine.named_errors(lambda row: group.targets[row].key, self.reader.path):
+                return _C.read_tensors(self.paths, group.table, self.reader.verify, self.options)
+
+        for group, report in overlap(_groups(targets), read):
+            self._settle(group, report)
+
+    def _target(
+        self,
+        record: _Record,
+        storage_offset: Sequence[int],
+        lengths: Sequence[int],
+        tensor: torch.Tensor,
+        item: ReadItem | None,
+    ) -> _Target:
+        if tensor.dtype == record.dtype and engine.is_host_memory(tensor):
+            return _Target(record, storage_offset, lengths, tensor, tensor, item)
+        if not engine.can_be_filled(tensor):
+            raise CheckpointError(
+                f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
+            )
+        host = torch.empty(tensor.shape, dtype=record.dtype)
+        return _Target(record, storage_offset, lengths, tensor, host, item)
+
+    def check_fit(self, item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Raises `IncompatibleStateError` if what is stored does not fit the tensor that the planner resolved."""
+        key = item.dest_index.fqn
+        if tensor.shape != item.lengths:
+            raise IncompatibleStateError(key, f"shape {tuple(tensor.shape)}", f"shape {tuple(item.lengths)}")
+        if tensor.dtype != dtype and not self.allow_cast:
+            hint = f"dtype {dtype} (LoadPlanner(allow_cast=True) casts)"
+            raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
+
+    def _count(self, report: dict[str, Any]) -> None:
+        for name in self.totals:
+            self.totals[name] += report[name]
+        self.bytes += report["needed_bytes"]
+        self.unverified += report["unverified_bytes"]
+
+    def _settle(self, group: _Group, report: dict[str, Any]) -> None:
+        self._count(report)
+        unread: list[int] = report["unread"]
+        for row in unread:
+            self._read_odd_record(group.targets[row])
+        for target in group.targets:
+            if target.host is not target.tensor:
+                target.tensor.copy_(target.host)
+            if target.item is not None:
+                self.planner.commit_tensor(target.item, target.tensor)
+
+    def _read_odd_record(self, target: _Target) -> None:
+        """A record that is not a plain contiguous tensor: stock DCP keeps strides and conjugation, for instance."""
+        record, key = target.record, target.key
+        self.fallbacks += 1
+        (data,) = self._read_whole([record])
+        if not _C.archive_has_checksums(data):
+            self.unverified += target.host.nbytes
+        self._check_archive(data, record, whole=False)  # also unverified loads: it differs from what was expected
+        path = self.paths[record.file]
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{key}: the record at offset {record.offset} of {path} cannot be read: {error}",
+                key=key,
+                file=path,
+                offset=record.offset,
+            ) from error
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != torch.Size(record.sizes):
+            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise CorruptCheckpointError(
+                f"{key}: metadata promises shape {tuple(record.sizes)}, the record at offset {record.offset} of {path} "
+                f"holds {found}",
+                key=key,
+                file=path,
+                offset=record.offset,
+            )
+        if tensor.dtype != record.dtype and not self.allow_cast:
+            name = key if target.item is None else target.item.dest_index.fqn
+            raise IncompatibleStateError(name, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
+        for dim, (start, length) in enumerate(zip(target.storage_offset, target.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        target.host.copy_(tensor)
+
+    # --- Records that passed a stream transform of stock DCP (compression): its own reader knows them
+
+    def _read_transformed(self, items: list[ReadItem]) -> None:
+        for item in items:
+            layout.check_relative(self.metadata.storage_data[item.storage_index].relative_path, item.storage_index.fqn)
+        stock = FileSystemReader(self.reader.path)
+        stock.storage_data = self.metadata.storage_data
+        try:
+            stock.read_data(LoadPlan(items), _TransformedPlanner(self)).wait()  # type: ignore[arg-type]
+        except CheckpointError:
+            raise
+        except Exception as error:
+            names = ", ".join(item.storage_index.fqn for item in items[:3])
+            raise CheckpointError(
+                f"{names}: stored through a stream transform (compression) that cannot be undone here: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _groups(targets: Iterator[_Target]) -> Iterator[_Group]:
+    """Cuts what this rank reads into groups, by number, and by bytes where targets need host memory of their own
+    until they are filled, which two groups have at a time."""
+    budget = settings.number("arena_bytes") // 2
+    group, held = _Group(), 0
+    for target in targets:
+        record, host = target.record, target.host
+        code = engine.dtype_code(record.dtype, record.key)
+        group.table.extend(
+            (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
+        )
+        group.table.extend((*target.storage_offset, *target.lengths, host.data_ptr(), *host.stride()))
+        group.targets.append(target)
+        if host is not target.tensor:
+            held += host.nbytes
+        if held >= budget or len(group.targets) == GROUP_TENSORS:
+            yield group
+            group, held = _Group(), 0
+    if group.targets:
+        yield group
+
+
+class _TransformedPlanner:
+    """Stands for the planner while stock DCP reads: what it loads passes our checks first."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.commit_tensor = load.planner.commit_tensor
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        tensor = self.load.planner.resolve_tensor(item)
+        dtype, _ = self.load.chunk(item.storage_index)
+        self.load.check_fit(item, tensor, dtype)
+        self.load.bytes += tensor.nbytes
+        return tensor
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self.load.set_object(item, value.getvalue())

@@ -1,0 +1,30 @@
+"""Which machine this process runs on, as a number that its ranks can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+from .settings import PREFIX
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_of_this_process() -> int:
+    """Equal for processes of one machine (containers on it included), in 0 … 2**63 - 1.
+
+    The environment variable VESCALE_CKPT_NODE, a whole number, wins.
+    """
+    variable = PREFIX + "NODE"
+    text = os.environ.get(variable)
+    if text is not None:
+        if not text.isdecimal() or int(text) >= 1 << 63:
+            raise ValueError(f"{variable}={text!r}: a whole number below 2**63 is wanted")
+        return int(text)
+    try:
+        machine = _BOOT_ID.read_bytes()
+    except OSError:
+        machine = socket.gethostname().encode()
+    return int.from_bytes(hashlib.blake2b(machine, digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,351 @@
+"""Plans and results in packed form, in the shapes that DCP hands around.
+
+DCP carries plans and results from call to call and from rank to rank without looking inside. So ours are a few tables
+of integers, and look like lists of DCP's items only to those who do look: a stock writer, for instance.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from . import _C, metadata_file
+from .describe import Description
+from .engine import CODE_DTYPES, dtype_code
+from .errors import CheckpointError
+from .items import OBJECT, SHARD, TENSOR
+from .lazy_metadata import LazyMetadata
+from .stock import StorageInfo
+
+if TYPE_CHECKING:
+    from .load_planner import LoadPlanner
+    from .save_planner import SavePlanner
+
+PART_ROW = 4  # item, dim (-1: the whole box), start, length
+PLACE_ROW = 4  # file, offset, length, CRC-32 (-1: none)
+
+
+def words(table: bytes) -> memoryview:
+    """The 64-bit integers of a table."""
+    return memoryview(table).cast("q")
+
+
+@dataclass(frozen=True)
+class PackedSavePlan(SavePlan):
+    """What a rank sends to the coordinator, or gets back: a list of items or a part of the plan in packed form, or only
+    the name of a plan that both still have."""
+
+    plan_id: bytes = b""
+    position: int = -1  #: the rank, among those planned for, whose part this is
+    inventory: bytes | None = None  #: to the coordinator; None: the one that `plan_id` was made from
+    paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
+    digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
+    part: bytes | None = None  #: from the coordinator; None: as before
+
+
+class GlobalSavePlan:
+    """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
+
+    def __init__(self, inventories: list[bytes], paths: list[bytes], plan: _C.GlobalPlan) -> None:
+        self.inventories = inventories
+        self.paths = paths
+        self.plan = plan
+        # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
+        self.plan_id = secrets.token_bytes(16)
+        self._catalogs: dict[int, _C.Catalog] = {}  # by node
+
+    def metadata(self) -> LazyMetadata:
+        metadata = LazyMetadata(build=self._without_places)
+        metadata.planned = self
+        return metadata
+
+    def files(
+        self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
+    ) -> tuple[bytes, bytes]:
+        """What `.metadata` and the index contain, given what each rank wrote where."""
+        if node not in self._catalogs:
+            self._catalogs[node] = self.plan.catalog(node)
+        return _C.checkpoint_files(self._catalogs[node], places, names, self.paths, directory, save_id)
+
+    def _without_places(self) -> Metadata:
+        ranks = range(len(self.inventories))
+        nowhere = [bytes(len(self.plan.part(rank)) // PART_ROW * PLACE_ROW) for rank in ranks]
+        content, _ = self.files(nowhere, [["-"] for _ in ranks], "", "")
+        metadata = metadata_file.loads(content, "the plan")
+        metadata.storage_data = metadata.storage_meta = metadata.version = None
+        return metadata
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """One read: of a box of a stored chunk into a box of an item of the inventory, or of an object."""
+
+    item: int
+    file: int
+    offset: int  #: of the record
+    length: int  #: of the record
+    crc: int  #: -1 if metadata has none
+    dtype: torch.dtype = torch.uint8
+    chunk_size: tuple[int, ...] = ()
+    storage_offset: tuple[int, ...] = ()  #: within the chunk
+    lengths: tuple[int, ...] = ()
+    dest_offset: tuple[int, ...] = ()  #: within the item's box
+
+
+class _Lazy(Sequence[Any]):
+    """A sequence that is built when somebody looks."""
+
+    _built: list[Any] | None = None
+
+    def _build(self) -> list[Any]:
+        raise NotImplementedError
+
+    def _items(self) -> list[Any]:
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._items()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self._items()),)
+
+
+class PackedItems(_Lazy):
+    """A rank's part of a save: rows of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
+
+    def __init__(self, planner: SavePlanner, description: Description, part: bytes) -> None:
+        self._planner = weakref.ref(planner)  # which holds this plan: a cycle would keep the model in memory
+        self.description = description
+        self.part = part
+        self._tensors: int | None = None
+        self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
+
+    def is_of(self, planner: object) -> bool:
+        return self._planner() is planner
+
+    def __len__(self) -> int:
+        return len(self.part) // 8 // PART_ROW
+
+    def objects(self) -> list[str]:
+        """Names of the objects in it, which come last."""
+        names = self.description.names
+        return [names[item] for item in words(self.part)[self.count_tensors() * PART_ROW :: PART_ROW]]
+
+    def count_tensors(self) -> int:
+        if self._tensors is None:
+            kinds = _C.inventory_kinds(self.description.inventory)
+            self._tensors = sum(kinds[item] != OBJECT for item in words(self.part)[::PART_ROW])
+        return self._tensors
+
+    def write_table(self) -> bytes:
+        """The engine's table of the tensors in it, where all of them can be used where they are."""
+        description = self.description
+        part = self.part[: self.count_tensors() * PART_ROW * 8]
+        return _C.write_table(description.inventory, part, description.sources, description.table, description.ready)
+
+    def _build(self) -> list[WriteItem]:
+        inventory = self.description.items
+        part = words(self.part)
+        built = []
+        for row in range(0, len(part), PART_ROW):
+            item, dim, start, length = part[row : row + PART_ROW]
+            write_item = _write_item(inventory[item], dim, start, length)
+            self._rows[write_item.index] = item, dim, start, length
+            built.append(write_item)
+        return built
+
+    def resolve(self, index: MetadataIndex) -> Any:
+        """The tensor, or a view of the piece of it, or the object that an item of this part stands for."""
+        self._items()
+        item, dim, start, length = self._rows[index]
+        description = self.description
+        if index.offset is None:
+            return description.objects[description.names[item]]
+        tensor, local_offset = description.source(item)
+        offset, size = list(local_offset), list(description.items[item][7])
+        if dim >= 0:
+            offset[dim] += start
+            size[dim] = length
+        return narrowed(tensor, offset, size)
+
+
+def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+        if start != 0 or tensor.size(dim) != length:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> WriteItem:
+    name, kind, dtype, requires_grad, _, shape, offset, size = item
+    if kind == OBJECT:
+        return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+    if dim >= 0:
+        offset = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+        size = (*size[:dim], length, *size[dim + 1 :])
+    whole = kind == TENSOR and size == shape
+    return WriteItem(
+        index=MetadataIndex(name, offset),
+        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)),
+            properties=TensorProperties(dtype=CODE_DTYPES[dtype], requires_grad=requires_grad),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+class PackedResults(_Lazy):
+    """Where a rank wrote its part. Looks like `list[WriteResult]` on the rank that wrote."""
+
+    def __init__(self, places: bytes, names: list[str], items: PackedItems | None = None) -> None:
+        self.places = places
+        self.names = names
+        self._of = items
+
+    def __len__(self) -> int:
+        return len(self.places) // 8 // PLACE_ROW
+
+    def _build(self) -> list[WriteResult]:
+        if self._of is None:
+            raise CheckpointError("packed results of another rank can only be used with the plan they belong to")
+        places = words(self.places)
+        return [
+            write_result(item.index, self.names, *places[row * PLACE_ROW : (row + 1) * PLACE_ROW])
+            for row, item in enumerate(self._of)
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedResults, (self.places, self.names)
+
+
+def in_first_file(placed: Sequence[int]) -> bytes:
+    """Places from rows of offset, length and CRC-32."""
+    places = array("q", bytes(len(placed) // 3 * PLACE_ROW * 8))
+    for column in range(3):
+        places[column + 1 :: PLACE_ROW] = array("q", placed[column::3])
+    return places.tobytes()
+
+
+def write_result(
+    index: MetadataIndex, names: Sequence[str], file: int, offset: int, length: int, crc: int
+) -> WriteResult:
+    info = StorageInfo(names[file], offset, length)
+    if crc >= 0:
+        info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: ties it to this very data
+    return WriteResult(index, length, info)
+
+
+def pack_items(items: Sequence[WriteItem]) -> bytes:
+    """The inventory of a plan that some other planner made. Raises `CheckpointError` for a dtype without a code."""
+    rows: list[int] = []
+    names = []
+    for item in items:
+        names.append(item.index.fqn)
+        data = item.tensor_data
+        if data is None:
+            rows += (OBJECT, 1)
+            continue
+        sizes, dtype = data.chunk.sizes, data.properties.dtype
+        kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
+        code = dtype_code(dtype, item.index.fqn)
+        rows += (
+            kind | code << 8 | int(bool(data.properties.requires_grad)) << 16 | len(sizes) << 32,
+            sizes.numel() * dtype.itemsize,
+            *data.size,
+            *data.chunk.offsets,
+            *sizes,
+        )
+    return _C.pack_inventory(names, array("q", rows), 0)
+
+
+class PackedReads(_Lazy):
+    """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
+
+    def __init__(self, planner: LoadPlanner, description: Description, plan: _C.LoadPlan) -> None:
+        self._planner = weakref.ref(planner)
+        self.description = description
+        self.plan = plan
+
+    def _build(self) -> list[ReadItem]:
+        return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
+
+    def rows(self) -> Iterator[ReadRow]:
+        reads, at = words(self.plan.reads), 0
+        while at < len(reads):
+            number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
+            at += 7
+            boxes = [tuple(reads[at + i * ndim : at + (i + 1) * ndim]) for i in range(4)]
+            at += 4 * ndim
+            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+
+    def planner(self) -> LoadPlanner | None:
+        return self._planner()
+
+    def count_tensors(self) -> int:
+        kinds = _C.inventory_kinds(self.description.inventory)
+        return len(kinds) - kinds.count(OBJECT)
+
+    def read_table(self) -> bytes:
+        """The engine's table, where all targets can be used where they are."""
+        description = self.description
+        return _C.read_table(
+            description.inventory, self.plan.reads, description.sources, description.table, description.ready
+        )
+
+    def objects(self) -> Iterator[ReadRow]:
+        table = words(self.plan.objects)
+        for at in range(0, len(table), 5):
+            item, file, offset, length, crc = table[at : at + 5]
+            yield ReadRow(item, file, offset, length, crc)
+
+    def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        tensor, local_offset = self.description.source(item)
+        return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
+
+    def item(self, row: ReadRow) -> ReadItem:
+        name, box = self.description.names[row.item], self.description.items[row.item][6]
+        chunk = [a + b - c for a, b, c in zip(box, row.dest_offset, row.storage_offset, strict=True)]
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(name, box, row.item),
+            dest_offsets=torch.Size(row.dest_offset),
+            storage_index=MetadataIndex(name, chunk),
+            storage_offsets=torch.Size(row.storage_offset),
+            lengths=torch.Size(row.lengths),
+        )
+
+    def object_item(self, item: int) -> ReadItem:
+        index, nothing = MetadataIndex(self.description.names[item]), torch.Size([0])
+        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()

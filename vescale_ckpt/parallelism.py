@@ -1,0 +1,121 @@
+"""How a state lies on ranks, and what each of them holds of it, without a tensor or a process group.
+
+As torchtitan and Hugging Face's trainers lay models out: fully sharded data parallelism cuts dimension 0, tensor
+parallelism the dimension that a layer's role gives, expert parallelism the experts of stacked weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from . import _C
+from .engine import dtype_code
+from .items import OBJECT, SHARD, TENSOR, packed_row
+from .models import Entry
+from .sharding import Piece, pieces
+from .stock import DTensorLayout, StridedShard
+
+# Which dimension tensor parallelism cuts, by what a component of the key is called.
+_TENSOR_DIMS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "tok_embeddings", "output"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "wo", "w2"), 1),
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Ranks form a mesh of replicas x fsdp x tensor, the last the fastest. Raises `ValueError` if they cannot."""
+
+    ranks: int
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1  #: taken from fsdp x tensor, or from the replicas where nothing is fully sharded
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.fsdp, self.tensor, self.expert) < 1:
+            raise ValueError("there is at least one rank in every dimension")
+        if self.ranks % (self.fsdp * self.tensor):
+            raise ValueError(f"{self.ranks} ranks cannot be {self.fsdp} (fsdp) x {self.tensor} (tensor) x replicas")
+        shared = self.fsdp * self.tensor if self.fsdp > 1 else self.ranks
+        if shared % self.expert:
+            raise ValueError(f"{shared} ranks cannot be {self.expert} (expert) x others")
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // (self.fsdp * self.tensor)
+
+    def mesh_and_placements(self, entry: Entry) -> tuple[tuple[int, ...], tuple[Placement, ...]] | None:
+        """None: a plain tensor, whole on every rank."""
+        dims = len(entry.shape)
+        components = entry.name.split(".")
+        if entry.everywhere or dims == 0:
+            return None
+        if self.expert > 1 and dims == 3 and "experts" in components:
+            sharded = self.fsdp * self.tensor // self.expert if self.fsdp > 1 else 1
+            mesh = self.ranks // (sharded * self.expert), sharded, self.expert
+            return mesh, (Replicate(), Shard(1) if sharded > 1 else Replicate(), Shard(0))
+        if self.fsdp == self.tensor == 1:
+            return None
+        mesh = self.replicas, self.fsdp, self.tensor
+        cut = next((_TENSOR_DIMS[name] for name in components if name in _TENSOR_DIMS), None) if dims == 2 else None
+        by_tensor = Shard(cut) if cut is not None and self.tensor > 1 else Replicate()
+        by_fsdp: Placement = Replicate()
+        if self.fsdp > 1:
+            by_fsdp = StridedShard(0, split_factor=self.tensor) if by_tensor == Shard(0) else Shard(0)
+        return mesh, (Replicate(), by_fsdp, by_tensor)
+
+
+class SimulatedState:
+    """A state on the ranks of a job that need not exist."""
+
+    def __init__(self, entries: Sequence[Entry], parallelism: Parallelism) -> None:
+        self.parallelism = parallelism
+        self.names = [entry.name for entry in entries]
+        # Layers repeat: what is to be found for each rank are the rows of a few entries.
+        numbers: dict[object, int] = {}
+        self._distinct: list[Entry] = []
+        self._numbers: list[int] = []
+        self._placed = []
+        for entry in entries:
+            placed = None if entry.dtype is None else parallelism.mesh_and_placements(entry)
+            number = numbers.setdefault((entry[1:], placed), len(numbers))
+            if number == len(self._distinct):
+                self._distinct.append(entry)
+                self._placed.append(placed)
+            self._numbers.append(number)
+
+    def inventory(self, rank: int, node: int = 0) -> bytes:
+        """What the rank holds (csrc/plan/inventory.h)."""
+        rows = [self._rows(number, rank) for number in range(len(self._distinct))]
+        if all(len(of_entry) == 1 for of_entry in rows):
+            return _C.pack_inventory(self.names, b"".join([rows[number][0] for number in self._numbers]), node)
+        names = [name for name, number in zip(self.names, self._numbers, strict=True) for _ in rows[number]]
+        return _C.pack_inventory(names, b"".join([row for number in self._numbers for row in rows[number]]), node)
+
+    def _rows(self, number: int, rank: int) -> list[bytes]:
+        entry, placed = self._distinct[number], self._placed[number]
+        if entry.dtype is None:
+            return [packed_row(OBJECT, 0, False, entry.bytes, Piece((), (), ()), ())]
+        code = dtype_code(entry.dtype, entry.name)
+        if placed is None:
+            origin = (0,) * len(entry.shape)
+            whole = Piece(origin, entry.shape, origin)
+            return [packed_row(TENSOR, code, False, entry.dtype.itemsize, whole, entry.shape)]
+        mesh, placements = placed
+        layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
+        found = pieces(layout, mesh, coordinate(rank, mesh))
+        return [packed_row(SHARD, code, False, entry.dtype.itemsize, piece, entry.shape) for piece in found]
+
+
+def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a rank is in a mesh that numbers them row by row."""
+    found: list[int] = []
+    for size in reversed(mesh):
+        rank, position = divmod(rank, size)
+        found.append(position)
+    return tuple(reversed(found))

@@ -1,0 +1,137 @@
+"""Planning a save on ranks that need not exist: who would write how much, and what planning it costs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from . import _C
+from .models import Entry
+from .parallelism import Parallelism, SimulatedState
+from .settings import Placement
+
+_PART_WORDS = 4  # item, dim, start, length (csrc/plan/parts.h)
+_PLACE_WORDS = 4  # file, offset, length, CRC-32
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a save would be. Sizes in bytes."""
+
+    ranks: int
+    items: float  #: that a rank describes, on average
+    pieces: float  #: that a rank writes, on average
+    bytes_least: int  #: that a rank writes
+    bytes_mean: float
+    bytes_most: int
+    inventory_bytes: int  #: what all ranks send to the coordinator
+    part_bytes: int  #: what it sends back
+    planning_seconds: float  #: on the coordinator, from what ranks sent to what they are sent
+    planning_memory: int | None  #: its peak, with the inventories. None where the kernel does not tell
+    metadata_seconds: float  #: to make the files that it commits
+    metadata_bytes: int
+    index_bytes: int
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the busiest rank over their mean; 1 is perfect."""
+        return self.bytes_most / self.bytes_mean if self.bytes_mean else 1.0
+
+
+def simulate(
+    entries: Sequence[Entry], parallelism: Parallelism, placement: Placement = "balanced", node_size: int = 8
+) -> Simulation:
+    """Plans a save of `entries`; ranks are `node_size` to a node."""
+    state = SimulatedState(entries, parallelism)
+    inventories = [state.inventory(rank, rank // node_size) for rank in range(parallelism.ranks)]
+    inventory_bytes = sum(map(len, inventories))
+    start = time.perf_counter()
+    (plan, parts), peak = _with_peak_memory(lambda: planned(inventories, placement))
+    planning_seconds = time.perf_counter() - start
+    item_count = sum(map(_item_count, inventories))
+    by_rank = plan.bytes_by_rank()
+    results = written(state.names, parts, by_rank)
+    start = time.perf_counter()
+    metadata, index = metadata_files(plan, results)
+    metadata_seconds = time.perf_counter() - start
+    return Simulation(
+        ranks=parallelism.ranks,
+        items=item_count / parallelism.ranks,
+        pieces=sum(map(len, parts)) / 8 / _PART_WORDS / parallelism.ranks,
+        bytes_least=min(by_rank),
+        bytes_mean=sum(by_rank) / parallelism.ranks,
+        bytes_most=max(by_rank),
+        inventory_bytes=inventory_bytes,
+        part_bytes=sum(map(len, parts)),
+        planning_seconds=planning_seconds,
+        planning_memory=None if peak is None else inventory_bytes + peak,
+        metadata_seconds=metadata_seconds,
+        metadata_bytes=len(metadata),
+        index_bytes=len(index),
+    )
+
+
+def planned(inventories: list[bytes], placement: Placement) -> tuple[_C.GlobalPlan, list[bytes]]:
+    """All that the coordinator does between gathering and scattering."""
+    plan = _C.GlobalPlan(inventories, placement)
+    return plan, [plan.part(rank) for rank in range(len(inventories))]
+
+
+class Written(NamedTuple):
+    """What ranks report once they have written their parts, made up: one file a rank, as long as a true one."""
+
+    places: list[bytes]
+    files: list[list[str]]
+    paths: list[bytes]
+
+
+def written(names: list[str], parts: Sequence[bytes], bytes_by_rank: Sequence[int]) -> Written:
+    return Written(
+        [_places(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
+        [[f"__{rank}_00000000.distcp"] for rank in range(len(parts))],
+        [_C.pack_paths(names, [(name,) for name in names])] * len(parts),
+    )
+
+
+def metadata_files(plan: _C.GlobalPlan, results: Written) -> tuple[bytes, bytes]:
+    """`.metadata` and its index."""
+    return _C.checkpoint_files(plan.catalog(), *results, "checkpoint", "0" * 32)
+
+
+def _item_count(inventory: bytes) -> int:
+    return int.from_bytes(inventory[8:16], sys.byteorder)
+
+
+def _places(part: bytes, rank_bytes: int) -> bytes:
+    """Offsets, lengths and checksums as large as true ones."""
+    count = len(part) // 8 // _PART_WORDS
+    places = array("q", bytes(8 * _PLACE_WORDS * count))
+    step = rank_bytes // count + 1 if count else 0
+    places[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
+    places[2::_PLACE_WORDS] = array("q", [step]) * count
+    places[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
+    return places.tobytes()
+
+
+def _with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:
+    """The result, and how many bytes the resident memory rose above what it was."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5\n")
+        before = _resident("VmRSS")
+        result = operation()
+        return result, max(0, _resident("VmHWM") - before)
+    except OSError:
+        return operation(), None
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the kernel does not tell {field}")
