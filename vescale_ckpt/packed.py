@@ -162,7 +162,10 @@ class PackedItems(_Lazy):
     def count_tensors(self) -> int:
         if self._tensors is None:
             kinds = _C.inventory_kinds(self.description.inventory)
-            self._tensors = sum(kinds[item] != OBJECT for item in words(self.part)[::PART_ROW])
+            if OBJECT in kinds:
+                self._tensors = sum(kinds[item] != OBJECT for item in words(self.part)[::PART_ROW])
+            else:
+                self._tensors = len(self)
         return self._tensors
 
     def write_table(self) -> bytes:

@@ -18,7 +18,7 @@ from .changes import what_changed
 from .describe import Describer, Description
 from .engine import is_plain_tensor
 from .errors import CheckpointError
-from .flatten import flatten
+from .flatten import flatten, holds_any
 from .items import OBJECT
 from .node import node_of_this_process
 from .packed import PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words
@@ -93,7 +93,7 @@ class SavePlanner(DefaultSavePlanner):
             state_dict, self.mappings = unwrapped(*flatten(state_dict))
         else:
             state_dict, _ = unwrapped(state_dict, {})
-        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
+        if self.flatten_sharded_tensors and holds_any(state_dict, ShardedTensor):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
