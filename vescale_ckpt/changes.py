@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from . import _C
 
-_HEADER_BYTES = 48
+_KINDS = ("an object", "a tensor", "a shard")
 
 
 class _Key(NamedTuple):
@@ -64,22 +63,8 @@ def _boxes(key: _Key) -> str:
 
 def _keys(inventory: bytes) -> dict[str, _Key]:
     dtypes = [name for name, _, _ in _C.dtypes()]
-    _, items, row_words, _, _, _ = struct.unpack_from("6q", inventory)
-    rows = memoryview(inventory)[_HEADER_BYTES : _HEADER_BYTES + 8 * row_words].cast("q")
-    ends_at = _HEADER_BYTES + 8 * row_words
-    ends = memoryview(inventory)[ends_at : ends_at + 4 * items].cast("I")
-    names = inventory[ends_at + (4 * items + 7) // 8 * 8 :]
     keys: dict[str, _Key] = {}
-    row = begin = 0
-    for end in ends:
-        name = names[begin:end].decode("utf-8", "surrogatepass")
-        head, dims = rows[row], rows[row] >> 32
-        shape, offset, size = (tuple(rows[at : at + dims]) for at in (row + 2, row + 2 + dims, row + 2 + 2 * dims))
-        key = keys.get(name)
-        if key is None:
-            kind = ("an object", "a tensor", "a shard")[head & 0xFF]
-            dtype = dtypes[head >> 8 & 0xFF]
-            key = keys[name] = _Key(kind, dtype, bool(head >> 16 & 1), shape, [])
+    for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
+        key = keys.setdefault(name, _Key(_KINDS[kind], dtypes[code], requires_grad, shape, []))
         key.boxes.append((offset, size))
-        row, begin = row + 2 + 3 * dims, end
     return keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,11 @@ def dtype_code(dtype: torch.dtype, key: str) -> int:
 def is_plain_tensor(value: object) -> bool:
     """Whether it is a tensor and nothing more: no shard of another, no subclass with a mind of its own."""
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
+
+
+def holds_any(flat: Mapping[Any, Any], kind: type) -> bool:
+    """Whether one of the values is an instance of `kind`: asks the few types that there are, not the many values."""
+    return any(issubclass(type_, kind) for type_ in set(map(type, flat.values())))
 
 
 @contextmanager

@@ -35,11 +35,6 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     return flattening.flat, flattening.paths
 
 
-def holds_any(flat: Mapping[str, Any], kind: type) -> bool:
-    """Whether one of the values is an instance of `kind`: asks the few types that there are, not the many values."""
-    return any(issubclass(type_, kind) for type_ in set(map(type, flat.values())))
-
-
 class _Flattening:
     def __init__(self) -> None:
         self.flat: dict[str, Any] = {}

@@ -29,8 +29,9 @@ from . import _C, metadata_file
 from .describe import Description
 from .engine import CODE_DTYPES, dtype_code
 from .errors import CheckpointError
-from .items import OBJECT, SHARD, TENSOR
+from .items import OBJECT, SHARD, TENSOR, packed_row
 from .lazy_metadata import LazyMetadata
+from .sharding import Piece
 from .stock import StorageInfo
 
 if TYPE_CHECKING:
@@ -159,6 +160,10 @@ class PackedItems(_Lazy):
         names = self.description.names
         return [names[item] for item in words(self.part)[self.count_tensors() * PART_ROW :: PART_ROW]]
 
+    def key(self, row: int) -> str:
+        """The name of what a row of the part is of."""
+        return self.description.names[words(self.part)[row * PART_ROW]]
+
     def count_tensors(self) -> int:
         if self._tensors is None:
             kinds = _C.inventory_kinds(self.description.inventory)
@@ -269,25 +274,18 @@ def write_result(
 
 def pack_items(items: Sequence[WriteItem]) -> bytes:
     """The inventory of a plan that some other planner made. Raises `CheckpointError` for a dtype without a code."""
-    rows: list[int] = []
-    names = []
+    rows = []
     for item in items:
-        names.append(item.index.fqn)
         data = item.tensor_data
         if data is None:
-            rows += (OBJECT, 1)
+            rows.append(packed_row(OBJECT, 0, False, 1, Piece((), (), ()), ()))
             continue
         sizes, dtype = data.chunk.sizes, data.properties.dtype
         kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
         code = dtype_code(dtype, item.index.fqn)
-        rows += (
-            kind | code << 8 | int(bool(data.properties.requires_grad)) << 16 | len(sizes) << 32,
-            sizes.numel() * dtype.itemsize,
-            *data.size,
-            *data.chunk.offsets,
-            *sizes,
-        )
-    return _C.pack_inventory(names, array("q", rows), 0)
+        piece = Piece(data.chunk.offsets, sizes, ())
+        rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
+    return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)
 
 
 class PackedReads(_Lazy):

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
+from .engine import holds_any
 from .errors import IncompatibleStateError
 
 _STATE = "state"  # what is stored is a dict, so that a tensor in it is part of an object and no tensor of its own
@@ -57,7 +58,7 @@ def name_part(rank: int, size: int) -> str:
 
 def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A flattened state to save, with each `PerRank` in it replaced by this rank's value under this rank's name."""
-    if not any(issubclass(kind, PerRank) for kind in set(map(type, flat.values()))):
+    if not holds_any(flat, PerRank):
         return flat, paths
     part = name_part(*this_rank())
     state: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class Restoring:
     def wanted(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
         """A flattened state to load, with each `PerRank` replaced by the names that it is loaded from. `stored` gives
         the checkpoint's keys."""
-        if not any(issubclass(kind, PerRank) for kind in set(map(type, flat.values()))):
+        if not holds_any(flat, PerRank):
             return flat
         keys = set(stored())
         rank, size = this_rank()

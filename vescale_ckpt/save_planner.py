@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from . import _C, objects
 from .changes import what_changed
 from .describe import Describer, Description
-from .engine import is_plain_tensor
+from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
-from .flatten import flatten, holds_any
+from .flatten import flatten
 from .items import OBJECT
 from .node import node_of_this_process
 from .packed import PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words

@@ -229,8 +229,7 @@ class StorageWriter(DcpStorageWriter):
         if description.all_ready:
             table = items.write_table()
             file = self._open(name, _C.body_bytes(table), files)
-            names = [description.names[row] for row in words(items.part)[:: packed.PART_ROW]]
-            placed = file.write_table(table, names.__getitem__)
+            placed = file.write_table(table, items.key)
         else:  # copies are made of what the engine cannot use where it is, some at a time
             tensors = items[: items.count_tensors()]
             file = self._open(name, array("q", [_body_bytes(item) for item in tensors]), files)
