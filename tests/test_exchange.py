@@ -329,6 +329,7 @@ def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
 
 def _leaves_with_an_error() -> Any:
     exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there
     if dist.get_rank() == 1:
         with pytest.raises(MemoryError), mock.patch.object(connections.Connections, "send", side_effect=MemoryError):
             exchange.agree([1], "plan")

@@ -47,8 +47,12 @@ class Exchange:
         self.size = 1 if links is None else links.size
 
     @staticmethod
-    def of(process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> Exchange:
+    def of(
+        process_group: dist.ProcessGroup | None = None, timeout: float | None = None, purpose: str = "save"
+    ) -> Exchange:
         """The exchange of a group (None: the default group); without torch.distributed, one of a single rank.
+
+        Each `purpose` has connections of its own, so that what goes on for one, in a thread, does not meet the other.
 
         At first use and after a failure all ranks of the group connect, together; the connections are kept while the
         group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
@@ -63,7 +67,7 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return Exchange(None, limit)
         with _places_lock:
-            place = _places.setdefault(group, _Place())
+            place = _places.setdefault(group, {}).setdefault(purpose, _Place(purpose))
         return Exchange(place.links(group, limit), limit)
 
     @property
@@ -179,9 +183,10 @@ class Exchange:
 
 
 class _Place:
-    """Where the connections of one process group are kept, one generation after another."""
+    """Where the connections of one process group for one purpose are kept, one generation after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
         self._lock = threading.Lock()
         self._roll: RollCall | None = None
         self._links: Connections | None = None
@@ -192,7 +197,7 @@ class _Place:
             if self._roll is None:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
-                store = new_store_client(f"vescale_ckpt/exchange/{group.group_name}/{digest}")
+                store = new_store_client(f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}")
                 self._roll = RollCall(store, dist.get_rank(group), len(ranks))
             if self._links is not None and self._still_good(self._links, self._roll):
                 return self._links
@@ -214,7 +219,7 @@ class _Place:
         return links.verdict is None
 
 
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, _Place] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakref.WeakKeyDictionary()
 _places_lock = threading.Lock()
 # gloo's threads must have ended before the process's destructors run.
 atexit.register(_places.clear)
