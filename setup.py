@@ -1,7 +1,8 @@
 """Builds the C++ engine, `vescale_ckpt._C`.
 
-Engine and bindings include no torch header, so `pip install .` needs neither torch nor CUDA at build time and one
-binary serves every torch. With torch at hand its builder is used for ninja's parallel, header-accurate rebuilds.
+Engine and bindings include no header of torch or CUDA, so `pip install .` needs neither at build time and one binary
+serves every torch. Where there is nvcc, the kernels of csrc/device are compiled and embedded. With torch at hand its
+builder is used for ninja's parallel, header-accurate rebuilds.
 """
 
 from __future__ import annotations
@@ -44,6 +45,52 @@ def links_liburing() -> bool:
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
+def pack_kernels() -> Path | None:
+    """The kernels of csrc/device/gather.cu, compiled and written as a list of bytes to include; None without nvcc.
+
+    One image for Ampere, Hopper and, compiled by the driver when it is loaded, everything later.
+    """
+    found = shutil.which(
+        "nvcc",
+        path=os.pathsep.join([os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", os.environ.get("PATH", "")]),
+    )
+    if os.environ.get("VESCALE_CKPT_NO_NVCC") or found is None:
+        print(
+            "vescale_ckpt: no nvcc found, building without the kernel that packs small tensors: batched copies instead"
+        )
+        return None
+    sources = [ROOT / "csrc/device" / name for name in ("gather.cu", "pack_rows.h", "pack_table.h")]
+    image = ROOT / "build" / "pack_image.inc"
+    if image.exists() and image.stat().st_mtime > max(path.stat().st_mtime for path in (*sources, Path(__file__))):
+        return image
+    image.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "pack.fatbin"
+        command = [found, "-fatbin", "-O3", "-std=c++17", "-I", str(ROOT / "csrc"), str(sources[0]), "-o", str(binary)]
+        for target in ("arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_80,code=compute_80"):
+            command += ["-gencode", target]
+        if os.environ.get("VESCALE_CKPT_WERROR"):
+            command += ["-Werror", "all-warnings"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode == 0:
+            image.write_text(",".join(map(str, binary.read_bytes())))
+            return image
+    if os.environ.get("VESCALE_CKPT_WERROR"):
+        sys.exit(f"vescale_ckpt: {' '.join(command)}\n{result.stdout}{result.stderr}")
+    print(f"vescale_ckpt: {found} failed, building without the kernel that packs small tensors\n{result.stderr}")
+    return None
+
+
+class BuildEngine(build_ext):  # type: ignore[misc, valid-type]
+    def build_extensions(self) -> None:
+        if image := pack_kernels():
+            for extension in self.extensions:
+                extension.define_macros.append(("VESCALE_CKPT_HAVE_PACK_IMAGE", "1"))
+                extension.include_dirs.append(str(image.parent))
+                extension.depends.append(str(image))
+        super().build_extensions()
+
+
 uring = links_liburing()
 if not uring:
     print("vescale_ckpt: no liburing.a found, building without the io_uring backend (threads are the default anyway)")
@@ -53,7 +100,7 @@ if os.environ.get("VESCALE_CKPT_WERROR"):
     compile_flags += ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
 
 sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
-headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+headers = sorted(str(path.relative_to(ROOT)) for kind in ("*.h", "*.cu") for path in (ROOT / "csrc").rglob(kind))
 
 setup(
     ext_modules=[
@@ -68,5 +115,5 @@ setup(
             extra_link_args=["-l:liburing.a"] if uring else [],
         )
     ],
-    cmdclass={"build_ext": build_ext},
+    cmdclass={"build_ext": BuildEngine},
 )

@@ -20,6 +20,7 @@ class Error : public std::runtime_error {
     corrupt,    // bytes on disk are not what was written
     invalid,    // the caller's table makes no sense (lying metadata, unknown dtype, ...)
     cancelled,  // the caller asked to stop
+    device,     // the accelerator's runtime refused: `code` is its own, what it said is in the text
   };
 
   static constexpr int64_t kNoItem = -1;
@@ -39,6 +40,11 @@ class Error : public std::runtime_error {
 
   static Error corrupt(const std::string& reason, const std::string& path, uint64_t offset, int64_t item = kNoItem) {
     return Error(Kind::corrupt, reason, path, offset, 0, item);
+  }
+
+  // `said` is the runtime's own text for `code`.
+  static Error device(const std::string& operation, const std::string& said, int code) {
+    return Error(Kind::device, operation + ": " + said + " (" + std::to_string(code) + ")", {}, 0, code);
   }
 
   static Error invalid(const std::string& reason, int64_t item = kNoItem) {

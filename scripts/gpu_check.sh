@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs what needs a GPU, where there is one: builds in place with the Python at hand (which must have torch), runs the
-# tests marked `gpu`, then a small benchmark of CUDA states. Prints a report for docs/benchmarks.md.
+# tests marked `gpu`, then a small benchmark of copies, and of saves, asynchronous saves and loads of CUDA states. Prints
+# a report for docs/benchmarks.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -14,6 +15,7 @@ fi
 "$PYTHON" - <<'PY'
 import torch, vescale_ckpt._C as engine
 print("device:", torch.cuda.get_device_name(0), "| torch", torch.__version__, "| engine", engine.capabilities())
+print(engine.device_info())
 PY
 "$PYTHON" -m pytest -q -m gpu tests
 "$PYTHON" -m benchmarks.gpu

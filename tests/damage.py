@@ -7,6 +7,7 @@ else. `outcome` is that rule.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import pickle
@@ -40,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter, layout
+from vescale_ckpt import _C, CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter, layout
 
 State = dict[str, Any]
 
@@ -92,7 +93,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
 class ShardingPlanner(SavePlanner):
@@ -173,6 +174,17 @@ def cause(error: CheckpointException) -> BaseException:
     """The error of one rank inside DCP's own."""
     failure: BaseException = next(iter(error.failures.values()))[0]
     return failure
+
+
+def no_snapshot_is_left(seconds: float = 60.0) -> bool:
+    """Whether all memory for snapshots is free, perhaps after garbage and other threads have let go of it."""
+    deadline = time.monotonic() + seconds
+    while _C.snapshot_memory()["in_use_bytes"]:
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
+        time.sleep(0.001)
+    return True
 
 
 # --- What lies where in a checkpoint
@@ -308,7 +320,7 @@ class Answer:
     peak_bytes: int  #: of memory, above what the child began with
 
 
-def in_child(function: Callable[..., Any], *args: Any, seconds: float = 30.0) -> Answer:
+def in_child(function: Callable[..., Any], *args: Any, seconds: float = 120.0) -> Answer:
     """Calls a function in a fork of this process. Raises `ChildError` if it raises, dies or takes longer."""
     reading, writing = os.pipe()
     pid = fork(lambda: _report(function, args, writing))

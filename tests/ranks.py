@@ -18,18 +18,21 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0  # seconds a run may take
-_START_TIMEOUT = 60.0
+_START_TIMEOUT = 300.0  # the first ranks wait for torch to be imported, from a cold disk perhaps
 _PATIENCE_AFTER_FAILURE = 10.0
 # gloo's own limit is half an hour; a rank left alone in a collective should say so before the run is ended.
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -60,12 +63,12 @@ def run_ranks(
     """Calls `function(*args)` on every rank of a gloo group; returns the results by rank.
 
     Raises `RanksFailedError` if a rank raised, died or took more than `timeout` seconds. With `check=False` the
-    exceptions stand in the list in place of results instead.
+    exceptions stand in the list in place of results instead, and what other ranks do after a failure has its time too.
     """
     pool = _pools.get(world_size)
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)
-    answers = pool.call(function, args, timeout)
+    answers = pool.call(function, args, timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
     if any(isinstance(answer, _Failure) for answer in answers):
         # The group may be out of step: a rank that raised left others in a collective.
         _pools.pop(world_size).kill()
@@ -82,12 +85,27 @@ def run_ranks(
     return answers
 
 
+def in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls it in a new process, where torch is imported and nothing else has happened."""
+    with ProcessPoolExecutor(1, mp_context=_forks()) as pool:
+        return pool.submit(function, *args).result(TIMEOUT)
+
+
 def close_ranks() -> None:
     """Ends all ranks; for the end of a test session."""
     for pool in _pools.values():
         pool.ask_to_end()
     while _pools:
         _pools.popitem()[1].close()
+
+
+def _forks() -> ForkServerContext:
+    """Forks of one process that has imported torch: a new process costs milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
+    )
+    return context
 
 
 class _Failure:
@@ -98,11 +116,7 @@ class _Failure:
 
 class _Pool:
     def __init__(self, world_size: int) -> None:
-        # Forks of one process that has imported torch: a new rank costs milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
-        )
+        context = _forks()
         self.directory = Path(tempfile.mkdtemp(prefix="ranks_"))
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
@@ -115,18 +129,18 @@ class _Pool:
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
-        started = self._collect(_START_TIMEOUT)
+        started = self._collect(_START_TIMEOUT, _PATIENCE_AFTER_FAILURE)
         failures = [answer.details for answer in started if isinstance(answer, _Failure)]
         if failures:
             self.kill()
             raise RuntimeError("ranks did not start: " + "\n".join(failures))
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, patience: float) -> list[Any]:
         request = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self.pipes:
             with contextlib.suppress(OSError):  # a dead rank is noticed below
                 pipe.send_bytes(request)
-        return self._collect(timeout)
+        return self._collect(timeout, patience)
 
     def ask_to_end(self) -> None:
         for pipe in self.pipes:
@@ -147,7 +161,7 @@ class _Pool:
             pipe.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _collect(self, timeout: float) -> list[Any]:
+    def _collect(self, timeout: float, patience: float) -> list[Any]:
         answers: list[Any] = [None] * len(self.pipes)
         missing = dict(enumerate(self.pipes))
         deadline = time.monotonic() + timeout
@@ -158,7 +172,7 @@ class _Pool:
                     answers[rank] = self._receive(rank, pipe)
                     del missing[rank]
                     if isinstance(answers[rank], _Failure):  # who waits for it in a collective waits in vain
-                        deadline = min(deadline, time.monotonic() + _PATIENCE_AFTER_FAILURE)
+                        deadline = min(deadline, time.monotonic() + patience)
         if missing:
             for rank, stacks in self._stacks(list(missing)).items():
                 error = RankTimeoutError(f"rank {rank} gave no answer in time")
@@ -259,3 +273,6 @@ def _tidy(environment: dict[str, str]) -> None:
     for name in vars(SavePlanner):
         if name.startswith("_cached_"):
             getattr(SavePlanner, name).clear()
+    executor: Any = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
+    if executor is not None:
+        executor._CHECKPOINT_PROCESS = None  # DCP's own ends when nobody holds it; left alone it dies with a traceback

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import in_fork
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import __main__ as command
 from benchmarks.planning import balance, coordinator, local, reading, steady, stock
 from benchmarks.planning.simulated_rank import in_new_process, simulated_rank, state_of
-from benchmarks.planning.timing import STOCK, Sample, alternate, first_call, summarize, table
+from benchmarks.timing import STOCK, Sample, alternate, first_call, summarize, table
 from vescale_ckpt import _C
 from vescale_ckpt.describe import Describer
 from vescale_ckpt.items import OBJECT
@@ -105,7 +106,7 @@ def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
 
 
 def test_stock_gets_the_items_that_it_makes_itself() -> None:
-    real, ours = map(pickle.loads, in_new_process(plans_of_rank, 5))
+    real, ours = map(pickle.loads, in_fork(plans_of_rank, 5))
     assert len(real) == len(ENTRIES)
     assert [item.index for item in ours.items] == [item.index for item in real]
     assert [item.type for item in ours.items] == [item.type for item in real]
@@ -138,10 +139,12 @@ def test_coordinators_are_timed_on_the_same_items(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in balance.cases() if case.parallelism.ranks == 8], ids=lambda case: case.name
-)
-def test_eight_ranks_are_balanced(case: balance.Case) -> None:
+def _small(case: balance.Case) -> bool:
+    return case.parallelism.ranks == 8 or case.name.startswith("2 layers")
+
+
+@pytest.mark.parametrize("case", filter(_small, balance.cases()), ids=lambda case: case.name)
+def test_small_cases_are_balanced(case: balance.Case) -> None:
     found = balance.balance(case)
     assert 1 <= found.ours <= 1.02
     assert found.stock >= found.ours - 0.01
@@ -155,11 +158,11 @@ def test_the_balance_of_stock_is_the_known_one() -> None:
 
 @pytest.mark.parametrize("kind", ["plain tensors", "DTensors"])
 def test_saves_are_timed_to_their_first_byte(kind: str, tmp_path: Path) -> None:
-    samples = in_new_process(local.before_first_byte, kind, 20, 1, tmp_path, 0)
+    samples = in_fork(local.before_first_byte, kind, 20, 1, tmp_path, 0)
     assert {sample.candidate for sample in samples} == {"dcp.save, our planner and writer", "vescale_ckpt.save", STOCK}
     for sample in samples:
         assert set(sample.seconds) == {"cold", "warm"}
-        assert 0 < min(sample.seconds.values()) < 10
+        assert 0 < min(sample.seconds.values()) < 100
     assert kind in samples[0].case
 
 
@@ -172,7 +175,7 @@ def test_local_plans_are_timed() -> None:
 
 
 def test_local_plans_of_a_big_job_are_timed() -> None:
-    samples = in_new_process(local.local_plans_of_model, "llama-1b", Parallelism(32, fsdp=8, tensor=4), 2, 1, 0)
+    samples = in_fork(local.local_plans_of_model, "llama-1b", Parallelism(32, fsdp=8, tensor=4), 2, 1, 0)
     assert [sample.candidate for sample in samples].count("vescale") == 2
     ours = next(row for row in summarize(samples) if row.candidate == "vescale" and row.step == "cold")
     assert ours.case.endswith("587 items")
@@ -199,12 +202,15 @@ def test_metadata_is_read_for_one_rank(tmp_path: Path) -> None:
 
 
 def test_load_plans_of_another_world_are_timed(tmp_path: Path) -> None:
-    samples = in_new_process(reading.changed_world, 20, 4, 3, 1, tmp_path, 0)
+    samples = in_fork(reading.changed_world, 20, 4, 3, 1, tmp_path, 0)
     assert {sample.candidate for sample in samples} == {"vescale", STOCK}
     assert {"both", "read metadata", "plan"} == set(samples[0].seconds)
 
 
-def test_the_command_writes_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "in_new_process", in_fork)
     output = tmp_path / "found.json"
     arguments = ["--cases=coordinator,large", "--rounds=1", "--stock-rounds=1", "--ranks=4", "--large-ranks=6"]
     assert command.main([*arguments, "--items=10", f"--dir={tmp_path}", f"--json={output}"]) == 0

@@ -44,10 +44,12 @@ from vescale_ckpt import (
     CorruptCheckpointError,
     LoadPlanner,
     SavePlanner,
+    SaveStats,
     StorageReader,
     StorageWriter,
     layout,
 )
+from vescale_ckpt.data_file import DataFiles
 
 # --- What a save touches
 
@@ -289,8 +291,10 @@ def test_loads_beside_a_process_that_saves_never_mix_two_saves(checkpoint: Path)
     thread = threading.Thread(target=keep_saving)
     thread.start()
     whole = 0
+    loads = 0
     try:
-        for _ in range(60):
+        while loads < 60 or not whole:  # for ever only if each is overtaken
+            loads += 1
             try:
                 values = load(checkpoint, state(0))
             except CorruptCheckpointError as error:
@@ -300,7 +304,7 @@ def test_loads_beside_a_process_that_saves_never_mix_two_saves(checkpoint: Path)
             whole += 1
     finally:
         stop.set()
-        thread.join(60)
+        thread.join()
     assert saved[0] > 0 and whole > 0
 
 
@@ -416,5 +420,41 @@ def test_a_link_to_a_directory_is_saved_through(tmp_path: Path) -> None:
 
 
 def test_data_file_names_never_repeat() -> None:
-    names = {layout.new_data_name(0) for _ in range(2000)}
+    names = {layout.data_name(0, layout.new_token()) for _ in range(2000)}
     assert len(names) == 2000
+
+
+def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save's clean-up comes between the making of a file and its lock."""
+    mark = layout.lock
+    taken: list[str] = []
+
+    def late(path: str) -> layout.FileLock | None:
+        if len(taken) < 2:
+            taken.append(path)
+            assert os.path.basename(path) in layout.remove_leftovers(os.path.dirname(path))
+        return mark(path)
+
+    monkeypatch.setattr(layout, "lock", late)
+    save(checkpoint, state(1))
+    assert same(load(checkpoint, state(0)), state(1)) and len(set(taken)) == 2
+    taken.clear()
+    monkeypatch.setattr(layout, "lock", lambda path: late(path) if not taken.clear() else None)
+    with pytest.raises(CheckpointException) as raised:
+        save(checkpoint, state(2))
+    assert "removed" in str(cause(raised.value)) and same(load(checkpoint, state(0)), state(1))
+
+
+def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+    finish = DataFiles.finish
+
+    def cleaned(files: DataFiles, *counts: int) -> SaveStats:
+        removed.extend(layout.remove_leftovers(str(checkpoint)))
+        return finish(files, *counts)
+
+    monkeypatch.setattr(DataFiles, "finish", cleaned)
+    save(checkpoint, state(1), single_file_per_rank=False)
+    assert not removed and same(load(checkpoint, state(0)), state(1))

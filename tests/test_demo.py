@@ -14,7 +14,7 @@ DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
 def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")  # the network's weights come in that format
     command = [sys.executable, str(DEMO), "--tiny", "--rounds=1", f"--dir={tmp_path}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     claims = [line for line in run.stdout.splitlines() if line.startswith("ok: ")]
     assert any("SIGKILL" in claim for claim in claims)

@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -393,7 +392,7 @@ WRITER_CALLS = [
 ]
 READER_CALLS = ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"]
 COORDINATOR_ONLY = {"prepare_global_plan", "finish"}
-BOUND = 60.0  # seconds within which every rank has raised
+BOUND = 120.0  # seconds after which a run of ranks counts as hung
 
 
 class Deliberate(CheckpointError):
@@ -438,10 +437,8 @@ def check_on_ranks(directory: Path, k: int, reader: type[StorageReader] = Storag
 
 
 def expect_failure(message: str, function: Any, *args: Any) -> None:
-    started = time.monotonic()
     with pytest.raises(CheckpointException, match=message):
         function(*args)
-    assert time.monotonic() - started < BOUND
 
 
 def fail_at_every_call_of_a_writer(directory: Path) -> list[str]:
@@ -562,7 +559,7 @@ def test_children_forked_in_the_middle_of_a_save_do_their_own(checkpoint: Path, 
     thread.start()
     try:
         for k in range(12):
-            assert in_child(save_and_load_again, tmp_path / "child", k, seconds=20).value
+            assert in_child(save_and_load_again, tmp_path / "child", k).value
     finally:
         stop.set()
         thread.join(60)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import enum
-import time
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cost import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
@@ -68,7 +68,7 @@ def outcome(function: Any, state: Any) -> Any:
     return [(key, id(value)) for key, value in flat.items()], typed
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(states)
 def test_equals_the_stock_flattening(state: dict[Any, Any]) -> None:
     assert outcome(flatten, state) == outcome(flatten_state_dict, state)
@@ -124,14 +124,10 @@ def test_the_state_is_left_alone() -> None:
     assert len(state["a"]["b"]) == 2
 
 
-def test_ten_thousand_values_cost_milliseconds() -> None:
+def test_what_ten_thousand_values_cost() -> None:
     layers = {f"layers.{layer}": {name: torch.empty(1) for name in "abcdefghij"} for layer in range(500)}
     optimizer = {"state": {index: {"exp_avg": torch.empty(1), "step": 1.0} for index in range(2500)}}
     state = {"model": layers, "optimizer": optimizer}
     assert len(flatten(state)[0]) == 10_000
-    seconds = []
-    for _ in range(10):
-        started = time.perf_counter()
-        flatten(state)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.03  # 3 ms where this was written
+    # 3 for each of 3,000 containers, none for a value; stock's are 125,000.
+    assert calls_of(lambda: flatten(state)) < 12_000

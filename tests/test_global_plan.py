@@ -192,10 +192,36 @@ def test_a_plan_is_equal_on_every_run_and_keeps_itself(job: Job, placement: str,
     again = job.plan(placement, least_piece_bytes=least)
     kept = job.plan(placement, least_piece_bytes=least, previous=first)
     for other in (again, kept):
-        assert other.identity == first.identity
         assert [other.part(rank) for rank in range(first.ranks)] == [first.part(rank) for rank in range(first.ranks)]
         for node in range(first.nodes):
             assert other.catalog(node).rows() == first.catalog(node).rows()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    world=st.integers(2, 12),
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(300, 500)), min_size=1, max_size=3),
+    groups=st.sampled_from([1, 2]),
+)
+def test_replicas_of_few_rows_are_even_too(world: int, shapes: list[tuple[int, ...]], groups: int) -> None:
+    # The first rank of each group has something of its own; the groups hold the two halves of the last dimension.
+    ranks: list[list[Row]] = [[] for _ in range(world * groups)]
+    for number, (*first, length) in enumerate(shapes):
+        for rank in range(world * groups):
+            offset, size = (0, 0, rank % groups * length), (*first, length)
+            row = Row(f"t{number}", (*first, length * groups), offset, size, SHARD if groups > 1 else TENSOR)
+            ranks[rank].append(row)
+    for rank in range(groups):
+        ranks[rank].append(tensor(f"own{rank}", 2))
+    job = Job(ranks)
+    plan = job.plan(least_piece_bytes=4)
+    check_catalog(job, plan)
+    by_rank = plan.bytes_by_rank()
+    # Pieces are no smaller than one index of the last dimension.
+    coarsest = max(4 * first * second for first, second, _ in shapes)
+    assert max(by_rank) <= 1.02 * sum(by_rank) / len(by_rank) + coarsest
+    again = job.plan(least_piece_bytes=4, previous=plan)
+    assert again.catalog().rows() == plan.catalog().rows()
 
 
 @settings(max_examples=200, deadline=None)

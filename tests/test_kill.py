@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ckpt import SavePlanner, StorageWriter
 
-KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "120"))
-BOUND = 60.0  # seconds after which a process counts as hung
+KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60"))
+BOUND = 120.0  # seconds after which a process counts as hung
 
 
 class Shared:

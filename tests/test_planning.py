@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, PerRank, SavePlanner, StorageReader, StorageWriter, api
 
-BOUND = 60.0  # seconds after which a run of ranks counts as hung
+BOUND = 120.0  # seconds after which a run of ranks counts as hung
 WAYS = ("dcp", "ours")
 
 
@@ -105,6 +105,40 @@ def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: 
     needed = 4 * (1_500_000 + 600_000)
     assert needed <= sum(sizes) < 1.2 * needed
     assert max(sizes) < 1.25 * sum(sizes) / world_size
+
+
+def _few_rows(way: str, directory: str) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    planner = SavePlanner()
+    for k in (1, 2):  # the second time by the kept plan
+        path = f"{directory}/{k}"
+        experts = torch.arange(3 * 700 * 1024, dtype=torch.float32).view(3, 700, 1024) + k
+        halves = torch.arange(4 * 1400 * 512, dtype=torch.float32).view(4, 1400, 512) - k
+        state: dict[str, Any] = {
+            "experts": experts,
+            "strided": experts.transpose(0, 2),
+            "halves": distribute_tensor(halves, mesh, [Replicate(), Shard(1)], src_data_rank=None),
+        }
+        save(way, path, state, planner)
+        for loaded in (load(path, state), load_by_stock(path, state)):
+            assert torch.equal(loaded["halves"].to_local(), state["halves"].to_local())
+            assert all(torch.equal(loaded[key], state[key]) for key in ("experts", "strided"))
+        # Wanted boxes that cross the pieces.
+        for dim in range(3):
+            target = {"experts": distribute_tensor(torch.zeros_like(experts), mesh, [Shard(dim), Replicate()])}
+            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+            assert torch.equal(target["experts"].full_tensor(), experts)
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        assert {chunk.sizes[0] for chunk in stored["experts"].chunks} == {3}, "a piece has all of the first dimension"
+        assert len(stored["experts"].chunks) > 1
+    mine = [name for name in os.listdir(path) if name.startswith(f"__{dist.get_rank()}_")]
+    return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_large_rows_are_cut_along_the_dimension_behind(tmp_path: Path, way: str) -> None:
+    sizes = run_ranks(4, _few_rows, way, str(tmp_path), timeout=BOUND)
+    assert max(sizes) < 1.03 * sum(sizes) / 4
 
 
 def _meshes(way: str, path: str) -> None:
@@ -245,6 +279,23 @@ def test_one_planner_for_two_groups(tmp_path: Path, way: str) -> None:
     run_ranks(3, _positions, way, str(tmp_path), timeout=BOUND)
 
 
+def _keeps_plans_here_only(ways: tuple[str, ...], directory: str, keeping: int) -> list[int]:
+    planner = SavePlanner(enable_plan_caching=dist.get_rank() == keeping)
+    made = plans_made(planner)
+    for k in range(4):
+        state = replicated(k)
+        save(ways[k % len(ways)], f"{directory}/{k}", state, planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+    return made
+
+
+@pytest.mark.parametrize("ways", [("dcp",), ("ours",), ("ours", "dcp")], ids="-".join)
+@pytest.mark.parametrize("keeping", [0, 1])
+def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
+    made = run_ranks(2, _keeps_plans_here_only, ways, str(tmp_path), keeping, timeout=BOUND)
+    assert made == [[2, 2, 2, 2], []]
+
+
 def _fail_then_save(way: str, directory: str) -> None:
     planner = SavePlanner()
     state = replicated(1)
@@ -360,6 +411,27 @@ def _per_rank_elsewhere(path: str) -> None:
 def test_state_of_each_rank_comes_back_to_it(checkpoint: Path, way: str) -> None:
     run_ranks(2, _per_rank, way, str(checkpoint), timeout=BOUND)
     run_ranks(4, _per_rank_elsewhere, str(checkpoint), timeout=BOUND)
+
+
+def _per_rank_in_a_tuple(way: str, path: str) -> None:
+    rank = dist.get_rank()
+    for state in ({"opt": {"rng": (1, PerRank(rank))}}, {"opt": {"rng": [5, (1, {"x": [PerRank(rank)]})]}}):
+        with pytest.raises((CheckpointError, CheckpointException)) as caught:
+            save(way, path, state)
+        assert "opt.rng: a PerRank is part of a value that is saved as one object" in everything_in(caught.value)
+        assert not os.path.exists(f"{path}/.metadata")
+    endless: list[Any] = [1]
+    endless.append((endless,))
+    save(way, path, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
+    with pytest.raises(CheckpointException) as refused:
+        target = {"opt": {"rng": (1, PerRank(rank))}}
+        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert "opt.rng: a PerRank is part of" in everything_in(refused.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path, way: str) -> None:
+    run_ranks(2, _per_rank_in_a_tuple, way, str(checkpoint), timeout=BOUND)
 
 
 class _Loader:

@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from cost import least_cpu_seconds
+from ranks import RankDiedError, run_ranks
 from states import assert_same
 from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, replicated, save
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -42,6 +42,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt.exchange import Exchange
 
 ERRORS = (CheckpointError, CheckpointException)
 
@@ -353,10 +354,8 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
     state = state_of(2)
     if dist.get_rank() == broken:
         _broken(state, phase)
-    started = time.monotonic()
     with pytest.raises(ERRORS) as caught:
         save(way, path, state, planner)
-    assert time.monotonic() - started < 20
     _C.clear_faults()
     assert f"rank {broken}" in str(caught.value) or list(caught.value.failures) == [broken]  # type: ignore[union-attr]
     del caught  # its traceback holds the writer, which holds its lock
@@ -384,10 +383,8 @@ def test_after_a_failed_commit_saves_go_on(tmp_path: Path, way: str) -> None:
 
 def _bad_state_dict(directory: str) -> None:
     state = {"a": torch.ones(3), "bad": _BadState() if dist.get_rank() == 1 else {"x": 1}}
-    started = time.monotonic()
     with pytest.raises(CheckpointError, match="no state"):
-        vescale_ckpt.save(f"{directory}/c", state, timeout=20)
-    assert time.monotonic() - started < 10
+        vescale_ckpt.save(f"{directory}/c", state)
     vescale_ckpt.save(f"{directory}/c", {"a": torch.ones(3)})
 
 
@@ -396,8 +393,6 @@ def test_a_state_dict_that_raises_on_one_rank(tmp_path: Path) -> None:
 
 
 def _die(directory: str, phase: str, who: int) -> None:
-    from vescale_ckpt import api
-
     path = f"{directory}/c"
     planner = SavePlanner()
     old = replicated(1)
@@ -408,23 +403,21 @@ def _die(directory: str, phase: str, who: int) -> None:
             os.kill(os.getpid(), 9)
 
         if phase == "agree":
-            api._Save._vote = die  # type: ignore[method-assign]
+            Exchange.agree = die  # type: ignore[method-assign]
         elif phase == "write":
             StorageWriter.write_data = die  # type: ignore[method-assign]
         elif phase == "written":
-            original = StorageWriter._write
+            original = StorageWriter.write_data
 
             def write_and_die(*args: Any) -> Any:
                 original(*args)
                 die()
 
-            StorageWriter._write = write_and_die  # type: ignore[method-assign]
+            StorageWriter.write_data = write_and_die  # type: ignore[method-assign]
         elif phase == "commit":
             StorageWriter.commit = die  # type: ignore[method-assign]
-    started = time.monotonic()
     with pytest.raises(CheckpointTimeoutError) as caught:
-        vescale_ckpt.save(path, replicated(2), planner=planner, timeout=5)
-    assert time.monotonic() - started < 15
+        vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value
     assert_same(_load_alone(path, old), old)
 
@@ -440,7 +433,8 @@ def _load_alone(path: str, state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("phase", "who"), [("agree", 1), ("write", 2), ("written", 1), ("commit", 0)])
 def test_a_killed_rank_is_named_in_bounded_time(tmp_path: Path, phase: str, who: int) -> None:
     answers = run_ranks(3, _die, str(tmp_path), phase, who, timeout=BOUND, check=False)
-    assert [answer for rank, answer in enumerate(answers) if rank != who] == [None, None], answers
+    assert isinstance(answers.pop(who), RankDiedError)
+    assert answers == [None, None]
 
 
 # --- The index beside another .metadata
@@ -788,13 +782,12 @@ def test_a_state_is_not_kept_after_its_save(tmp_path: Path) -> None:
 
 
 def test_tensors_that_have_to_be_copied_cost_as_much_each(tmp_path: Path) -> None:
-    def seconds(count: int) -> float:
+    def save_and_load(count: int) -> None:
         state = {f"k{i}": torch.ones(2, dtype=torch.complex64).conj() for i in range(count)}
-        started = time.monotonic()
         vescale_ckpt.save(tmp_path / "c", state)
         target = {key: torch.zeros(2, dtype=torch.complex128) for key in state}
         dcp.load(target, storage_reader=StorageReader(tmp_path / "c"), planner=LoadPlanner(allow_cast=True))
-        return time.monotonic() - started
 
-    seconds(10)
-    assert seconds(3000) < 12 * seconds(750)
+    save_and_load(10)
+    some, many = (least_cpu_seconds(lambda: save_and_load(count), 2) for count in (750, 3000))  # noqa: B023
+    assert many < 12 * some

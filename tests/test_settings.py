@@ -28,13 +28,13 @@ def test_default_without_the_variable(name: str) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_number_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = settings.SETTINGS[name]
-    for number in (setting.least, int(setting.default) * 2):
+    for number in (setting.least, min(int(setting.default) * 2, setting.most)):
         monkeypatch.setenv(setting.variable, str(number))
         assert settings.value(name) == settings.number(name) == number
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("text", ["", "x", "1.5", "8M", "-1", "0", "0x10"])
+@pytest.mark.parametrize("text", ["", "x", "1.5", "8M", "-1", "0x10"])
 def test_number_that_makes_no_sense_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = settings.SETTINGS[name]
     monkeypatch.setenv(setting.variable, text)
@@ -42,7 +42,7 @@ def test_number_that_makes_no_sense_is_named(name: str, text: str, monkeypatch: 
         settings.value(name)
 
 
-@pytest.mark.parametrize("name", [name for name in NUMBERS if settings.SETTINGS[name].least > 1])
+@pytest.mark.parametrize("name", [name for name in NUMBERS if settings.SETTINGS[name].least > 0])
 def test_number_that_is_too_small_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = settings.SETTINGS[name]
     monkeypatch.setenv(setting.variable, str(setting.least - 1))

@@ -1,41 +1,59 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
-from .api import SaveHandle, save
+from .api import prepare, save
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
+    LoadFailedError,
+    Mismatch,
     MissingKeysError,
     RankFailedError,
     SaveFailedError,
+    SaveInProgressError,
     StorageFullError,
     UntrustedCheckpointError,
 )
 from .load_planner import LoadPlanner
+from .loading import load
+from .manager import CheckpointManager
 from .per_rank import PerRank
 from .reader import StorageReader
+from .save_handle import SaveHandle
 from .save_planner import SavePlanner
-from .stats import LoadStats, SaveStats
+from .stager import Stager
+from .stats import LoadReport, LoadStats, SaveStats
+from .verify import VerifyReport, verify
 from .writer import StorageWriter
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointTimeoutError",
     "CorruptCheckpointError",
     "IncompatibleStateError",
+    "LoadFailedError",
     "LoadPlanner",
+    "LoadReport",
     "LoadStats",
+    "Mismatch",
     "MissingKeysError",
     "PerRank",
     "RankFailedError",
     "SaveFailedError",
     "SaveHandle",
+    "SaveInProgressError",
     "SavePlanner",
     "SaveStats",
+    "Stager",
     "StorageFullError",
     "StorageReader",
     "StorageWriter",
     "UntrustedCheckpointError",
+    "VerifyReport",
+    "load",
+    "prepare",
     "save",
+    "verify",
 ]

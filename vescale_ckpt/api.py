@@ -1,20 +1,31 @@
-"""`save`: the short way, with exchanges between ranks of our own in place of DCP's."""
+"""`save` and `prepare`: the short way, with exchanges between ranks of our own in place of DCP's."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
+from . import _C, memory_budget, settings
+from .application import saved_form
+from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
+from .errors import SaveInProgressError
 from .exchange import Exchange
+from .gate import Gate
+from .lane import ON_BUSY, Lane, OnBusy
+from .packed import words
 from .pause import garbage_collector_paused
+from .save_handle import SaveHandle
 from .save_planner import SavePlanner
-from .stats import SaveStats
+from .tensors import NOT_READY, device_number
+
+logger = logging.getLogger(__name__)
 
 # One for each process group, and one for saves without any. What they keep is compared exactly before it is used.
 _default_planners: WeakKeyDictionary[dist.ProcessGroup, SavePlanner] = WeakKeyDictionary()
@@ -29,60 +40,114 @@ def _default_planner(process_group: dist.ProcessGroup | None) -> SavePlanner:
     return _default_planners.setdefault(group, SavePlanner())
 
 
-class SaveHandle:
-    """A save that is going on, or done."""
-
-    def __init__(self, result: Future[SaveStats], staged: Future[None]) -> None:
-        self.staged = staged  #: done when the state may change again
-        self._result = result
-
-    def done(self) -> bool:
-        return self._result.done()
-
-    def result(self, timeout: float | None = None) -> SaveStats:
-        """This rank's statistics once the checkpoint is durable. Raises what went wrong, on any rank."""
-        return self._result.result(timeout)
-
-    def progress(self) -> tuple[int, int]:
-        """Bytes of tensors that this rank has written, and has to write."""
-        total = self.result().bytes if self.done() and self._result.exception() is None else 0
-        return total, total
-
-
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
+    async_checkpoint: bool = False,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
+    gate: Optimizer | Iterable[Optimizer] | None = None,
     timeout: float | None = None,
+    on_busy: OnBusy = "wait",
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
     What `dcp.save` writes, in the same files, with less talk between ranks: while the state keeps its form, one small
     reduction before data is written, and one gather of where it was written after it.
 
+    With `async_checkpoint` it returns when what this rank will write has been copied, and goes on in the background;
+    the state may change then. What went wrong later is raised by the handle's `result()`, or, if nobody asked, by the
+    next save of the group, on all ranks.
+
     Args:
         path: a path or `file://` URL.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects; of a top-level value
             with `state_dict` and `load_state_dict` it is its state that is saved.
+        async_checkpoint: whether training goes on while data is written.
         planner: who writes what; a planner of a class of its own is used through `dcp.save`. None: one that is kept for
             the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
+        gate: optimizers. An asynchronous save then returns at once, and copies their parameters and state while forward
+            and backward run; their next `step` waits for it. What else the state holds is copied before it returns.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+        on_busy: what to do while the group's last asynchronous save goes on, on any rank: "wait" for it, "skip" this
+            one (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
 
-    Returns a finished handle. Raises `CheckpointError` on all ranks if any fails, in bounded time; nothing is committed
-    then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks that did not come.
+    Returns a handle, finished unless `async_checkpoint`. Raises `CheckpointError` on all ranks if any fails, in bounded
+    time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
+    that did not come.
     """
-    exchange = Exchange.of(process_group, timeout)
-    if planner is None:
-        planner = _default_planner(process_group)
-    with garbage_collector_paused():
-        stats = CollectiveSave(exchange, planner, path, overwrite, process_group).run(state)
-    staged: Future[None] = Future()
-    staged.set_result(None)
-    result: Future[SaveStats] = Future()
-    result.set_result(stats)
-    return SaveHandle(result, staged)
+    if on_busy not in ON_BUSY:
+        raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
+    if gate is not None and not async_checkpoint:
+        raise ValueError("gate: only an asynchronous save copies while training goes on")
+    guard = Gate(gate) if gate is not None else None
+    lane = Lane.of(process_group)
+    with lane.lock:
+        if on_busy != "wait" and not lane.all_free(process_group, timeout):
+            busy = SaveInProgressError(f"saving to {os.fspath(path)}: the save before this one goes on")
+            if on_busy == "raise":
+                raise busy
+            logger.warning("%s: this one is skipped", busy)
+            return SaveHandle.of_skipped(busy)
+        limit = settings.timeout(timeout)
+        lane.wait_until_done(limit)
+        failed_before = lane.take_failure()
+        exchange = Exchange.of(process_group, limit)
+        if planner is None:
+            planner = _default_planner(process_group)
+        save = CollectiveSave(exchange, planner, path, overwrite, process_group)
+        try:
+            with garbage_collector_paused():
+                packed = save.begin(state, failed_before)
+                if packed and async_checkpoint:
+                    save.stage(guard)
+                elif packed:
+                    save.finish()
+        finally:
+            save.let_go_of_state()
+        if packed and async_checkpoint:
+            return lane.go_on(save)
+        if async_checkpoint:
+            logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
+        assert save.writer.last_stats is not None
+        return SaveHandle.of_finished(save.writer.last_stats)
+
+
+def prepare(
+    state: Mapping[str, Any],
+    *,
+    async_checkpoint: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Plans saves of `state` and takes the memory of their snapshots, so that the first one need not.
+
+    All ranks of the group call it together, before training or after a load. Nothing is written. `async_checkpoint`:
+    False only plans. `state`, `timeout` and errors are those of `save`; what went wrong with the save before is left to
+    the next one.
+    """
+    planner = _default_planner(process_group)
+    lane = Lane.of(process_group)
+    with lane.lock:
+        limit = settings.timeout(timeout)
+        lane.wait_until_done(limit)
+        plan = CollectivePlan(Exchange.of(process_group, limit), planner, "preparing to save")
+        failure: Exception | None = None
+        try:
+            try:
+                plan.describe(saved_form(state), None)
+            except Exception as error:
+                failure = error
+            planned = plan.make(failure)
+            if planned is not None and async_checkpoint:
+                needed = sum(words(planned.items.body_bytes()))
+                device = device_number(max(planned.items.description.ready, default=NOT_READY))
+                if device >= 0:
+                    _C.page_lock_snapshots(device)
+                _C.prepare_snapshots(min(needed, memory_budget.snapshot_bytes()), settings.number("threads"))
+        finally:
+            planner.forget_state()

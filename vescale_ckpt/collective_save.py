@@ -8,28 +8,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
-from .errors import CheckpointError
+from .application import saved_form
+from .collective_plan import CollectivePlan
 from .exchange import Exchange
+from .gate import Gate
+from .message import pack, unpack
 from .node import node_of_this_process
-from .packed import GlobalSavePlan, PackedItems, PackedResults, PackedSavePlan
+from .packed import GlobalSavePlan, PackedItems, PackedResults
 from .save_planner import SavePlanner
-from .settings import PLACEMENTS
+from .staged_part import StagedPart
 from .stats import SaveStats
 from .writer import StorageWriter
 
-# Asking a value whether it follows a protocol takes ten microseconds: of a flat dictionary, more than planning takes.
-_NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
-
 
 class CollectiveSave:
-    """One save of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it."""
+    """One save of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it.
+
+    `begin`, then `stage` if it is to go on in the background, then `finish`, which any thread may call.
+    """
 
     def __init__(
         self,
@@ -44,112 +44,89 @@ class CollectiveSave:
         self.path = path
         self.overwrite = overwrite
         self.process_group = process_group
+        self.placement = planner.placement
         self.error: BaseException | None = None
+        self.part: StagedPart | None = None
+        self._items: PackedItems | None = None
+        self._of_all: GlobalSavePlan | None = None
 
-    def run(self, state: Mapping[str, Any]) -> SaveStats:
-        try:
-            return self._run(state)
-        finally:
-            self.planner.forget_state()
-
-    def _run(self, state: Mapping[str, Any]) -> SaveStats:
-        local: PackedSavePlan | None = None
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
+        """Decides with the other ranks what each will write. False: DCP has made the save, to which packed plans mean
+        nothing here. `error`: why this rank cannot take part. Raises on all ranks if one has failed."""
         values: dict[str, Any] = {}
+        # Ranks that save to different places, or are a save apart, are told so.
+        plan = CollectivePlan(self.exchange, self.planner, self._phase("")[:-2])
         try:
+            if error is not None:
+                raise error
             self.writer = StorageWriter(self.path, overwrite=self.overwrite)
-            values = {
-                key: value.state_dict() if type(value) not in _NOT_STATEFUL and isinstance(value, Stateful) else value
-                for key, value in state.items()
-            }
-            local = self._prepare(values)
+            values = saved_form(state)
+            self._set_up_writer()
+            plan.describe(values, self.writer.storage_meta())
+        except Exception as failure:
+            error = failure
+        planned = plan.make(error)
+        if planned is None:
+            dcp_save(values, storage_writer=self.writer, planner=self.planner, process_group=self.process_group)
+            return False
+        self._items, self._of_all = planned.items, planned.of_all
+        return True
+
+    def stage(self, gate: Gate | None) -> None:
+        """Copies what this rank will write: afterwards the state may change, as far as no gate guards it."""
+        assert self._items is not None
+        try:
+            self.part = StagedPart(self.writer, self._items, self.planner, gate)
         except Exception as error:
             self.error = error
-        same_plan, all_pack = self._vote(local)
-        if not all_pack:
-            dcp_save(values, storage_writer=self.writer, planner=self.planner, process_group=self.process_group)
-        else:
-            assert local is not None
-            items, planned = self._plan(local, same_plan)
-            try:
-                self._write_and_commit(items, planned)
-            finally:
-                self.writer.end()
+
+    def let_go_of_state(self) -> None:
+        """The state may be larger than what the process otherwise needs, and the planner lives on."""
+        self.planner.forget_state()
+        self._items = None
+
+    def finish(self) -> SaveStats:
+        """Writes and commits. Raises on all ranks if one has failed: nothing is committed then."""
+        try:
+            self._write_and_commit()
+        finally:
+            self.writer.end()
         assert self.writer.last_stats is not None
         return self.writer.last_stats
 
-    def _phase(self, step: str) -> str:
-        # Ranks that save to different places, or are a save apart, are told so.
-        return f"saving to {os.fspath(self.path)}: {step}"
-
-    def _prepare(self, state: dict[str, Any]) -> PackedSavePlan | None:
-        exchange, writer, planner = self.exchange, self.writer, self.planner
-        storage_meta = writer.storage_meta()
-        self.save_id = str(storage_meta.save_id)
+    def _set_up_writer(self) -> None:
+        exchange, writer = self.exchange, self.writer
+        self.save_id = str(writer.storage_meta().save_id)
         writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
-        planner.set_up_planner(state, storage_meta, exchange.is_coordinator)
         writer.prepare_local_plan(SavePlan([]))
         if exchange.is_coordinator:
-            writer.prepare_global_plan([])  # cleans up: nobody writes before the vote
-        self.description = planner.describe() if planner.packs() else None
-        return None if self.description is None else planner.local_plan(self.description)
+            writer.prepare_global_plan([])  # cleans up: nobody writes before the plan is made
 
-    def _vote(self, local: PackedSavePlan | None) -> tuple[bool, bool]:
-        """Whether all ranks have one and the same plan, and whether all can do with packed plans. One reduction."""
-        kept = local is not None and local.inventory is None and local.position == self.exchange.rank
-        plan_id = local.plan_id if local is not None and kept else bytes(16)
-        low, high = struct.unpack("<qq", plan_id)
-        placement = PLACEMENTS.index(self.planner.placement)
-        ours = (int(self.error is None), int(local is not None), int(kept), low, ~low, high, ~high)
-        votes = self.exchange.agree((*ours, placement, ~placement), self._phase("agree"))
-        fine, pack, all_kept, low, not_low, high, not_high, least, not_most = votes
-        if not fine:
-            self.exchange.fail_together(self.error, self._phase("plan"))
-        if least != ~not_most:
-            raise CheckpointError(f"ranks ask for different placements (here: {self.planner.placement!r})")
-        return bool(all_kept) and low == ~not_low and high == ~not_high, bool(pack)
+    def _phase(self, step: str) -> str:
+        return f"saving to {os.fspath(self.path)}: {step}"
 
-    def _plan(self, local: PackedSavePlan, same: bool) -> tuple[PackedItems, GlobalSavePlan | None]:
-        exchange, planner = self.exchange, self.planner
-        assert self.description is not None
-        planned: GlobalSavePlan | None = None
-        if same:
-            if exchange.is_coordinator:
-                planned = planner.kept_plan(local.plan_id)
-            return planner.accept(self.description, local), planned
+    def _write(self) -> PackedResults:
+        if self.error is not None:
+            raise self.error
+        if self.part is not None:
+            return self.part.write()
+        assert self._items is not None
+        results = self.writer.write_data(SavePlan(self._items), self.planner).value()  # type: ignore[arg-type]
+        assert isinstance(results, PackedResults)
+        return results
+
+    def _write_and_commit(self) -> None:
+        planned = self._of_all
         message = b""
         try:
-            if local.inventory is None:  # others have not what it names
-                local = planner.full_local_plan(self.description)
-            assert local.inventory is not None
-            message = _pack(local.inventory, local.paths, local.digests)
-        except Exception as error:
-            self.error = error
-        gathered = exchange.gather(message, self._phase("gather plans"))
-        answers = None
-        if gathered is not None and all(gathered):
-            try:
-                planned, _ = planner.global_plan_of([_local_plan(data) for data in gathered])
-                ranks = range(exchange.size)
-                answers = [_pack(planned.plan_id, planned.plan.part(rank)) for rank in ranks]
-            except Exception as error:
-                self.error = error
-        exchange.fail_together(self.error, self._phase("plan"))
-        plan_id, part = _unpack(exchange.scatter(answers, self._phase("scatter plans")))
-        answer = PackedSavePlan([], plan_id=plan_id, position=exchange.rank, part=part)
-        return planner.accept(self.description, answer), planned
-
-    def _write_and_commit(self, items: PackedItems, planned: GlobalSavePlan | None) -> None:
-        message = b""
-        try:
-            results = self.writer.write_data(SavePlan(items), self.planner).value()  # type: ignore[arg-type]
-            assert isinstance(results, PackedResults)
+            results = self._write()
             node = _number(node_of_this_process())
-            message = _pack(node, results.places, *(name.encode() for name in results.names))
+            message = pack(node, results.places, *(name.encode() for name in results.names))
         except Exception as error:
             self.error = error
         gathered = self.exchange.gather(message, self._phase("write"))
         results_of_all = [_result(data) for data in gathered] if gathered is not None and all(gathered) else None
-        if self.planner.placement == "local":
+        if self.placement == "local":
             self._commit_on_nodes(planned, results_of_all)
         elif results_of_all is not None:
             assert planned is not None
@@ -169,14 +146,14 @@ class CollectiveSave:
                 self._keep_error(self._fill_contents, contents, planned, results)
         mine = self.exchange.scatter(contents, self._phase("metadata"))
         if mine:
-            self._keep_error(self.writer.commit, *_unpack(mine))
+            self._keep_error(self.writer.commit, *unpack(mine))
 
     def _fill_contents(self, contents: list[bytes], planned: GlobalSavePlan, results: list[_Result]) -> None:
         leaders: dict[int, int] = {}
         for rank, result in enumerate(results):
             leaders.setdefault(result.node, rank)
         for number, node in enumerate(sorted(leaders)):  # as plans number nodes
-            contents[leaders[node]] = _pack(*self._files(planned, results, number))
+            contents[leaders[node]] = pack(*self._files(planned, results, number))
 
     def _files(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
         return planned.files(
@@ -203,32 +180,10 @@ class _Result:
     names: list[str]
 
 
-# --- Messages: a few byte strings in one
-
-
-def _pack(*parts: bytes) -> bytes:
-    return struct.pack(f"<q{len(parts)}q", len(parts), *map(len, parts)) + b"".join(parts)
-
-
-def _unpack(message: bytes) -> list[bytes]:
-    (count,) = struct.unpack_from("<q", message)
-    lengths = struct.unpack_from(f"<{count}q", message, 8)
-    at, parts = 8 * (1 + count), []
-    for length in lengths:
-        parts.append(message[at : at + length])
-        at += length
-    return parts
-
-
 def _number(value: int) -> bytes:
     return struct.pack("<q", value)
 
 
-def _local_plan(message: bytes) -> PackedSavePlan:
-    inventory, paths, digests = _unpack(message)
-    return PackedSavePlan([], inventory=inventory, paths=paths, digests=digests)
-
-
 def _result(message: bytes) -> _Result:
-    node, places, *names = _unpack(message)
+    node, places, *names = unpack(message)
     return _Result(struct.unpack("<q", node)[0], places, [name.decode() for name in names])

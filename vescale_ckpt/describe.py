@@ -17,7 +17,7 @@ from . import _C
 from .items import Items, make_items
 from .local_state import LocalState, look
 from .pause import garbage_collector_paused
-from .tensors import host_ready
+from .tensors import ON_HOST, ready_tensors
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Description:
     sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
     tensors: list[torch.Tensor]  #: what lies on this rank; `table` is true as long as these live unchanged
     table: bytes  #: `tensor_table` of them
-    ready: bytes  #: for each, 1 if the engine may use its memory as it is
+    ready: bytes  #: for each, what `ready_tensors` says: whether the engine, or a snapshot, may use its memory as it is
     objects: dict[str, Any]  #: values of the items that are no tensors
     other: dict[str, Any]  #: values that describe themselves to DCP or are tensors of a class of their own: no items
 
     @property
     def all_ready(self) -> bool:
         """Whether the engine may use the memory of all tensors as it is."""
-        return 0 not in self.ready
+        return self.ready.count(ON_HOST) == len(self.ready)
 
     @cached_property
     def items(self) -> list[tuple[Any, ...]]:
@@ -52,6 +52,10 @@ class Description:
             rows.append((numbers[at], *numbers[at + 2 : end]))
             at = end
         return rows
+
+    def tensor_number(self, item: int) -> int:
+        """Which of `tensors` an item of a tensor lies in."""
+        return self._source_rows[item][0]
 
     def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The local tensor that an item of a tensor lies in, and at which offset."""
@@ -96,7 +100,7 @@ class Describer:
             items.sources,
             state.tensors,
             state.table,
-            host_ready(state.tensors, state.table),
+            ready_tensors(state.tensors, state.table),
             {state.keys[position]: values[position] for position in items.objects},
             {state.keys[position]: values[position] for position in items.other},
         )

@@ -37,15 +37,22 @@ def direct_io_setting(argument: DirectIO) -> DirectIO:
     return argument
 
 
-def options(thread_count: int | None, direct_io: DirectIO) -> _C.Options:
-    """The engine's options for one save or load."""
+def thread_count(argument: int | None) -> int:
+    """The caller's `thread_count`, or the setting."""
+    return settings.number("threads") if argument is None else argument
+
+
+def options(threads: int | None, direct_io: DirectIO, in_background: bool = False) -> _C.Options:
+    """The engine's options for one save or load; `in_background`: one that training goes on beside."""
     return _C.Options(
         backend=str(settings.value("io_backend")),
-        threads=settings.number("threads") if thread_count is None else thread_count,
+        threads=thread_count(threads),
         depth=settings.number("depth"),
         slot_bytes=settings.number("slot_bytes"),
         arena_bytes=settings.number("arena_bytes"),
         access=_ACCESS[direct_io],
+        niceness=settings.number("background_niceness") if in_background else 0,
+        bytes_per_second=settings.number("background_bytes_per_second") if in_background else 0,
     )
 
 
@@ -112,18 +119,23 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and (tensor.numel() == 0 or not tensor._is_zerotensor())
         and _is_backed(tensor)
     )
 
 
 def _is_backed(tensor: torch.Tensor) -> bool:
+    return reach(tensor) <= tensor.untyped_storage().nbytes()
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Up to which byte of its storage a strided tensor goes."""
     elements = tensor.numel()
     if elements == 0:
-        return True
+        return 0
     if not tensor.is_contiguous():
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + elements) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+    return (int(tensor.storage_offset()) + elements) * tensor.itemsize
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:

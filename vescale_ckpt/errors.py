@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class CheckpointError(RuntimeError):
@@ -35,20 +36,28 @@ class CorruptCheckpointError(CheckpointError):
         super().__init__(message, key=key, file=file, offset=offset)
 
 
+class Mismatch(NamedTuple):
+    """A key of which the state asks for something else than the checkpoint holds."""
+
+    key: str
+    expected: str  #: what the state asks for: a shape, a dtype, an object instead of a tensor
+    found: str  #: what the checkpoint holds
+
+    def __str__(self) -> str:
+        return f"{self.key}: the state to load into has {self.expected}, the checkpoint has {self.found}"
+
+
 class IncompatibleStateError(CheckpointError):
     """The state to fill has another shape or dtype than the checkpoint."""
 
-    key: str
-    expected: str  #: what the state asks for
-    found: str  #: what the checkpoint holds
+    key: str  #: the first of `mismatched`, as are the next two
+    expected: str
+    found: str
+    mismatched: list[Mismatch]
 
-    def __init__(self, key: str, expected: object, found: object) -> None:
-        super().__init__(
-            f"{key}: the state to load into has {expected}, the checkpoint has {found}",
-            key=key,
-            expected=str(expected),
-            found=str(found),
-        )
+    def __init__(self, key: str, expected: object, found: object, others: Sequence[Mismatch] = ()) -> None:
+        mismatched = [Mismatch(key, str(expected), str(found)), *others]
+        super().__init__("; ".join(map(str, mismatched)), **mismatched[0]._asdict(), mismatched=mismatched)
 
 
 class MissingKeysError(CheckpointError):
@@ -56,15 +65,19 @@ class MissingKeysError(CheckpointError):
 
     missing: list[str]
     unexpected: list[str]
+    mismatched: list[Mismatch]
 
-    def __init__(self, missing: list[str], unexpected: list[str] | None = None) -> None:
+    def __init__(
+        self, missing: list[str], unexpected: list[str] | None = None, mismatched: Sequence[Mismatch] = ()
+    ) -> None:
         unexpected = unexpected or []
         parts = [
             f"{len(keys)} key{'s' if len(keys) != 1 else ''} {what}: {_listed(keys)}"
             for keys, what in ((missing, "missing from the checkpoint"), (unexpected, "not in the state"))
             if keys
         ]
-        super().__init__("; ".join(parts), missing=missing, unexpected=unexpected)
+        parts.extend(map(str, mismatched))
+        super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
 
 class UntrustedCheckpointError(CheckpointError):
@@ -117,6 +130,14 @@ class RankFailedError(CheckpointError):
 
 class SaveFailedError(RankFailedError):
     """The same, in a save. Nothing was committed."""
+
+
+class SaveInProgressError(CheckpointError):
+    """The save before is not done, and the caller chose not to wait for it."""
+
+
+class LoadFailedError(RankFailedError):
+    """The same, in a load. What is in the tensors that were to be filled is not defined."""
 
 
 def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:

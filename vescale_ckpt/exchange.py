@@ -12,8 +12,8 @@ import hashlib
 import pickle
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class Exchange:
         At first use and after a failure all ranks of the group connect, together; the connections are kept while the
         group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
         """
-        limit = float(settings.number("timeout")) if timeout is None else timeout
+        limit = settings.timeout(timeout)
         if not (dist.is_available() and dist.is_initialized()):
             return Exchange(None, limit)
         group = dist.group.WORLD if process_group is None else process_group
@@ -151,6 +151,14 @@ class Exchange:
                 links.wait()
         assert data is not None
         return data
+
+    @contextmanager
+    def peers(self, kind: str, phase: str) -> Iterator[Connections]:
+        """A collective of messages from rank to rank, of which all have to be sent and received within it. Not for
+        a single rank. What is raised inside ends the exchange."""
+        assert self._links is not None
+        with self._links.collective(kind, phase, self.timeout):
+            yield self._links
 
     def fail_together(
         self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError

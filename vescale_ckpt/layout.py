@@ -62,10 +62,35 @@ def has_metadata(directory: str, rank: int | None) -> bool:
     return os.path.lexists(os.path.join(directory, metadata_name(rank)))
 
 
-def new_data_name(rank: int, part: int | None = None) -> str:
-    """A name that no earlier save used: ranks need not agree on it, because metadata carries it."""
+def new_token() -> str:
+    """What tells the data files of one save of a rank from all others: ranks need not agree on names, because metadata
+    carries them."""
+    return secrets.token_hex(4)
+
+
+def data_name(rank: int, token: str, part: int | None = None) -> str:
+    """The name of a rank's data file, or of one of several."""
     middle = "" if part is None else f"_{part}"
-    return f"__{rank}_{secrets.token_hex(4)}{middle}{DEFAULT_SUFFIX}"
+    return f"__{rank}_{token}{middle}{DEFAULT_SUFFIX}"
+
+
+def is_of_a_save(name: str) -> bool:
+    """Whether a save that died may have left a file of that name."""
+    ours = _OUR_DATA_FILE.fullmatch(name) or _TEMPORARY_FILE.fullmatch(name)
+    return ours is not None or name == METADATA_NAME + INDEX_SUFFIX
+
+
+def is_data_file(name: str) -> bool:
+    """Whether it is named as saves of ours name their data files."""
+    return _OUR_DATA_FILE.fullmatch(name) is not None
+
+
+def metadata_ranks(directory: str) -> list[int | None]:
+    """Whose metadata the directory holds: [None] for that of all ranks, else ranks that saved without collectives."""
+    names = [name for name in os.listdir(directory) if _METADATA_FILE.fullmatch(name)]
+    if METADATA_NAME in names:
+        return [None]
+    return [*sorted(int(name[2 : -len(METADATA_NAME)]) for name in names)]
 
 
 def make_directory(directory: str) -> None:
@@ -84,21 +109,27 @@ def read_metadata(directory: str, rank: int | None = None) -> Metadata:
 
     Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
     """
+    return metadata_file.loads(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
+
+
+def metadata_bytes(directory: str, rank: int | None) -> bytes:
+    """What is in the metadata file, not looked at. Raises as `read_metadata`."""
     path = os.path.join(directory, metadata_name(rank))
     try:
         # Not blocking: a FIFO of that name would wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
-            data = file.read()
+            return file.read()
     except FileNotFoundError:
         what = "is no directory" if not os.path.isdir(directory) else f"has no {metadata_name(rank)}"
         raise CheckpointError(
-            f"{directory} {what}: not a checkpoint, or one whose save did not finish", path=directory
+            f"{directory} {what}: not a checkpoint, or one whose save did not finish",
+            path=directory,
+            errno=errno.ENOENT,
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
-    return metadata_file.loads(data, path)
 
 
 def check_relative(name: object, key: str) -> str:
@@ -158,9 +189,12 @@ def _named_files(directory: str, rank: int | None) -> set[str]:
 
 
 class FileLock:
-    """Marks a data file as part of a save that goes on, until it is released or the process dies."""
+    """Marks a file as in use, until it is released or the process dies: a data file of a save that goes on.
 
-    def __init__(self, directory: str, descriptor: int) -> None:
+    `directory`: of that save; None for what `drop_dead_locks` has no business with.
+    """
+
+    def __init__(self, directory: str | None, descriptor: int) -> None:
         self.directory = directory
         self._descriptor = descriptor
         _held.add(self)
@@ -186,25 +220,31 @@ def _release_after_fork() -> None:
 os.register_at_fork(after_in_child=_release_after_fork)
 
 
+class TakenForLeftoverError(CheckpointError):
+    """Another save in the directory removed a data file that was not marked yet."""
+
+
 def lock(path: str) -> FileLock | None:
     """Marks the data file of a save that is going on. Returns None where the file system has no locks. Raises
-    `CheckpointError` if somebody removed the file.
+    `TakenForLeftoverError` if somebody removed the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{path} was removed while it was written: {error}", path=path) from error
+        raise TakenForLeftoverError(f"{path} was removed while it was written: {error}", path=path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise CheckpointError(f"{path} was taken for a leftover by another save in this directory", path=path) from None
+        raise TakenForLeftoverError(
+            f"{path} was taken for a leftover by another save in this directory", path=path
+        ) from None
     except OSError:
         os.close(descriptor)
         return None
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
-        raise CheckpointError(f"{path} was taken for a leftover by another save in this directory", path=path)
+        raise TakenForLeftoverError(f"{path} was taken for a leftover by another save in this directory", path=path)
     return FileLock(os.path.dirname(os.path.abspath(path)), descriptor)
 
 

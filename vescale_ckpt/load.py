@@ -22,6 +22,7 @@ from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
+from .routed_read import Outcome, RoutedRead
 from .stats import LoadStats
 from .stock import StorageInfo
 
@@ -86,14 +87,19 @@ class Load:
             ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes"), 0
         )
         self.bytes = 0
+        self.shared_bytes = 0
         self.unverified = 0
         self.fallbacks = 0
 
-    def run(self, items: Sequence[ReadItem]) -> None:
+    def run(self, items: Sequence[ReadItem], routed: RoutedRead | None = None) -> None:
+        """With `routed` in step with other ranks, which read some of it; the items, if in packed form, are those that
+        it was planned for."""
         started = time.perf_counter()
         if isinstance(items, PackedReads) and (planner := items.planner()) is self.planner and planner is not None:
-            tensors, read_objects = self._run_packed(items, planner)
+            tensors, read_objects = self._run_packed(items, planner, routed)
         else:
+            if routed is not None:
+                routed.deliver(self, None)
             tensors, read_objects = self._run_items(items)
         if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
@@ -109,19 +115,35 @@ class Load:
             verified=self.reader.verify,
             unverified_bytes=self.unverified,
             fallback_tensors=self.fallbacks,
+            shared_bytes=self.shared_bytes,
             **self.totals,
         )
 
     # --- What our planner planned on the index
 
-    def _run_packed(self, reads: PackedReads, planner: OurLoadPlanner) -> tuple[int, int]:
+    def _run_packed(self, reads: PackedReads, planner: OurLoadPlanner, routed: RoutedRead | None) -> tuple[int, int]:
         names = reads.description.names
         for name in reads.plan.files:
             layout.check_relative(name, self.reader.path)
             self.paths.append(os.path.join(self.reader.path, name))
+        alone = reads
+        if routed is not None:
+            outcome = routed.deliver(self, reads)
+            if outcome is Outcome.failed_elsewhere:
+                return 0, 0
+            if outcome is Outcome.delivered:
+                self.shared_bytes = routed.routes.shared_bytes
+                alone = reads.only(routed.routes.own)
+        self.bytes = self.shared_bytes
         records = [_Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
         for record, data in self._objects(records):
             planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
+        self.read_packed(alone)
+        return reads.count_tensors(), len(records)
+
+    def read_packed(self, reads: PackedReads) -> None:
+        """The tensors."""
+        names = reads.description.names
         if reads.description.all_ready and not self.allow_cast:
             table = reads.read_table()
             rows: list[ReadRow] = []
@@ -138,7 +160,6 @@ class Load:
                 self._read_odd_record(self._target_of(reads, row_at(number)))
         else:
             self._read_targets(self._target_of(reads, row) for row in reads.rows())
-        return reads.count_tensors(), len(records)
 
     def _target_of(self, reads: PackedReads, row: ReadRow) -> _Target:
         record = _Record(
@@ -350,9 +371,13 @@ class Load:
             raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
 
     def _count(self, report: dict[str, Any]) -> None:
+        self.count_read(report)
+        self.bytes += report["needed_bytes"]
+
+    def count_read(self, report: dict[str, Any]) -> None:
+        """Of what was read, whoever it is for."""
         for name in self.totals:
             self.totals[name] += report[name]
-        self.bytes += report["needed_bytes"]
         self.unverified += report["unverified_bytes"]
 
     def _settle(self, group: _Group, report: dict[str, Any]) -> None:
@@ -365,6 +390,15 @@ class Load:
                 target.tensor.copy_(target.host)
             if target.item is not None:
                 self.planner.commit_tensor(target.item, target.tensor)
+
+    def read_odd_piece(
+        self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
+    ) -> None:
+        """Fills `piece` with what starts at `start` in a chunk of `sizes`; `record`: file, offset, length, CRC-32 and
+        dtype code of one that the engine left unread."""
+        file, offset, length, crc, code = record
+        stored = _Record(key, file, offset, length, crc, engine.CODE_DTYPES[code], sizes)
+        self._read_odd_record(_Target(stored, start, piece.shape, piece, piece, None))
 
     def _read_odd_record(self, target: _Target) -> None:
         """A record that is not a plain contiguous tensor: stock DCP keeps strides and conjugation, for instance."""

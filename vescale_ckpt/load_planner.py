@@ -149,7 +149,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, value in state.items():
             stored = self.metadata.state_dict_metadata[key]
             stored_tensor, wants_tensor = isinstance(stored, TensorStorageMetadata), isinstance(value, torch.Tensor)
-            if stored_tensor != (wants_tensor or _has_chunks(value)):
+            if stored_tensor != (wants_tensor or has_chunks(value)):
                 names = ("an object", "a tensor") if stored_tensor else ("a tensor", "an object")
                 raise IncompatibleStateError(key, *names)
             if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
@@ -201,7 +201,7 @@ def _needs_stock_set_up(value: Any) -> bool:
     return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
-def _has_chunks(value: Any) -> bool:
+def has_chunks(value: Any) -> bool:
     """Whether it is no tensor but describes chunks of one, as DCP lets objects do."""
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
 

@@ -111,12 +111,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def loads(data: bytes, path: str) -> Metadata:
-    """Reads what is in a `.metadata` file.
-
-    `path` is for messages only. Raises `UntrustedCheckpointError` for imports that metadata never needs, and
-    `CorruptCheckpointError` if the bytes are no metadata.
-    """
+def check(data: bytes, path: str) -> None:
+    """Looks at what is in a `.metadata` file before anything is built from it. Raises as `loads` does."""
     wrong, end = _C.check_pickle(data)
     trailer = data[end:]
     if not wrong and trailer and trailer != _trailer(data[:end]):  # stock files have none
@@ -125,6 +121,15 @@ def loads(data: bytes, path: str) -> Metadata:
         raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
     if wrong:
         raise UntrustedCheckpointError(f"{path} is no sound metadata: {wrong}", path=path)
+
+
+def loads(data: bytes, path: str) -> Metadata:
+    """Reads what is in a `.metadata` file.
+
+    `path` is for messages only. Raises `UntrustedCheckpointError` for imports that metadata never needs, and
+    `CorruptCheckpointError` if the bytes are no metadata.
+    """
+    check(data, path)
     with garbage_collector_paused():
         try:
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()

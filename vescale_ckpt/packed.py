@@ -33,6 +33,7 @@ from .items import OBJECT, SHARD, TENSOR, packed_row
 from .lazy_metadata import LazyMetadata
 from .sharding import Piece
 from .stock import StorageInfo
+from .tensors import NOT_READY
 
 if TYPE_CHECKING:
     from .load_planner import LoadPlanner
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 PART_ROW = 4  # item, dim (-1: the whole box), start, length
 PLACE_ROW = 4  # file, offset, length, CRC-32 (-1: none)
+NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
 
 
 def words(table: bytes) -> memoryview:
@@ -63,12 +65,12 @@ class PackedSavePlan(SavePlan):
 class GlobalSavePlan:
     """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
 
-    def __init__(self, inventories: list[bytes], paths: list[bytes], plan: _C.GlobalPlan) -> None:
+    def __init__(self, inventories: list[bytes], paths: list[bytes], plan: _C.GlobalPlan, kept: bool) -> None:
         self.inventories = inventories
         self.paths = paths
         self.plan = plan
         # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
-        self.plan_id = secrets.token_bytes(16)
+        self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # by node
 
     def metadata(self) -> LazyMetadata:
@@ -173,11 +175,36 @@ class PackedItems(_Lazy):
                 self._tensors = len(self)
         return self._tensors
 
-    def write_table(self) -> bytes:
-        """The engine's table of the tensors in it, where all of them can be used where they are."""
+    def write_table(self, rows: Sequence[int] | None = None) -> bytes:
+        """The engine's table of the tensors in it, or of those rows, where all of them can be used where they are."""
+        return _C.write_table(*self._tables(rows))
+
+    def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
+        """The same for a snapshot, of tensors in host memory or on CUDA devices; and for each row -1 or its device."""
+        return _C.copy_table(*self._tables(rows))
+
+    def ready_rows(self) -> bytes:
+        """What `ready_tensors` says of the tensor that each row is in; none for objects."""
+        return _C.ready_rows(*self._tables(None))
+
+    def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
         description = self.description
-        part = self.part[: self.count_tensors() * PART_ROW * 8]
-        return _C.write_table(description.inventory, part, description.sources, description.table, description.ready)
+        rows = range(self.count_tensors()) if rows is None else rows
+        if isinstance(rows, range):
+            part = self.part[rows.start * PART_ROW * 8 : rows.stop * PART_ROW * 8]
+        else:
+            numbers = words(self.part)
+            part = b"".join([numbers[row * PART_ROW : (row + 1) * PART_ROW] for row in rows])
+        return description.inventory, part, description.sources, description.table, description.ready
+
+    def body_bytes(self) -> bytes:
+        """64-bit integers: the bytes of each tensor in it."""
+        if NOT_READY not in self.description.ready:
+            return _C.body_bytes(self.copy_table()[0])
+        sizes = array("q")
+        for item in self[: self.count_tensors()]:
+            sizes.append(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+        return sizes.tobytes()
 
     def _build(self) -> list[WriteItem]:
         inventory = self.description.items
@@ -291,16 +318,25 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
 class PackedReads(_Lazy):
     """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
 
-    def __init__(self, planner: LoadPlanner, description: Description, plan: _C.LoadPlan) -> None:
+    def __init__(
+        self, planner: LoadPlanner, description: Description, plan: _C.LoadPlan, reads: bytes | None = None
+    ) -> None:
         self._planner = weakref.ref(planner)
         self.description = description
         self.plan = plan
+        self.reads = plan.reads if reads is None else reads  #: of tensors: rows of `LoadPlan.reads`
+
+    def only(self, reads: bytes) -> PackedReads:
+        """The same targets, filled by other rows of tensors."""
+        planner = self.planner()
+        assert planner is not None
+        return PackedReads(planner, self.description, self.plan, reads)
 
     def _build(self) -> list[ReadItem]:
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
 
     def rows(self) -> Iterator[ReadRow]:
-        reads, at = words(self.plan.reads), 0
+        reads, at = words(self.reads), 0
         while at < len(reads):
             number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
             at += 7
@@ -319,7 +355,7 @@ class PackedReads(_Lazy):
         """The engine's table, where all targets can be used where they are."""
         description = self.description
         return _C.read_table(
-            description.inventory, self.plan.reads, description.sources, description.table, description.ready
+            description.inventory, self.reads, description.sources, description.table, description.ready
         )
 
     def objects(self) -> Iterator[ReadRow]:

@@ -7,13 +7,12 @@ objects like any other (`{"state": value}`), so every reader of DCP checkpoints 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .engine import holds_any
 from .errors import IncompatibleStateError
 
 _STATE = "state"  # what is stored is a dict, so that a tensor in it is part of an object and no tensor of its own
@@ -21,7 +20,8 @@ Reshard = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
-    """Wraps an object that is saved by, and given back to, each rank.
+    """Wraps an object that is saved by, and given back to, each rank. Its place is in dictionaries and lists: in a
+    tuple or a set, which are saved whole, it is refused.
 
     Args:
         obj: anything that can be pickled; of an object with `state_dict` and `load_state_dict` it is its state that is
@@ -58,7 +58,7 @@ def name_part(rank: int, size: int) -> str:
 
 def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A flattened state to save, with each `PerRank` in it replaced by this rank's value under this rank's name."""
-    if not holds_any(flat, PerRank):
+    if not _any_in(flat):
         return flat, paths
     part = name_part(*this_rank())
     state: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Restoring:
     def wanted(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
         """A flattened state to load, with each `PerRank` replaced by the names that it is loaded from. `stored` gives
         the checkpoint's keys."""
-        if not holds_any(flat, PerRank):
+        if not _any_in(flat):
             return flat
         keys = set(stored())
         rank, size = this_rank()
@@ -132,6 +132,35 @@ class _Collected:
         else:
             assert self.target.reshard is not None
             self.target.restore(self.target.reshard(self.values, *self.reshard_for))
+
+
+def _any_in(flat: dict[str, Any]) -> bool:
+    """Whether one of the values is a `PerRank`. Raises for one inside a value: DCP takes dictionaries and lists apart,
+    but a tuple or a set is one object, of which one rank's is saved."""
+    kinds = set(map(type, flat.values()))
+    if any(map(_is_container, kinds)):
+        for key, value in flat.items():
+            if _is_container(type(value)) and _hides_one(value, set()):
+                raise ValueError(
+                    f"{key}: a PerRank is part of a value that is saved as one object ({type(value).__name__}). "
+                    "Put it in dictionaries and lists only"
+                )
+    return any(issubclass(kind, PerRank) for kind in kinds)
+
+
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (tuple, list, set, frozenset, Mapping))
+
+
+def _hides_one(container: Any, seen: set[int]) -> bool:
+    seen.add(id(container))  # it may contain itself
+    values = container.values() if isinstance(container, Mapping) else container
+    kinds = set(map(type, values))
+    if any(issubclass(kind, PerRank) for kind in kinds):
+        return True
+    if not any(map(_is_container, kinds)):
+        return False
+    return any(_is_container(type(value)) and id(value) not in seen and _hides_one(value, seen) for value in values)
 
 
 def _ranks_that_saved(key: str, keys: set[str]) -> int:

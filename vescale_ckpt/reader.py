@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import engine, layout
+from . import directory_lock, engine, layout
 from .errors import CheckpointError, CorruptCheckpointError
 from .lazy_metadata import LazyMetadata
 from .load import Load
 from .pause import garbage_collector_paused
+from .routed_read import RoutedRead
 from .settings import DirectIO
 from .stats import LoadStats
 
@@ -57,6 +58,10 @@ class StorageReader(DcpStorageReader):
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
         self._metadata_error: CheckpointError | None = None
+        self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
 
     # --- DCP's calls, in the order in which they come
 
@@ -71,6 +76,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = layout.local_path(checkpoint_id)
+        self._unlock()
         self._metadata = None
         self._metadata_error = None
         self._load_id = uuid.uuid4().hex
@@ -99,6 +105,8 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
+        self._unlock()
+        self._lock = directory_lock.while_reading(self.path, rank)
         index = layout.read_index(self.path, rank) if type(self) is StorageReader else None
         if index is None:
             return _whole_metadata(self.path, rank, self._load_id)
@@ -125,13 +133,25 @@ class StorageReader(DcpStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if self._metadata is None:
-            raise CheckpointError("read_data was called before set_up_storage_reader")
-        with garbage_collector_paused():
-            Load(self, self._metadata, planner).run(plan.items)
+        self.read(plan, planner, None)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner, routed: RoutedRead | None) -> None:
+        """The same with other ranks, where `routed` says who reads what for whom."""
+        if self._metadata is None:
+            raise CheckpointError("read_data was called before set_up_storage_reader")
+        try:
+            with garbage_collector_paused():
+                Load(self, self._metadata, planner).run(plan.items, routed)
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
 
 def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:

@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .flatten import flatten
 from .items import OBJECT
 from .node import node_of_this_process
-from .packed import PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words
+from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words
 from .pause import garbage_collector_paused
 from .per_rank import unwrapped
 from .plan_cache import KeptPart, PlanCache
@@ -40,7 +40,8 @@ class SavePlanner(DefaultSavePlanner):
         flatten_state_dict: nested containers become dotted keys.
         flatten_sharded_tensors: ShardedTensors inside ShardedTensors become one.
         enable_plan_caching: keep plans and use them again while the state's description (keys, kinds, dtypes, shapes,
-            shards, on every rank) is one they were made for. The cache belongs to this object.
+            shards, on every rank) is one they were made for. The cache belongs to this object. If one rank does not
+            keep plans, all plan at each save.
         placement: who writes what several ranks hold. "balanced": all evenly, large tensors in pieces;
             "lowest_rank": the first that has it; "local": one on every node, for disks that nodes do not share.
 
@@ -223,7 +224,7 @@ class SavePlanner(DefaultSavePlanner):
             )
         except _C.EngineError as error:  # it names the key and the ranks
             raise CheckpointError(str(error)) from None
-        planned = GlobalSavePlan(inventories, paths, global_plan)
+        planned = GlobalSavePlan(inventories, paths, global_plan, self.reuse_plans)
         if self.reuse_plans:
             self._cache.keep_global_plan(planned)
         return planned, True
@@ -238,7 +239,7 @@ class SavePlanner(DefaultSavePlanner):
             kept = self._cache.part(inventory, paths, coordinates)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
-        if self.reuse_plans and not self._alone:
+        if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
             self._cache.keep_part(kept)
         self._unconfirmed = False
         items = PackedItems(self, description, kept.part)

@@ -55,13 +55,19 @@ SETTINGS = {
         Setting("depth", 4, "transfers in flight a worker, with io_uring", least=1, most=1024),
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
+        Setting("broadcast_bytes", 256 * MiB, "most memory for reading for other ranks", least=4 * MiB),
         Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
+        Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
+        Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
+        Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
+        Setting("exit_timeout", 600, "seconds that a process that ends waits for its asynchronous saves"),
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1),
     )
 }
 
 DirectIO = Literal["auto"] | bool
+Broadcast = Literal["auto"] | bool
 Placement = Literal["balanced", "lowest_rank", "local"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
@@ -77,3 +83,8 @@ def number(name: str) -> int:
     result = value(name)
     assert isinstance(result, int)
     return result
+
+
+def timeout(argument: float | None) -> float:
+    """Seconds to wait for other ranks: the argument of a call, else the setting."""
+    return float(number("timeout")) if argument is None else argument

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import Mismatch
+
 
 @dataclass(frozen=True)
 class TransferStats:
@@ -35,3 +37,23 @@ class LoadStats(TransferStats):
     verified: bool
     unverified_bytes: int  #: of records that were written without checksums
     fallback_tensors: int  #: read by torch.load, because their records are not plain contiguous tensors
+    shared_bytes: int = 0  #: of `bytes`: what several ranks need and one of them read
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the data files: `bytes`, what lay between them, their framing, and the rest of blocks that have one
+        checksum. Without objects."""
+        return self.direct_bytes + self.uncached_bytes + self.buffered_bytes
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How a state and a checkpoint fitted each other, by the checkpoint's keys, and what was read.
+
+    The lists are the same on all ranks; `stats` are this rank's.
+    """
+
+    missing: list[str]  #: asked for by a rank, not in the checkpoint
+    unexpected: list[str]  #: in the checkpoint, and selected, but asked for by no rank
+    mismatched: list[Mismatch]  #: of another shape, dtype or kind in the checkpoint
+    stats: LoadStats

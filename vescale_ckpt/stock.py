@@ -11,6 +11,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
@@ -36,12 +38,14 @@ __all__ = [
     "Store",
     "StridedShard",
     "dtensor_layouts",
+    "dtensor_over",
     "flatten_sharded_tensors",
     "flatten_state_dict",
     "flattens_as_torch_2_3",
     "local_tensors",
     "new_store_client",
     "set_element",
+    "sharded_tensor_over",
 ]
 
 flatten_sharded_tensors = _flatten_sharded_tensors
@@ -79,6 +83,18 @@ def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
         return list(map(_LOCAL, dtensors))
     except AttributeError:
         return [dtensor.to_local() for dtensor in dtensors]
+
+
+def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor that lies on its mesh as `like` does, with `local` as what this rank holds. No collective."""
+    return DTensor(local, like._spec, requires_grad=like.requires_grad)  # type: ignore[no-untyped-call]
+
+
+def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTensor:
+    """A ShardedTensor with `shards` as what this rank holds of one that is cut as `like` is. No collective."""
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, like.metadata(), like._process_group, like._init_rrefs
+    )
 
 
 def flattens_as_torch_2_3() -> bool:

@@ -1,8 +1,9 @@
 """Tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
 
 A table is rows of 64-bit integers, one behind another: address, dtype code or -1, device or -1, dimensions n, n sizes,
-n strides (elements). A device is DLPack's code, 1 for host memory. Address and device are -1 for what has no memory of
-its own to be read: meta and sparse tensors, quantized ones, subclasses. The dtype is -1 if no checkpoint can hold it.
+n strides (elements). A device is DLPack's code, 1 for host memory, and its number times 2^32. Address and device are -1
+for what has no memory of its own to be read: meta and sparse tensors, quantized ones, subclasses. The dtype is -1 if no
+checkpoint can hold it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from . import _C, engine
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-HOST_DEVICE = 1  # DLPack's code
+HOST_DEVICE, CUDA_DEVICE = 1, 2  # DLPack's codes
+
+# What `ready_tensors` says of each tensor. From ON_DEVICE on: on the CUDA device of that number less ON_DEVICE.
+NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
 
 
 def tensor_table(tensors: list[torch.Tensor]) -> bytes:
@@ -53,30 +57,47 @@ def _device(tensor: torch.Tensor) -> int:
     if tensor.is_cpu:
         return HOST_DEVICE
     try:
-        return int(tensor.__dlpack_device__()[0])
+        kind, number = tensor.__dlpack_device__()
+        return int(kind) + (int(number) << 32)
     except (BufferError, ValueError):  # a device that DLPack has no code for
         return -1
 
 
-def host_ready(tensors: list[torch.Tensor], table: bytes) -> bytes:
-    """For each tensor, 1 if it `engine.is_host_memory`, else 0. `table` is the `tensor_table` of them.
+def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
+    """For each tensor, whether it may be used where it is. `table` is the `tensor_table` of them.
+
+    ON_HOST: as `engine.is_host_memory`, by all of the engine. ON_DEVICE and above: the same of memory of a CUDA device,
+    which snapshots copy. CUDA is not touched unless there are tensors on it.
 
     Maps over torch's C methods: no Python runs for a tensor in host memory.
     """
     devices = _C.tensor_devices(table)
-    host = tensors
+    asked, with_cuda = tensors, False
     if devices.count(HOST_DEVICE) != len(tensors):
-        host = [tensor for tensor, device in zip(tensors, devices, strict=True) if device == HOST_DEVICE]
-    methods = torch.Tensor.is_conj, torch.Tensor.is_neg, torch.Tensor._is_zerotensor
-    lazy = bytes(len(host))
-    if any(True in map(method, host) for method in methods):
-        lazy = bytes(any(method(tensor) for method in methods) for tensor in host)
-    offsets: list[int] = list(map(torch.Tensor.storage_offset, host))  # type: ignore[arg-type]
-    storages = map(torch.Tensor.untyped_storage, host)
-    ready = _C.ready_tensors(table, lazy, offsets, list(map(torch.UntypedStorage.nbytes, storages)))
+        wanted = {HOST_DEVICE}
+        on_cuda = set(filter(_is_cuda, devices))
+        if on_cuda and _C.copies_from_cuda():
+            with_cuda = True
+            wanted |= on_cuda
+        asked = [tensor for tensor, device in zip(tensors, devices, strict=True) if device in wanted]
+    lazy = bytes(map(torch.Tensor.is_neg, asked))
+    if _C.any_complex(table):  # nothing else is lazily conjugated
+        lazy = bytes(tensor.is_conj() or tensor.is_neg() for tensor in asked)
+    offsets: list[int] = list(map(torch.Tensor.storage_offset, asked))  # type: ignore[arg-type]
+    storages = map(torch.Tensor.untyped_storage, asked)
+    ready = _C.ready_tensors(table, with_cuda, lazy, offsets, list(map(torch.UntypedStorage.nbytes, storages)))
     if -1 not in devices:
         return ready
     return bytes(
         engine.is_host_memory(tensor) if device == -1 else flag
         for tensor, device, flag in zip(tensors, devices, ready, strict=True)
     )
+
+
+def _is_cuda(device: int) -> bool:
+    return device & 0xFFFFFFFF == CUDA_DEVICE
+
+
+def device_number(ready: int) -> int:
+    """The CUDA device that `ready_tensors` speaks of; -1 for none."""
+    return ready - ON_DEVICE if ready >= ON_DEVICE else -1

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import os
-import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import _C, engine, layout, metadata_file, objects, packed, settings
-from .errors import CheckpointError, StorageFullError
+from . import _C, engine, layout, metadata_file, objects, packed
+from .data_file import DataFiles, body_bytes
+from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
-from .overlap import GROUP_TENSORS, overlap
-from .packed import PackedItems, PackedResults, words, write_result
+from .packed import PackedItems, PackedResults, write_result
 from .pause import garbage_collector_paused
+from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
 from .stats import SaveStats
 from .stock import CURRENT_DCP_VERSION
+from .waves import write_rows
 
 
 class StorageWriter(DcpStorageWriter):
@@ -98,6 +95,10 @@ class StorageWriter(DcpStorageWriter):
     def checkpoint_id(self) -> str:
         return self.path
 
+    @property
+    def rank(self) -> int:
+        return self._rank
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
@@ -131,6 +132,8 @@ class StorageWriter(DcpStorageWriter):
         future: Future[list[WriteResult]] = Future()
         with garbage_collector_paused():
             future.set_result(self._write(plan.items, planner))  # type: ignore[arg-type]  # looks like a list
+        if isinstance(planner, OurSavePlanner):
+            planner.forget_state()  # planners live on, and a staged state takes as much memory as the model
         return future
 
     @garbage_collector_paused()
@@ -155,6 +158,10 @@ class StorageWriter(DcpStorageWriter):
                 self.commit(metadata_file.dumps(metadata), None)
         finally:
             self.end()
+
+    def mark_as_going_on(self, path: str) -> None:
+        """`path`: the first data file of this save."""
+        self._lock = layout.lock(path)
 
     def end(self) -> None:
         """Committed or not, this save is over."""
@@ -182,29 +189,17 @@ class StorageWriter(DcpStorageWriter):
         return None if self._use_collectives else self._rank
 
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteResult]:
-        started = time.perf_counter()
-        files: list[_DataFile] = []
-        try:
+        with DataFiles(self) as files:
             if self.single_file_per_rank and isinstance(items, PackedItems) and items.is_of(planner):
                 tensors = items.count_tensors()
                 results: Sequence[WriteResult] = self._write_packed(items, planner, files)
             else:
                 tensors = sum(item.type != WriteItemType.BYTE_IO for item in items)
                 results = self._write_items(items, planner, files)
-            if self.sync_files and files:
-                with engine.named_errors(str, self.path):
-                    _C.sync_directory(self.path)
-        except BaseException:
-            self._unlock()
-            for file in files:
-                file.discard()
-            raise
-        self.last_stats = _sum_stats(files, time.perf_counter() - started, tensors, len(items) - tensors)
+            self.last_stats = files.finish(tensors, len(items) - tensors)
         return results
 
-    def _write_items(
-        self, items: Sequence[WriteItem], planner: SavePlanner, files: list[_DataFile]
-    ) -> list[WriteResult]:
+    def _write_items(self, items: Sequence[WriteItem], planner: SavePlanner, files: DataFiles) -> list[WriteResult]:
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
         if self.single_file_per_rank:
@@ -213,172 +208,32 @@ class StorageWriter(DcpStorageWriter):
             parts = [([item], []) for item in tensors] + [([], [item]) for item in objects]
         results: list[WriteResult] = []
         for number, (part_tensors, part_objects) in enumerate(parts):
-            name = layout.new_data_name(self._rank, None if self.single_file_per_rank else number)
-            file = self._open(name, array("q", [_body_bytes(item) for item in part_tensors]), files)
+            file = files.open(body_bytes(part_tensors), None if self.single_file_per_rank else number)
             placed = file.write_tensors(part_tensors, planner) + file.write_objects(part_objects, planner)
             for row, item in enumerate(part_tensors + part_objects):
-                results.append(write_result(item.index, [name], 0, *placed[3 * row : 3 * row + 3]))
+                results.append(write_result(item.index, [file.name], 0, *placed[3 * row : 3 * row + 3]))
             file.finish()
         return results
 
-    def _write_packed(self, items: PackedItems, planner: SavePlanner, files: list[_DataFile]) -> PackedResults:
+    def _write_packed(self, items: PackedItems, planner: SavePlanner, files: DataFiles) -> PackedResults:
         if not items:
             return PackedResults(b"", [], items)
         description = items.description
-        name = layout.new_data_name(self._rank)
         if description.all_ready:
             table = items.write_table()
-            file = self._open(name, _C.body_bytes(table), files)
+            file = files.open(_C.body_bytes(table))
             placed = file.write_table(table, items.key)
-        else:  # copies are made of what the engine cannot use where it is, some at a time
-            tensors = items[: items.count_tensors()]
-            file = self._open(name, array("q", [_body_bytes(item) for item in tensors]), files)
-            placed = file.write_tensors(tensors, planner)
+        else:
+            file = files.open(items.body_bytes())
+            rows = range(items.count_tensors())
+            of_row: dict[int, list[int]] = {}
+            for some, of_some in write_rows(file, items, planner, rows, engine.thread_count(self.thread_count)):
+                of_row.update((row, of_some[3 * at : 3 * at + 3]) for at, row in enumerate(some))
+            placed = [number for row in rows for number in of_row[row]]
         keys = items.objects()
         placed += file.write_contents([objects.dump(description.objects[key]) for key in keys], keys)
         file.finish()
-        return PackedResults(packed.in_first_file(placed), [name], items)
-
-    def _open(self, name: str, body_bytes: Any, files: list[_DataFile]) -> _DataFile:
-        file = _DataFile(self, name, body_bytes)
-        files.append(file)
-        if len(files) == 1:
-            self._lock = layout.lock(file.path)
-        return file
-
-
-class _DataFile:
-    """One data file while it is written. Removed unless `finish` was reached and `discard` never called."""
-
-    def __init__(self, writer: StorageWriter, name: str, body_bytes: Any) -> None:
-        self.writer = writer
-        self.name = name
-        self.path = os.path.join(writer.path, name)
-        self.length = 0
-        self.stats: dict[str, int] = {}
-        self.tensor_bytes = sum(memoryview(body_bytes).cast("B").cast("q"))
-        self.needed = _C.expected_bytes(body_bytes)
-        with engine.named_errors(str, writer.path, self.needed):
-            free = _C.free_bytes(writer.path)
-            if free < self.needed:
-                raise StorageFullError(writer.path, self.needed, free)
-            options = engine.options(writer.thread_count, writer.direct_io)
-            self.file: _C.FileWriter | None = _C.FileWriter(self.path, body_bytes, options, writer.checksums)
-
-    # What follows returns rows of offset, length and CRC-32.
-
-    def write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
-        assert self.file is not None
-        with engine.named_errors(key_of, self.writer.path, self.needed):
-            return words(self.file.write_tensors(table)).tolist()
-
-    def write_tensors(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
-        def write(group: _Group) -> list[int]:
-            return self.write_table(group.table, lambda row: group.items[row].index.fqn)
-
-        return [number for _, placed in overlap(_groups(items, planner), write) for number in placed]
-
-    def write_objects(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
-        contents = []
-        for item in items:
-            resolved = planner.resolve_data(item)
-            if not isinstance(resolved, io.BytesIO):
-                raise CheckpointError(
-                    f"{item.index.fqn}: the planner resolved an object to {type(resolved).__name__}, not BytesIO"
-                )
-            contents.append(resolved.getvalue())
-        return self.write_contents(contents, [item.index.fqn for item in items])
-
-    def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
-        if not contents:
-            return []
-        assert self.file is not None
-        needed = self.needed + sum(map(len, contents))
-        with engine.named_errors(keys.__getitem__, self.writer.path, needed):
-            return words(self.file.write_objects(contents)).tolist()
-
-    def finish(self) -> None:
-        assert self.file is not None
-        with engine.named_errors(str, self.writer.path, self.needed):
-            self.length = self.file.finish(self.writer.sync_files)
-        self.stats = self.file.stats()
-        self.file = None  # closes it: there may be as many files as tensors
-        if self.writer.direct_io is True and self.stats["uncached_bytes"] + self.stats["buffered_bytes"]:
-            raise CheckpointError(
-                f"direct_io=True, but {self.path} could not be written past the page cache "
-                f"({engine.used_paths(self.stats)})"
-            )
-
-    def discard(self) -> None:
-        self.file = None  # an unfinished file removes itself
-        if os.path.exists(self.path):
-            os.unlink(self.path)
-
-
-@dataclass
-class _Group:
-    """Tensors that are written together. `tensors` keeps alive the memory that `table` points to."""
-
-    items: list[WriteItem] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    table: array[int] = field(default_factory=engine.int_table)
-
-
-def _groups(items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[_Group]:
-    """Cuts a rank's tensors into groups, by number, and by bytes where tensors are not the state's own memory: copies
-    from a device and what a planner makes up live until they are written, two groups at a time."""
-    budget = settings.number("arena_bytes") // 2
-    makes_tensors = _makes_tensors(planner)
-    group, held = _Group(), 0
-    for item in items:
-        tensor, own_memory = _resolve(planner, item)
-        shape = tensor.shape
-        dtype = engine.dtype_code(tensor.dtype, item.index.fqn)
-        group.table.extend((dtype, tensor.data_ptr(), len(shape), *shape, *tensor.stride()))
-        group.items.append(item)
-        group.tensors.append(tensor)
-        if own_memory or makes_tensors:
-            held += tensor.nbytes
-        if held >= budget or len(group.items) == GROUP_TENSORS:
-            yield group
-            group, held = _Group(), 0
-    if group.items:
-        yield group
-
-
-def _resolve(planner: SavePlanner, item: WriteItem) -> tuple[torch.Tensor, bool]:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor):
-        raise CheckpointError(
-            f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
-        )
-    wanted = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
-    if tensor.shape != wanted:
-        raise CheckpointError(
-            f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
-            key=item.index.fqn,
-        )
-    try:
-        return engine.as_host_tensor(tensor)
-    except CheckpointError as error:
-        raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error
-
-
-def _makes_tensors(planner: SavePlanner) -> bool:
-    """Whether the planner may answer `resolve_data` with tensors that are not the state's own."""
-    kind = type(planner)
-    return not isinstance(planner, DefaultSavePlanner) or any(
-        getattr(kind, name) is not getattr(DefaultSavePlanner, name)
-        and not getattr(getattr(kind, name), "keeps_memory", False)
-        for name in ("resolve_data", "lookup_object", "transform_object")
-    )
-
-
-def _body_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None:
-        raise CheckpointError(f"{item.index.fqn}: its write item has no tensor data", key=item.index.fqn)
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        return PackedResults(packed.in_first_file(placed), [file.name], items)
 
 
 def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
@@ -400,20 +255,6 @@ def _with_changes(content: bytes, changed: Metadata) -> bytes:
     metadata.planner_data = changed.planner_data
     metadata.storage_data = {**metadata.storage_data, **(changed.storage_data or {})}
     return metadata_file.dumps(metadata)
-
-
-def _sum_stats(files: list[_DataFile], seconds: float, tensors: int, objects: int) -> SaveStats:
-    names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
-    total = {name: sum(file.stats[name] for file in files) for name in names}
-    return SaveStats(
-        seconds=seconds,
-        tensors=tensors,
-        objects=objects,
-        bytes=sum(file.tensor_bytes for file in files),
-        io_path=engine.used_paths(total),
-        file_bytes=sum(file.length for file in files),
-        **total,
-    )
 
 
 def _new_id() -> str:

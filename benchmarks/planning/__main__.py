@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cache, report
+from benchmarks import cache, report, timing
 from benchmarks.__main__ import _names
-from benchmarks.planning import balance, coordinator, local, reading, steady, timing
+from benchmarks.planning import balance, coordinator, local, reading, steady
 from benchmarks.planning.simulated_rank import in_new_process
 from vescale_ckpt.parallelism import Parallelism
 

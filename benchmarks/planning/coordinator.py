@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.planning.stock import Coordinator
-from benchmarks.planning.timing import STOCK, Sample, Steps, Stopwatch, alternate
+from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
 from vescale_ckpt.models import Entry
 from vescale_ckpt.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate import Written, metadata_files, planned, written

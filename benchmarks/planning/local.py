@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
-from benchmarks.planning.timing import STOCK, Sample, Steps, Stopwatch, alternate, first_call
+from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate, first_call
 from vescale_ckpt import _C
 from vescale_ckpt.models import MODELS, with_adam
 from vescale_ckpt.parallelism import Parallelism

@@ -16,7 +16,7 @@ from benchmarks.planning.coordinator import entries
 from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import collector_off
-from benchmarks.planning.timing import STOCK, Sample, Steps, Stopwatch, alternate
+from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
 from vescale_ckpt import layout
 from vescale_ckpt.models import Entry
 from vescale_ckpt.parallelism import Parallelism, SimulatedState

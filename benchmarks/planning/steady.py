@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
 from benchmarks.planning.local import State, dtensors, stock_planner
-from benchmarks.planning.timing import STOCK, Sample
+from benchmarks.timing import STOCK, Sample
 
 Model = dict[str, DTensor]
 

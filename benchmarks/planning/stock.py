@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.planning.timing import Steps, Stopwatch
+from benchmarks.timing import Steps, Stopwatch
 from vescale_ckpt import _C, engine
 from vescale_ckpt.items import OBJECT, TENSOR
 

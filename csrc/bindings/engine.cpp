@@ -8,6 +8,7 @@
 #include "error.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
+#include "io/archive_file.h"
 #include "io/commit.h"
 #include "io/crc32.h"
 #include "io/reader.h"
@@ -18,9 +19,11 @@ namespace vescale_ckpt {
 namespace {
 
 EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
-                           uint64_t arena_bytes, const std::string& access) {
+                           uint64_t arena_bytes, const std::string& access, uint64_t bytes_per_second, int niceness) {
   EngineOptions options{backend_named(backend), threads, depth, slot_bytes, arena_bytes};
   options.read_cached = access != "direct only";
+  options.bytes_per_second = bytes_per_second;
+  options.niceness = niceness;
   if (access == "uncached") options.widest = Access::uncached;
   if (access == "buffered") options.widest = Access::buffered;
   return options;
@@ -96,6 +99,30 @@ py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buf
   return result;
 }
 
+// (row, offset in its file, what is wrong) of each damaged row; rows that are no plain tensors; unverified bytes.
+py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer, const EngineOptions& options) {
+  const Table table(buffer);
+  std::unique_ptr<ReadReport> report;
+  {
+    const py::gil_scoped_release release;
+    report = check_tensors(paths, parse_check_table(table.values()), options);
+  }
+  py::list damaged;
+  for (const DamagedItem& found : report->damaged) {
+    damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
+  }
+  return py::make_tuple(damaged, report->unread, report->unverified_bytes);
+}
+
+py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t length, int64_t crc) {
+  ArchiveCheck found;
+  {
+    const py::gil_scoped_release release;
+    found = check_archive_in(*File::open(path, Access::buffered), offset, length, crc);
+  }
+  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes);
+}
+
 std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
                                     const EngineOptions& options) {
   const Table table(buffer);
@@ -130,7 +157,8 @@ Call named_call(const std::string& name) {
 void bind_engine(py::module_& module) {
   py::class_<EngineOptions>(module, "Options")
       .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
-           py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"));
+           py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"), py::arg("bytes_per_second") = 0,
+           py::arg("niceness") = 0);
 
   py::class_<FileWriter>(module, "FileWriter")
       .def(
@@ -143,6 +171,8 @@ void bind_engine(py::module_& module) {
       .def("write_tensors", &write_tensors)
       .def("write_objects", &write_objects)
       .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
+      .def("progress", &FileWriter::progress, "bytes given to the file so far; from any thread")
+      .def("cancel", &FileWriter::cancel, "from any thread")
       .def("stats", [](const FileWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
@@ -151,6 +181,10 @@ void bind_engine(py::module_& module) {
       "upper bound of the length of a file that holds records of such sizes");
   module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"));
   module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
+  module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
+             "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
+  module.def("check_archive_at", &check_archive_at, py::arg("path"), py::arg("offset"), py::arg("length"),
+             py::arg("crc"), "what is wrong with an archive in a file, empty if nothing; where; unverified bytes");
   module.def("dtypes", &dtype_table, "(name, storage class or empty, bytes of an element) by dtype code");
 
   module.def("object_record",

@@ -180,6 +180,8 @@ void bind_index(py::module_& module) {
       .def("__len__", &Index::size)
       .def("keys", &keys)
       .def_property_readonly("files", &all_files)
+      .def("file_ends", &Index::file_ends, py::call_guard<py::gil_scoped_release>(),
+           "of each file, where the last record that lies in it ends")
       .def("plan_load", &plan, py::arg("wanted"), py::arg("allow_cast") = false);
 }
 

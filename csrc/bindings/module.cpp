@@ -9,7 +9,7 @@ namespace vescale_ckpt {
 namespace {
 
 void set_error(const py::handle& type, const Error& error) {
-  constexpr const char* kKinds[] = {"io", "full", "corrupt", "invalid", "cancelled"};
+  constexpr const char* kKinds[] = {"io", "full", "corrupt", "invalid", "cancelled", "device"};
   const py::object exception = type(text(error.what()));
   exception.attr("kind") = kKinds[static_cast<size_t>(error.kind)];
   exception.attr("path") = text(error.path);
@@ -35,9 +35,12 @@ PYBIND11_MODULE(_C, module) {
     }
   });
 
+  bind_device(module);
   bind_engine(module);
   bind_index(module);
   bind_inventory(module);
   bind_plan(module);
+  bind_routes(module);
+  bind_stage(module);
   bind_tensors(module);
 }

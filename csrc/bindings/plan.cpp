@@ -67,8 +67,6 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("ranks", &GlobalPlan::ranks)
       .def_property_readonly("nodes", &GlobalPlan::node_count)
       .def_property_readonly("items", &GlobalPlan::rows)
-      .def_property_readonly("identity",
-                             [](const GlobalPlan& plan) { return bytes_of(std::as_bytes(std::span(plan.identity()))); })
       .def("part",
            [](const GlobalPlan& plan, uint32_t rank) {
              const std::vector<int64_t> part = plan.part(rank);

@@ -108,7 +108,7 @@ class TensorReader {
     const auto dims = static_cast<size_t>(seen.ndim);
     words_.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset));
     words_.push_back(*dtype);
-    words_.push_back(seen.device_type);
+    words_.push_back(seen.device_type + (static_cast<int64_t>(seen.device_id) << 32));
     words_.push_back(seen.ndim);
     words_.insert(words_.end(), seen.shape, seen.shape + dims);
     if (seen.strides != nullptr) {
@@ -213,9 +213,16 @@ py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t 
 
 // --- Where the items are
 
-using MakeTable = std::vector<int64_t> (*)(const StateTables&, std::span<const int64_t>);
+py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
+                     const py::bytes& tensors, const py::bytes& ready) {
+  const Words row_words(rows), source_words(sources), tensor_words(tensors);
+  const Inventory items(view(inventory));
+  const CopyTable table =
+      make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+  return py::make_tuple(packed(table.rows), packed(table.devices));
+}
 
-template <MakeTable make>
+template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
   const Words row_words(rows), source_words(sources), tensor_words(tensors);
@@ -236,16 +243,22 @@ void bind_tensors(py::module_& module) {
         return same_shapes(TensorTable(a.values()), TensorTable(b.values()));
       },
       "whether two tables of tensors agree in all dtypes and shapes");
+  module.def("any_complex", [](const py::bytes& table) { return any_complex(TensorTable(Words(table).values())); });
   module.def(
       "ready_tensors",
-      [](const py::bytes& table, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,
+      [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,
          const std::vector<int64_t>& storage_bytes) {
         const Words words(table);
-        return packed(ready_tensors(TensorTable(words.values()), view(lazy), storage_offsets, storage_bytes));
+        return packed(
+            ready_tensors(TensorTable(words.values()), with_cuda, view(lazy), storage_offsets, storage_bytes));
       },
-      py::arg("table"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
+      py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
   module.def("write_table", &engine_table<&make_write_table>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
+             py::arg("tensors"), py::arg("ready"));
+  module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("part"), py::arg("sources"), py::arg("tensors"),
+             py::arg("ready"), "a write table of rows wherever they are, and their devices");
+  module.def("ready_rows", &engine_table<&ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"));
   module.def("read_table", &engine_table<&make_read_table>, py::arg("inventory"), py::arg("reads"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"));

@@ -4,6 +4,7 @@
 // Immutable; thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -32,11 +33,15 @@ class Box {
   // Calls `emit(begin, end)` for body ranges in rising order that cover the box; gaps of up to `gap` bytes are closed.
   void ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& emit) const;
 
+  // Equal boxes give equal bytes from equal memory. The order means nothing.
+  auto operator<=>(const Box&) const = default;
+
  private:
   struct Dim {
     uint64_t count;
     uint64_t body_stride;   // bytes
     int64_t memory_stride;  // bytes
+    auto operator<=>(const Dim&) const = default;
   };
   template <typename Copy>
   void visit(uint64_t begin, uint64_t end, const Copy& copy) const;

@@ -54,4 +54,17 @@ std::unique_ptr<Channel> make_channel(Backend backend, unsigned depth) {
   return backend == Backend::uring ? detail::make_uring_channel(depth) : detail::make_blocking_channel();
 }
 
+void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {
+  Transfer transfer;
+  transfer.file = &file;
+  transfer.offset = offset;
+  transfer.data = target.data();
+  transfer.size = transfer.needed = target.size();
+  for (bool complete = target.empty(); !complete;) {
+    const int64_t result = system::read(file.descriptor(Access::buffered), target.data() + transfer.done,
+                                        target.size() - transfer.done, offset + transfer.done, 0);
+    complete = detail::advance(transfer, result);
+  }
+}
+
 }  // namespace vescale_ckpt

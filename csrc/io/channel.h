@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "io/file.h"
@@ -44,6 +45,9 @@ std::unique_ptr<Channel> make_channel(Backend backend, unsigned depth);
 Backend backend_named(const std::string& name);
 // Whether io_uring can be used here, found by making a ring; `reason` says why not.
 bool uring_available(std::string* reason = nullptr);
+
+// Reads a few bytes at once, through the page cache, on the calling thread. Throws Error.
+void read_exactly(File& file, uint64_t offset, std::span<std::byte> target);
 
 namespace detail {
 std::unique_ptr<Channel> make_blocking_channel();

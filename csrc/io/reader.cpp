@@ -23,20 +23,6 @@ constexpr unsigned kOpenFiles = 128;
 // From the page cache: pieces small enough that their checksum finds them in the processor's cache.
 constexpr uint64_t kCachedPiece = 1 << 20;
 
-// A plain read of a few bytes while planning.
-void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {
-  Transfer transfer;
-  transfer.file = &file;
-  transfer.offset = offset;
-  transfer.data = target.data();
-  transfer.size = transfer.needed = target.size();
-  for (bool complete = target.empty(); !complete;) {
-    const int64_t result = system::read(file.descriptor(Access::buffered), target.data() + transfer.done,
-                                        target.size() - transfer.done, offset + transfer.done, 0);
-    complete = detail::advance(transfer, result);
-  }
-}
-
 struct DataFile {
   std::unique_ptr<File> file;
   bool table_looked_for = false;
@@ -91,6 +77,7 @@ struct Record {
   std::vector<PartSum> sums;                  // of body parts in rising order
   std::vector<std::byte> prologue, epilogue;  // as found
   bool unread = false;
+  bool concluded = false;  // nothing more is to be read of it
 
   uint64_t body_end() const { return body_offset + framing->body_bytes(); }
 };
@@ -109,13 +96,27 @@ struct Segment {
   std::byte* in_place = nullptr;  // where `begin` goes, if straight into a tensor
 };
 
+enum class Purpose { deliver, deliver_verified, check };
+
 class ReadJob {
  public:
   ReadJob(std::span<const std::string> paths, std::span<const ReadItem> items, std::span<const uint32_t> rows,
-          bool verify, const EngineOptions& options, ReadReport& report)
-      : paths_(paths), items_(items), verify_(verify), options_(options), report_(report) {
+          Purpose purpose, const EngineOptions& options, ReadReport& report)
+      : paths_(paths),
+        items_(items),
+        verify_(purpose != Purpose::deliver),
+        check_only_(purpose == Purpose::check),
+        options_(options),
+        report_(report) {
     group_items(rows);
-    for (uint32_t index = 0; index < records_.size(); ++index) plan_record(index);
+    for (uint32_t index = 0; index < records_.size(); ++index) {
+      try {
+        plan_record(index);
+      } catch (const Error& error) {
+        if (!check_only_) throw;
+        add_damage(records_[index], error);
+      }
+    }
     pack_extents();
   }
 
@@ -125,12 +126,38 @@ class ReadJob {
     } catch (const Error& error) {
       throw error.item != Error::kNoItem ? error : with_item(error);
     }
+    report_unread();
+  }
+
+  // Returns the rows of records that a failed transfer kept from being read, with its error.
+  std::pair<std::vector<uint32_t>, std::optional<Error>> check() {
+    std::optional<Error> failure;
+    try {
+      transfer();
+    } catch (const Error& error) {
+      failure = error;
+    }
+    report_unread();
+    std::vector<uint32_t> left;
+    for (const Record& record : records_) {
+      if (!record.concluded) left.insert(left.end(), record.items.begin(), record.items.end());
+    }
+    return {std::move(left), std::move(failure)};
+  }
+
+ private:
+  void report_unread() {
     for (const Record& record : records_) {
       if (record.unread) report_.unread.insert(report_.unread.end(), record.items.begin(), record.items.end());
     }
   }
 
- private:
+  void add_damage(Record& record, const Error& error) {
+    const std::lock_guard lock(keep_mutex_);
+    record.concluded = true;
+    for (const uint32_t item : record.items) report_.damaged.push_back({item, error.offset, error.what()});
+  }
+
   void transfer() {
     queue_.expect(segments_.size());
     for (size_t index = 0; index < segments_.size(); ++index) queue_.push(index);
@@ -201,10 +228,13 @@ class ReadJob {
                            data.file->path(), record.offset, row);
     }
     if (!locate_body(record, data, whole)) {
-      record.unread = true;
+      record.unread = record.concluded = true;
       return;
     }
-    if (record.framing->body_bytes() == 0 && record.check != Record::Check::frame) return;
+    if (record.framing->body_bytes() == 0 && record.check != Record::Check::frame) {
+      record.concluded = true;
+      return;
+    }
     choose_extents(index, record, data);
   }
 
@@ -345,7 +375,7 @@ class ReadJob {
   std::pair<uint64_t, uint64_t> in_place_range(const Record& record, DataFile& data, uint64_t begin,
                                                uint64_t end) const {
     const ReadItem& item = items_[record.items[0]];
-    if (record.items.size() != 1 || !item.box.dense()) return {0, 0};
+    if (check_only_ || record.items.size() != 1 || !item.box.dense()) return {0, 0};
     begin = std::max(begin, record.body_offset + item.box.begin());
     end = std::min(end, record.body_offset + item.box.end());
     const bool direct = data.file->access() == Access::direct;
@@ -432,7 +462,16 @@ class ReadJob {
     const Segment& segment = *static_cast<const Segment*>(flight.item);
     report_.stats.count(flight, segment.end - segment.begin);
     for (const Part& part : segment.parts) {
-      take(part, flight.transfer.data + (part.begin - segment.begin), segment.in_place == nullptr);
+      const std::byte* data = flight.transfer.data + (part.begin - segment.begin);
+      if (!check_only_) {
+        take(part, data, segment.in_place == nullptr);
+        continue;
+      }
+      try {
+        take(part, data, false);
+      } catch (const Error& error) {
+        add_damage(records_[part.record], error);
+      }
     }
   }
 
@@ -494,6 +533,7 @@ class ReadJob {
 
   // All parts are there.
   void conclude(Record& record, std::span<const std::byte> prologue, std::span<const std::byte> epilogue) {
+    record.concluded = true;
     if (record.check_prologue &&
         std::memcmp(prologue.data(), record.framing->prologue().data(), prologue.size()) != 0) {
       record.unread = true;  // transposed, conjugated, written by somebody else: or damaged, which the caller finds out
@@ -551,6 +591,7 @@ class ReadJob {
   const std::span<const std::string> paths_;
   const std::span<const ReadItem> items_;
   const bool verify_;
+  const bool check_only_;
   const EngineOptions& options_;
   std::map<uint32_t, DataFile> files_;
   RecordCache framings_;
@@ -558,15 +599,13 @@ class ReadJob {
   std::vector<Extent> extents_;
   std::vector<Segment> segments_;
   WorkQueue<size_t> queue_;
-  std::mutex keep_mutex_;  // guards what several workers may touch in conclude() and keep()
+  std::mutex keep_mutex_;  // guards what several workers may touch in conclude(), keep() and add_damage()
   ReadReport& report_;
 };
 
-}  // namespace
-
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                         bool verify, const EngineOptions& options) {
-  auto report = std::make_unique<ReadReport>();
+// Calls `work` with rows in file order, of as many files at a time as may be open.
+template <typename Work>
+void for_each_batch(std::span<const ReadItem> items, const Work& work) {
   std::vector<uint32_t> order(items.size());
   std::iota(order.begin(), order.end(), 0);
   const auto key = [&](uint32_t row) { return std::tuple(items[row].file, items[row].record_offset); };
@@ -577,10 +616,45 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
       files += end == begin || items[order[end]].file != items[order[end - 1]].file;
       if (files > kOpenFiles) break;
     }
-    ReadJob(paths, items, std::span(order).subspan(begin, end - begin), verify, options, *report).run();
+    work(std::span(order).subspan(begin, end - begin));
     begin = end;
   }
+}
+
+// One transfer carries many small records: which of them the disk cannot give is found by halving. What was read before
+// the failure is not read again.
+void check_rows(std::span<const std::string> paths, std::span<const ReadItem> items, std::span<const uint32_t> rows,
+                const EngineOptions& options, ReadReport& report) {
+  const auto [left, failure] = ReadJob(paths, items, rows, Purpose::check, options, report).check();
+  if (!failure) return;
+  if (left.size() <= 1) {
+    for (const uint32_t item : left) report.damaged.push_back({item, failure->offset, failure->what()});
+    return;
+  }
+  const std::span<const uint32_t> all(left);
+  check_rows(paths, items, all.first(all.size() / 2), options, report);
+  check_rows(paths, items, all.subspan(all.size() / 2), options, report);
+}
+
+}  // namespace
+
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                         bool verify, const EngineOptions& options) {
+  auto report = std::make_unique<ReadReport>();
+  const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
+  for_each_batch(items,
+                 [&](std::span<const uint32_t> rows) { ReadJob(paths, items, rows, purpose, options, *report).run(); });
   std::sort(report->unread.begin(), report->unread.end());
+  return report;
+}
+
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                          const EngineOptions& options) {
+  auto report = std::make_unique<ReadReport>();
+  for_each_batch(items, [&](std::span<const uint32_t> rows) { check_rows(paths, items, rows, options, *report); });
+  std::sort(report->unread.begin(), report->unread.end());
+  std::stable_sort(report->damaged.begin(), report->damaged.end(),
+                   [](const DamagedItem& a, const DamagedItem& b) { return a.item < b.item; });
   return report;
 }
 

@@ -32,16 +32,29 @@ struct ReadItem {
       kUnknownCrc;  // of the whole tensor's bytes, where the caller knows it from elsewhere than the data file
 };
 
+struct DamagedItem {
+  uint32_t item;    // row of the caller's table
+  uint64_t offset;  // in its file
+  std::string reason;
+};
+
 struct ReadReport {
-  std::vector<uint32_t> unread;   // items whose record is not a plain contiguous tensor of that dtype and shape
-  uint64_t needed_bytes = 0;      // in the items' boxes
-  uint64_t unverified_bytes = 0;  // read from records that carry no checksum
+  std::vector<DamagedItem> damaged;  // only by check_tensors; in rising order of items
+  std::vector<uint32_t> unread;      // items whose record is not a plain contiguous tensor of that dtype and shape
+  uint64_t needed_bytes = 0;         // in the items' boxes
+  uint64_t unverified_bytes = 0;     // read from records that carry no checksum
   TransferStats stats;
 };
 
 // Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const EngineOptions& options);
+
+// The same for whole tensors, but they are only checked, delivered nowhere (`memory` is not used), and what is wrong is
+// told in `damaged` instead of thrown: an I/O error, or a file that is not there, is then damage of each item it hits.
+// Memory: slots, whatever the tensors' size.
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                          const EngineOptions& options);
 
 struct ByteRange {
   uint32_t file;  // index into the paths

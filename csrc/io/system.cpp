@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
@@ -18,7 +19,7 @@
 namespace vescale_ckpt::system {
 namespace {
 
-constexpr size_t kCalls = 10;
+constexpr size_t kCalls = 14;
 
 struct Fault {
   bool armed = false;
@@ -169,6 +170,39 @@ std::optional<uint64_t> resident_bytes(int fd, uint64_t size) {
   return std::min(size, cached * page);
 }
 
+int64_t reserve_addresses(uint64_t bytes) {
+  return guarded(Call::map, [&]() -> int64_t {
+    void* map = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return map == MAP_FAILED ? -1 : static_cast<int64_t>(reinterpret_cast<uintptr_t>(map));
+  });
+}
+
+void release_addresses(std::byte* address, uint64_t bytes) {
+  ::munmap(address, bytes);
+}
+
+int make_writable(std::byte* address, uint64_t bytes) {
+  return static_cast<int>(guarded(Call::protect, [&] { return ::mprotect(address, bytes, PROT_READ | PROT_WRITE); }));
+}
+
+int advise(std::byte* address, uint64_t bytes, int advice) {
+  return static_cast<int>(guarded(Call::advise, [&] { return ::madvise(address, bytes, advice); }));
+}
+
+int populate(std::byte* address, uint64_t bytes) {
+  constexpr int kPopulateWrite = 23;  // since Linux 5.14
+  return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
+}
+
+int lower_priority(int niceness) {
+  constexpr int kLowest = 19;
+  const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
+  errno = 0;  // -1 is a priority, too
+  const int now = ::getpriority(PRIO_PROCESS, thread);
+  if (now == -1 && errno != 0) return -errno;
+  return static_cast<int>(or_errno(::setpriority(PRIO_PROCESS, thread, std::min(kLowest, now + niceness))));
+}
+
 int64_t completed(Call call, int64_t result) {
   return result < 0 ? result : with_faults(call, result);
 }
@@ -193,7 +227,8 @@ uint64_t calls_seen(Call call) {
 
 std::optional<Call> call_named(const std::string& name) {
   constexpr std::array<const char*, kCalls> kNames = {"open", "read",           "write",  "allocate", "truncate",
-                                                      "sync", "sync_directory", "rename", "unlink",   "space"};
+                                                      "sync", "sync_directory", "rename", "unlink",   "space",
+                                                      "map",  "protect",        "advise", "populate"};
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found == kNames.end()) return std::nullopt;
   return static_cast<Call>(found - kNames.begin());

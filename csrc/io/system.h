@@ -13,7 +13,22 @@
 
 namespace vescale_ckpt {
 
-enum class Call { open, read, write, allocate, truncate, sync, sync_directory, rename, unlink, space };
+enum class Call {
+  open,
+  read,
+  write,
+  allocate,
+  truncate,
+  sync,
+  sync_directory,
+  rename,
+  unlink,
+  space,
+  map,
+  protect,
+  advise,
+  populate,
+};
 
 struct Space {
   uint64_t free_bytes;  // available to this user
@@ -45,6 +60,18 @@ int64_t file_size(int fd);
 DirectRules direct_rules(int fd);
 // Bytes of the file that are in the page cache; nullopt where the kernel does not tell.
 std::optional<uint64_t> resident_bytes(int fd, uint64_t size);
+
+// --- Memory. Addresses that nothing is behind yet, and that nothing is charged for; the first of them, or -errno.
+int64_t reserve_addresses(uint64_t bytes);
+void release_addresses(std::byte* address, uint64_t bytes);
+int make_writable(std::byte* address, uint64_t bytes);
+int advise(std::byte* address, uint64_t bytes, int advice);
+// Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
+int populate(std::byte* address, uint64_t bytes);
+
+// Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none
+// of its own: the kernel derives it.
+int lower_priority(int niceness);
 
 // Transfers that do not pass read() and write() above (io_uring) hand their result through here.
 int64_t completed(Call call, int64_t result);

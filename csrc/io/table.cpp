@@ -103,6 +103,26 @@ std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
   return items;
 }
 
+std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {
+  std::vector<ReadItem> items;
+  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const auto file = static_cast<uint32_t>(cursor.size());
+    const uint64_t offset = cursor.size(), length = cursor.size();
+    const int64_t crc = cursor.take(1)[0];
+    const uint32_t dtype = cursor.dtype();
+    const auto sizes = cursor.take(cursor.size());
+    const std::vector<int64_t> zeros(sizes.size());
+    try {
+      tensor_bytes(dtypes()[dtype], sizes);
+      const Box whole(dtypes()[dtype].item_bytes, sizes, zeros, sizes, zeros);
+      items.push_back({file, offset, length, dtype, {sizes.begin(), sizes.end()}, whole, nullptr, crc});
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+  }
+  return items;
+}
+
 std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
   std::vector<ByteRange> ranges;
   for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
@@ -111,6 +131,25 @@ std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
     ranges.push_back({file, offset, cursor.size()});
   }
   return ranges;
+}
+
+std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
+  std::vector<BoxCopy> copies;
+  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint32_t dtype = cursor.dtype();
+    const std::byte* piece = cursor.address();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), offsets = cursor.take(dims), lengths = cursor.take(dims);
+    std::byte* memory = cursor.address();
+    const auto strides = cursor.take(dims);
+    try {
+      tensor_bytes(dtypes()[dtype], sizes);
+      copies.push_back({Box(dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory});
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+  }
+  return copies;
 }
 
 }  // namespace vescale_ckpt

@@ -4,9 +4,11 @@
 #include <thread>
 #include <vector>
 
+#include "io/system.h"
+
 namespace vescale_ckpt {
 
-void run_workers(unsigned count, const std::function<void(const std::atomic<bool>&)>& body) {
+void run_workers(unsigned count, const std::function<void(const std::atomic<bool>&)>& body, int niceness) {
   std::atomic<bool> stop{false};
   std::mutex mutex;
   std::exception_ptr first;
@@ -21,8 +23,16 @@ void run_workers(unsigned count, const std::function<void(const std::atomic<bool
   };
   {
     std::vector<std::jthread> threads;
-    for (unsigned worker = 1; worker < count; ++worker) threads.emplace_back(guarded);
-    guarded();
+    if (niceness > 0) {
+      const auto in_background = [&] {
+        system::lower_priority(niceness);  // where it is refused, the work is done all the same
+        guarded();
+      };
+      for (unsigned worker = 0; worker == 0 || worker < count; ++worker) threads.emplace_back(in_background);
+    } else {
+      for (unsigned worker = 1; worker < count; ++worker) threads.emplace_back(guarded);
+      guarded();
+    }
   }
   if (first) std::rethrow_exception(first);
 }

@@ -12,7 +12,9 @@ namespace vescale_ckpt {
 
 // Calls `body(stop)` on `count` threads, the calling one included. `stop` turns true when another thread threw: return
 // soon. Throws what the first failing thread threw.
-void run_workers(unsigned count, const std::function<void(const std::atomic<bool>& stop)>& body);
+//
+// With `niceness` (1 to 19) all threads are new ones, with a priority lower by so much; the calling one only waits.
+void run_workers(unsigned count, const std::function<void(const std::atomic<bool>& stop)>& body, int niceness = 0);
 
 // Work handed to several threads: a queue that knows how much is still to come, so that a worker with nothing to take
 // can tell "wait" from "done". T is cheap to move. Thread-safe.

@@ -9,10 +9,6 @@
 namespace vescale_ckpt {
 namespace {
 
-// Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
-constexpr uint64_t kLargeBody = 2 << 20;
-// Where in a block torch's CPU allocator puts a large tensor's first byte.
-constexpr uint64_t kTorchOffset = 64;
 constexpr uint64_t kRecordAlignment = 64;
 constexpr int64_t kNobody = -1;
 
@@ -22,6 +18,9 @@ const EngineOptions& usable(const EngineOptions& options) {
     throw Error::invalid("slots of " + std::to_string(options.slot_bytes) + " bytes: a multiple of " +
                          std::to_string(kChecksumBlock) + " from " + std::to_string(kLargeBody + kChecksumBlock) +
                          " on is wanted");
+  }
+  if (options.niceness < 0 || options.niceness > 19) {
+    throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
   }
   return options;
 }
@@ -83,7 +82,8 @@ class FileWriter::Group {
         [this](Flight& flight) {
           writer_.stats_.count(flight, flight.transfer.size);
           writer_.file_->nudge_writeback(flight.transfer.offset, flight.transfer.size);
-        });
+        },
+        &writer_.control_);
   }
 
   std::vector<PlacedRecord> results() {
@@ -349,7 +349,10 @@ class FileWriter::Group {
 };
 
 FileWriter::FileWriter(const std::string& path, uint64_t expected_bytes, const EngineOptions& options, bool checksums)
-    : options_(usable(options)), checksums_(checksums), file_(File::create(path, options.widest)) {
+    : options_(usable(options)),
+      checksums_(checksums),
+      file_(File::create(path, options.widest)),
+      control_(path, options.bytes_per_second) {
   try {
     file_->preallocate(expected_bytes);
   } catch (...) {
@@ -380,6 +383,7 @@ std::vector<PlacedRecord> FileWriter::write(std::span<const RecordSource> record
 }
 
 uint64_t FileWriter::finish(bool sync) {
+  control_.check();
   if (checksums_) {
     const std::string table = table_.serialize(cursor_);
     // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
@@ -405,6 +409,7 @@ uint64_t FileWriter::finish(bool sync) {
   }
   file_->truncate(cursor_);
   if (sync) file_->sync();
+  control_.check();  // syncing may have taken long
   finished_ = true;
   return cursor_;
 }

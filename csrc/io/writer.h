@@ -4,7 +4,7 @@
 // page, so their bytes start 64 bytes behind a block of the file, and all but the first and last few bytes need no
 // copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes alone.
 //
-// Not thread-safe; one FileWriter is driven by one thread, which it multiplies itself.
+// One FileWriter is driven by one thread, which it multiplies itself; others may look on and cancel.
 #pragma once
 
 #include <atomic>
@@ -18,9 +18,15 @@
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
 #include "io/box.h"
+#include "io/transfer_control.h"
 #include "io/transfer_loop.h"
 
 namespace vescale_ckpt {
+
+// Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
+inline constexpr uint64_t kLargeBody = 2 << 20;
+// Where in a block torch's CPU allocator puts a large tensor's first byte, and the writer a large body's.
+inline constexpr uint64_t kTorchOffset = 64;
 
 // What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.
 struct RecordSource {
@@ -60,6 +66,11 @@ class FileWriter {
   // Writes the checksum table, sets the length, syncs if asked to. Returns the length of the file.
   uint64_t finish(bool sync);
 
+  // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
+  // running.
+  void cancel() { control_.cancel(); }
+  uint64_t progress() const { return stats_.in_place + stats_.slots; }  // bytes given to the file so far
+
   const TransferStats& stats() const { return stats_; }
   Access access() const { return file_->access(); }
   bool checksums() const { return checksums_; }
@@ -77,6 +88,7 @@ class FileWriter {
   uint64_t cursor_ = 0;  // end of what was laid out, a multiple of kBlock
   ChecksumTable table_;
   TransferStats stats_;
+  TransferControl control_;
 };
 
 }  // namespace vescale_ckpt

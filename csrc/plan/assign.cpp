@@ -87,6 +87,7 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
   uint64_t total = 0;
   struct Range {
     size_t begin, count;
+    int32_t dim;
   };
   std::vector<Range> sized_before, weightless_before;  // in before_, which still grows
   std::optional<PreviousOwners> owners;
@@ -103,24 +104,22 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
                      numbers[holders[0].rank] += weight == 0;
                      return;
                    }
-                   const int dim = weight == 0 ? -1 : split_dim(layout_.size(key, box));
-                   const int64_t rows = dim < 0 ? 1 : layout_.size(key, box)[static_cast<size_t>(dim)];
                    (weight == 0 ? weightless_ : sized_)
                        .push_back({.set = sets_.add(holders),
                                    .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
-                                   .rows = rows,
+                                   .size = weight == 0 ? std::span<const int64_t>() : layout_.size(key, box),
                                    .previous = {}});
                    const size_t begin = before_.size();
-                   if (owners) owners->find(number, box, rows, holders, before_);
-                   (weight == 0 ? weightless_before : sized_before).push_back({begin, before_.size() - begin});
+                   const int32_t dim = owners ? owners->find(number, box, holders, before_) : -1;
+                   (weight == 0 ? weightless_before : sized_before).push_back({begin, before_.size() - begin, dim});
                  });
-  const std::span<const Share> before = before_;
-  for (size_t i = 0; i < sized_.size(); ++i) {
-    sized_[i].previous = before.subspan(sized_before[i].begin, sized_before[i].count);
-  }
-  for (size_t i = 0; i < weightless_.size(); ++i) {
-    weightless_[i].previous = before.subspan(weightless_before[i].begin, weightless_before[i].count);
-  }
+  const auto link = [&](std::vector<Contested>& boxes, std::span<const Range> ranges) {
+    for (size_t i = 0; i < boxes.size(); ++i) {
+      boxes[i].previous = {ranges[i].dim, std::span<const Share>(before_).subspan(ranges[i].begin, ranges[i].count)};
+    }
+  };
+  link(sized_, sized_before);
+  link(weightless_, weightless_before);
 }
 
 Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) const {
@@ -138,12 +137,12 @@ Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) con
                      result.pieces.push_back({holders[0].rank, holders[0].item, 0, 0});
                      return;
                    }
-                   const std::span<const Share> shares =
+                   const auto [dim, shares] =
                        layout_.bytes(key, box) == 0 ? by_number->shares(weightless++) : by_bytes->shares(sized++);
                    for (const Share& share : shares) {
                      uint32_t split = 0;
-                     if (shares.size() > 1) {
-                       result.splits.push_back({share.start, share.length, split_dim(layout_.size(key, box))});
+                     if (dim >= 0) {
+                       result.splits.push_back({share.start, share.length, dim});
                        split = static_cast<uint32_t>(result.splits.size());
                      }
                      result.pieces.push_back({share.rank, holder_of(holders, share.rank).item, 0, split});

@@ -32,7 +32,7 @@ struct Piece {
 struct Assignment {
   struct Split {
     int64_t start, length;
-    int32_t dim;  // split_dim() of the box
+    int32_t dim;  // one for all pieces of a box
   };
 
   LargeVector<Piece> pieces;          // box after box; node after node; in the order of their starts

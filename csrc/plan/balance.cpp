@@ -1,6 +1,7 @@
 #include "plan/balance.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -9,7 +10,12 @@
 namespace vescale_ckpt {
 namespace {
 
-constexpr int64_t kSlack = 200;  // whole boxes may rise above the level by this part of it
+constexpr int64_t kSlack = 200;     // whole boxes may rise above the level by this part of it
+constexpr int64_t kMostRuns = 256;  // of memory, in the least piece
+
+int64_t rounded_up(int64_t a, int64_t b) {
+  return a / b + (a % b != 0);
+}
 
 size_t member_of(std::span<const uint32_t> ranks, uint32_t rank) {
   return static_cast<size_t>(std::lower_bound(ranks.begin(), ranks.end(), rank) - ranks.begin());
@@ -56,9 +62,27 @@ Balance::Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t le
       loads_(std::move(loads)),
       least_piece_bytes_(static_cast<int64_t>(std::clamp<uint64_t>(least_piece_bytes, 1, INT64_MAX))) {}
 
-int64_t Balance::least_rows(const Contested& box) const {
-  const int64_t row_bytes = box.bytes / box.rows;
-  return least_piece_bytes_ / row_bytes + (least_piece_bytes_ % row_bytes != 0);
+Balance::Cut Balance::cut_along(const Contested& box, int32_t dim) const {
+  if (dim < 0) return {-1, 1, box.bytes, 1};
+  int64_t runs = 1;  // that a piece lies in
+  for (const int64_t length : box.size.first(static_cast<size_t>(dim))) runs *= length;
+  const int64_t rows = box.size[static_cast<size_t>(dim)], row_bytes = box.bytes / rows;
+  const int64_t least =
+      std::max(rounded_up(least_piece_bytes_, row_bytes), rounded_up(least_piece_bytes_ / kMostRuns, row_bytes / runs));
+  return {dim, rows, row_bytes, least};
+}
+
+// Those that give at least two pieces, from large rows in few runs of memory to small rows in many.
+std::vector<Balance::Cut> Balance::cuts_of(const Contested& box) const {
+  std::vector<Cut> cuts;
+  int64_t longest = 1;
+  for (size_t dim = 0; dim < box.size.size(); ++dim) {
+    if (box.size[dim] <= longest) continue;
+    longest = box.size[dim];
+    const Cut cut = cut_along(box, static_cast<int32_t>(dim));
+    if (cut.rows / 2 >= cut.least_rows) cuts.push_back(cut);
+  }
+  return cuts;
 }
 
 void Balance::place(std::span<const Contested> boxes) {
@@ -82,10 +106,16 @@ void Balance::place(std::span<const Contested> boxes) {
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
                    [&](uint32_t a, uint32_t b) { return sets_[a].size() < sets_[b].size(); });
+  const std::vector<int64_t> fixed = loads_;
   const std::vector<int64_t> poured = pour(sets_, order, bytes, loads_);
+  movable_.resize(loads_.size());
+  std::transform(loads_.begin(), loads_.end(), fixed.begin(), movable_.begin(), std::minus<>());
   for (const uint32_t set : order) {
     const std::span<const uint32_t> ranks = sets_[set];
-    for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] -= poured[sets_.begin(set) + i];
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      loads_[ranks[i]] -= poured[sets_.begin(set) + i];
+      movable_[ranks[i]] -= poured[sets_.begin(set) + i];
+    }
     place_set(set, bytes[set], boxes, std::span(sorted).subspan(begins[set], begins[set + 1] - begins[set]));
   }
 }
@@ -98,62 +128,93 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> 
   rooms.reserve(ranks.size());
   for (const uint32_t rank : ranks) rooms.push_back(level - loads_[rank]);
   MostRoom room(std::move(rooms));
-  const auto place_box = [&](uint32_t i, const auto& place) {
-    places_[i].begin = shares_.size();
-    const bool placed = place(boxes[i]);
-    places_[i].count = shares_.size() - places_[i].begin;
-    return placed;
+  const auto begin = [&](uint32_t i) { places_[i].begin = shares_.size(); };
+  const auto end = [&](uint32_t i, int32_t dim) {
+    places_[i].count = static_cast<uint32_t>(shares_.size() - places_[i].begin);
+    places_[i].dim = dim;
   };
   std::vector<uint32_t> too_large;  // for any room; poured into what the others leave, like sand between stones
   for (const uint32_t i : sorted) {
-    const bool placed = place_box(i, [&](const Contested& box) {
-      if (box.previous.size() == 1 && keep(box, ranks, room, slack)) return true;
+    const Contested& box = boxes[i];
+    begin(i);
+    if (box.previous.dim >= 0 || !keep(box, ranks, room, slack)) {
       const size_t member = room.most();
-      if (room[member] + slack < box.bytes && box.rows / 2 >= least_rows(box)) return false;
-      shares_.push_back({ranks[member], 0, box.rows});
+      if (room[member] + slack < box.bytes && !cuts_of(box).empty()) {
+        too_large.push_back(i);
+        continue;
+      }
+      shares_.push_back({ranks[member], 0, 1});
       room.take(member, box.bytes);
-      return true;
-    });
-    if (!placed) too_large.push_back(i);
+    }
+    end(i, -1);
   }
   for (const uint32_t i : too_large) {
-    place_box(i, [&](const Contested& box) {
-      if (!keep(box, ranks, room, slack)) split(box, ranks, room, slack);
-      return true;
-    });
+    const Contested& box = boxes[i];
+    begin(i);
+    end(i, keep(box, ranks, room, slack) ? box.previous.dim : split(box, ranks, room, slack));
   }
   for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] = level - room[i];
 }
 
 bool Balance::keep(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
-  if (box.previous.empty()) return false;
-  const int64_t row_bytes = box.bytes / box.rows;
+  const auto& [dim, had] = box.previous;
+  if (had.empty()) return false;
+  const Cut cut = cut_along(box, dim);
   size_t kept = 0;
-  for (; kept < box.previous.size(); ++kept) {
-    const Share& share = box.previous[kept];
-    const size_t member = member_of(ranks, share.rank);
-    const int64_t bytes = share.length * row_bytes;
-    if (bytes > room[member] + slack || (box.previous.size() > 1 && bytes < least_piece_bytes_)) break;
+  for (; kept < had.size(); ++kept) {
+    const size_t member = member_of(ranks, had[kept].rank);
+    const int64_t bytes = had[kept].length * cut.row_bytes;
+    if (bytes > room[member] + slack || had[kept].length < cut.least_rows) break;
     room.take(member, bytes);
   }
-  if (kept == box.previous.size()) {
-    shares_.insert(shares_.end(), box.previous.begin(), box.previous.end());
+  if (kept == had.size()) {
+    shares_.insert(shares_.end(), had.begin(), had.end());
     return true;
   }
-  for (const Share& share : box.previous.first(kept)) {
-    room.take(member_of(ranks, share.rank), -share.length * row_bytes);
+  for (const Share& share : had.first(kept)) {
+    room.take(member_of(ranks, share.rank), -share.length * cut.row_bytes);
   }
   return false;
 }
 
-void Balance::split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
-  const int64_t row_bytes = box.bytes / box.rows, least = least_rows(box);
+// Returns the dimension that it was split along. Later ones are worth their many runs of memory only if they lower the
+// highest rank by more than the slack, not counting what larger sets can put elsewhere.
+int32_t Balance::split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
+  int64_t least_excess = INT64_MAX;
+  std::vector<Share> best;
+  Cut best_cut{};
+  for (const Cut& cut : cuts_of(box)) {
+    std::vector<Share> shares = fill(cut, ranks, room, slack);
+    int64_t excess = 0;
+    for (const Share& share : shares) {
+      excess = std::max(excess, -room[member_of(ranks, share.rank)] - movable_[share.rank]);
+    }
+    for (const Share& share : shares) room.take(member_of(ranks, share.rank), -share.length * cut.row_bytes);
+    if (excess < least_excess - slack) {
+      least_excess = excess;
+      best = std::move(shares);
+      best_cut = cut;
+    }
+    if (least_excess <= slack) break;
+  }
+  if (best.size() == 1) {
+    best_cut = cut_along(box, -1);
+    best[0].length = 1;
+  }
+  for (const Share& share : best) room.take(member_of(ranks, share.rank), share.length * best_cut.row_bytes);
+  shares_.insert(shares_.end(), best.begin(), best.end());
+  return best_cut.dim;
+}
+
+// All rows, taken from the room of those who have the most.
+std::vector<Share> Balance::fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
+  const int64_t row_bytes = cut.row_bytes, least = cut.least_rows;
   // Large rows go where they fit best; with small ones a bit too much is less than a piece more.
   const int64_t rounding = row_bytes > slack ? row_bytes / 2 : row_bytes - 1;
-  const size_t first = shares_.size();
-  for (int64_t start = 0; start < box.rows;) {
+  std::vector<Share> shares;
+  for (int64_t start = 0; start < cut.rows;) {
     const size_t member = room.most();
-    int64_t length = box.rows - start;
+    int64_t length = cut.rows - start;
     if (room[member] + slack < length * row_bytes) {
       const int64_t fitting = (std::max<int64_t>(room[member], 0) + rounding) / row_bytes;
       const int64_t rest = length - std::max(fitting, least);
@@ -163,14 +224,15 @@ void Balance::split(const Contested& box, std::span<const uint32_t> ranks, MostR
         length -= least;
       }
     }
-    if (shares_.size() > first && shares_.back().rank == ranks[member]) {
-      shares_.back().length += length;
+    if (!shares.empty() && shares.back().rank == ranks[member]) {
+      shares.back().length += length;
     } else {
-      shares_.push_back({ranks[member], start, length});
+      shares.push_back({ranks[member], start, length});
     }
     room.take(member, length * row_bytes);
     start += length;
   }
+  return shares;
 }
 
 }  // namespace vescale_ckpt

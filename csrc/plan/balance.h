@@ -9,18 +9,23 @@
 
 namespace vescale_ckpt {
 
-// `length` rows of a box from `start` on, and the rank that writes them. A whole box has start 0 and all its rows.
+// `length` rows of a box from `start` on, and the rank that writes them.
 struct Share {
   uint32_t rank;
   int64_t start, length;
 };
 
+// All of a box, in the order of the rows.
+struct Shares {
+  int32_t dim = -1;  // a row is one index of it; -1: the box is one row, of one share
+  std::span<const Share> list;
+};
+
 struct Contested {
-  uint32_t set;   // the ranks that hold it
-  int64_t bytes;  // more than 0
-  int64_t rows;   // it may be split between these; 1 if it cannot be
-  // Its shares in the plan before, in the order of their rows, if all of their ranks are still in the set.
-  std::span<const Share> previous;
+  uint32_t set;                   // the ranks that hold it
+  int64_t bytes;                  // more than 0
+  std::span<const int64_t> size;  // it may be split along these dimensions; empty if it cannot be
+  Shares previous;                // in the plan before, if all of their ranks are still in the set; else empty
 };
 
 class Balance {
@@ -30,26 +35,38 @@ class Balance {
 
   // Largest first: a box stays with the rank that had it, else goes to the one with the most room. What would lift any
   // rank above the even level by more than 1/200 of it is split over the gaps that the others leave. Ties go to the box
-  // that comes first and to the lowest rank.
+  // that comes first and to the lowest rank. A box is split along its first dimension longer than one, where each piece
+  // is one run of memory; along a longer one behind it if the rows of those before are too large to come out even.
   void place(std::span<const Contested> boxes);
 
-  // Of that box, in the order of their rows; one if it is whole.
-  std::span<const Share> shares(size_t box) const { return {shares_.data() + places_[box].begin, places_[box].count}; }
+  Shares shares(size_t box) const {
+    return {places_[box].dim, {shares_.data() + places_[box].begin, places_[box].count}};
+  }
 
  private:
   class MostRoom;
+  struct Cut {
+    int32_t dim;
+    int64_t rows, row_bytes;
+    int64_t least_rows;  // of a piece
+  };
   struct Place {
     uint64_t begin;
-    uint64_t count;
+    uint32_t count;
+    int32_t dim;
   };
 
   void place_set(uint32_t set, int64_t bytes, std::span<const Contested> boxes, std::span<const uint32_t> sorted);
+  // These append to shares_.
   bool keep(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
-  void split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
-  int64_t least_rows(const Contested& box) const;
+  int32_t split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
+  static std::vector<Share> fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
+  Cut cut_along(const Contested& box, int32_t dim) const;
+  std::vector<Cut> cuts_of(const Contested& box) const;
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;
+  std::vector<int64_t> movable_;  // part of the loads: poured from sets that are still to be placed
   int64_t least_piece_bytes_;
   std::vector<Place> places_;
   std::vector<Share> shares_;

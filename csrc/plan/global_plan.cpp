@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "error.h"
+#include "plan/hash.h"
 #include "plan/inventory.h"
 #include "plan/make_catalog.h"
 #include "plan/merge.h"
@@ -35,22 +36,17 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
   const unsigned threads = thread_count(inventories);
 
   std::vector<Inventory> parsed(ranks);
-  std::vector<Hash128> names(ranks), contents(2 * ranks + 1);
+  std::vector<Hash128> names(ranks);
   parallel_for(threads, ranks, 1, [&] {
     return [&](size_t rank) {
-      const std::span<const std::byte> bytes = inventories[rank];
       try {
-        parsed[rank] = Inventory(bytes);
+        parsed[rank] = Inventory(inventories[rank]);
       } catch (const Error& error) {
         throw Error::invalid("rank " + std::to_string(rank) + ": " + error.what());
       }
-      const size_t rows_bytes = bytes.size() - parsed[rank].names_block().size();
-      contents[2 * rank] = hash128(bytes.first(rows_bytes));
-      contents[2 * rank + 1] = names[rank] = hash128(parsed[rank].names_block());
+      names[rank] = hash128(parsed[rank].names_block());
     };
   });
-  contents.back() = {static_cast<uint64_t>(options.placement), options.least_piece_bytes};
-  identity_ = hash128_of(std::span<const Hash128>(contents));
 
   std::vector<int64_t> ids;
   for (const Inventory& inventory : parsed) ids.push_back(inventory.node());

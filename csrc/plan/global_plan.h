@@ -9,7 +9,6 @@
 
 #include "plan/assign.h"
 #include "plan/catalog.h"
-#include "plan/hash.h"
 #include "plan/layout.h"
 #include "plan/parts.h"
 
@@ -35,14 +34,10 @@ class GlobalPlan {
   // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
   Catalog catalog(uint32_t node = 0) const;
 
-  // Of all inventories and the options.
-  const Hash128& identity() const { return identity_; }
-
  private:
   PlanOptions options_;
   std::vector<uint32_t> nodes_;  // of each rank
   uint32_t node_count_ = 0;
-  Hash128 identity_{};
   Layout layout_;  // without the holders
   Assignment assignment_;
   Parts parts_;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <span>
 
-#include "plan/describe.h"
+#include "plan/messages.h"
 #include "plan/row_check.h"
 #include "plan/validate.h"
 

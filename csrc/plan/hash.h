@@ -13,9 +13,4 @@ using Hash128 = std::array<uint64_t, 2>;
 
 Hash128 hash128(std::span<const std::byte> bytes);
 
-template <typename T>
-Hash128 hash128_of(std::span<const T> values) {
-  return hash128(std::as_bytes(values));
-}
-
 }  // namespace vescale_ckpt

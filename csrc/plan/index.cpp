@@ -165,4 +165,16 @@ Place Index::place(const Key& key, uint64_t chunk) const {
   return {file, row.offset, row.length, (row.file & IndexPlace::kNoCrc) != 0 ? -1 : int64_t{row.crc}};
 }
 
+std::vector<uint64_t> Index::file_ends() const {
+  std::vector<uint64_t> ends(files());
+  for (uint64_t number = 0; number < size(); ++number) {
+    const Key found = key(number);
+    for (uint64_t chunk = 0; chunk < found.chunks; ++chunk) {
+      const Place at = place(found, chunk);
+      ends[at.file] = std::max(ends[at.file], at.offset + at.length);
+    }
+  }
+  return ends;
+}
+
 }  // namespace vescale_ckpt

@@ -51,6 +51,8 @@ class Index {
   Place place(const Key& key, uint64_t chunk) const;
 
   uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
+  // Of each file, how long it is at least: where the last record that lies in it ends. Looks at every key.
+  std::vector<uint64_t> file_ends() const;
   std::string_view file(uint32_t number) const { return string(1 + header_.dtypes + uint64_t{number}); }
 
  private:

@@ -59,12 +59,4 @@ struct Layout {
   }
 };
 
-// The dimension a box is split along: the first longer than one, so that pieces lie in one run of memory. -1 if none.
-inline int split_dim(std::span<const int64_t> size) {
-  for (size_t dim = 0; dim < size.size(); ++dim) {
-    if (size[dim] > 1) return static_cast<int>(dim);
-  }
-  return -1;
-}
-
 }  // namespace vescale_ckpt

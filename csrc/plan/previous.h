@@ -15,9 +15,9 @@ class PreviousOwners {
  public:
   PreviousOwners(const Previous& previous, const Layout& layout) : previous_(previous), layout_(layout) {}
 
-  // Appends the shares of that box of key number `key`, which can be split between `rows` rows, if it had the same key
-  // and box then and all who wrote it are among `holders` (ascending). Appends nothing else.
-  void find(uint32_t key, size_t box, int64_t rows, std::span<const Holder> holders, std::vector<Share>& shares);
+  // Appends the shares of that box of key number `key` if it had the same key and box then and all who wrote it are
+  // among `holders` (ascending), and returns the dimension of their rows. Else appends nothing and returns -1.
+  int32_t find(uint32_t key, size_t box, std::span<const Holder> holders, std::vector<Share>& shares);
 
  private:
   const Previous& previous_;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "format/torch_record.h"
-#include "plan/describe.h"
+#include "plan/messages.h"
 
 namespace vescale_ckpt {
 namespace {

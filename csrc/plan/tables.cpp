@@ -5,11 +5,12 @@
 
 #include "error.h"
 #include "format/torch_record.h"
+#include "plan/route_tables.h"
 
 namespace vescale_ckpt {
 namespace {
 
-constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7;
+constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 4;
 
 [[noreturn]] void malformed(const char* what, int64_t row = Error::kNoItem) {
   throw Error::invalid(what, row);
@@ -21,6 +22,10 @@ size_t dims_of(std::span<const int64_t> words, size_t at, size_t head, size_t sp
   const int64_t dims = words[at + head - 1];
   if (dims < 0 || dims > kMostDims || words.size() - at - head < spans * static_cast<size_t>(dims)) malformed(table);
   return static_cast<size_t>(dims);
+}
+
+constexpr int64_t cuda_device(int64_t number) {
+  return kCudaDevice + (number << 32);
 }
 
 bool multiply_add(int64_t a, int64_t b, int64_t* sum) {
@@ -41,14 +46,21 @@ class Region {
     offset_ = source.subspan(kSourceHead);
     tensor_ = state.tensors[tensor];
     if (box_.size() != tensor_.shape.size()) malformed("an item and its tensor differ in dimensions", row);
-    if (state.ready[tensor] == std::byte{0} || tensor_.device != kHostDevice || tensor_.dtype < 0) {
-      malformed("a tensor is not in memory that the engine can use", row);
-    }
+    const auto ready = static_cast<uint8_t>(state.ready[tensor]);
+    device_ = static_cast<int64_t>(ready) - kOnDevice;
+    readable_ = ready != kNotReady && tensor_.dtype >= 0 &&
+                tensor_.device == (device_ < 0 ? kHostDevice : cuda_device(device_));
+    usable_ = readable_ && ready == kOnHost;
   }
+
+  bool usable() const { return usable_; }
+  void expect_usable() const { expect(usable_); }
+  void expect_readable() const { expect(readable_); }
 
   std::span<const int64_t> box() const { return box_; }
   std::span<const int64_t> strides() const { return tensor_.strides; }
   int64_t dtype() const { return tensor_.dtype; }
+  int64_t device() const { return device_; }  // -1: host memory
 
   // Narrows dimension `dim` to `length` indices of the box from `start` on.
   void narrow(size_t dim, int64_t start, int64_t length) {
@@ -74,15 +86,56 @@ class Region {
   }
 
  private:
+  void expect(bool in_place) const {
+    if (!in_place) malformed("a tensor is not in memory that the engine can use", row_);
+  }
+
   int64_t row_;
   LocalTensor tensor_{};
   std::span<const int64_t> box_, offset_;
-  int64_t first_ = 0;  // elements from the tensor's first
+  int64_t device_ = -1;
+  bool usable_ = false;    // by the engine
+  bool readable_ = false;  // or by a snapshot
+  int64_t first_ = 0;      // elements from the tensor's first
   bool empty_ = false;
 };
 
+bool is_object(const StateTables& state, int64_t item) {
+  return item >= 0 && static_cast<uint64_t>(item) < state.inventory.size() &&
+         state.inventory[static_cast<size_t>(item)].kind == ItemKind::object;
+}
+
 void append(std::vector<int64_t>& table, std::span<const int64_t> values) {
   table.insert(table.end(), values.begin(), values.end());
+}
+
+// Rows of a write table for those of a part; without `devices` only of what is in host memory.
+void add_rows(const StateTables& state, std::span<const int64_t> part, std::vector<int64_t>& table,
+              std::vector<int64_t>* devices) {
+  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
+  for (size_t at = 0; at < part.size(); at += kPartRow) {
+    const auto row = static_cast<int64_t>(at / kPartRow);
+    const int64_t item = part[at], dim = part[at + 1], start = part[at + 2], length = part[at + 3];
+    if (is_object(state, item)) continue;
+    Region region(state, item, row);
+    devices == nullptr ? region.expect_usable() : region.expect_readable();
+    const size_t dims = region.box().size();
+    if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
+    if (region.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
+      malformed("a tensor is not of its item's dtype", row);
+    }
+    for (size_t i = 0; i < dims; ++i) {
+      const bool cut = static_cast<int64_t>(i) == dim;
+      region.narrow(i, cut ? start : 0, cut ? length : region.box()[i]);
+    }
+    table.push_back(region.dtype());
+    table.push_back(region.address());
+    table.push_back(static_cast<int64_t>(dims));
+    append(table, region.box());
+    if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
+    append(table, region.strides());
+    if (devices != nullptr) devices->push_back(region.device() < 0 ? -1 : region.device());
+  }
 }
 
 }  // namespace
@@ -113,14 +166,25 @@ bool same_shapes(const TensorTable& left, const TensorTable& right) {
   return true;
 }
 
-std::vector<std::byte> ready_tensors(const TensorTable& tensors, std::span<const std::byte> lazy,
-                                     std::span<const int64_t> storage_offsets, std::span<const int64_t> storage_bytes) {
-  std::vector<std::byte> ready(tensors.size());
-  size_t host = 0;
+bool any_complex(const TensorTable& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t dtype = tensors[i].dtype;
+    if (dtype >= 0 && dtypes()[static_cast<size_t>(dtype)].name.starts_with("complex")) return true;
+  }
+  return false;
+}
+
+std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, std::span<const std::byte> lazy,
+                                   std::span<const int64_t> storage_offsets, std::span<const int64_t> storage_bytes) {
+  constexpr int64_t kMostDevices = UINT8_MAX - kOnDevice + 1;
+  std::vector<uint8_t> ready(tensors.size(), kNotReady);
+  size_t asked = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const LocalTensor tensor = tensors[i];
-    if (tensor.device != kHostDevice) continue;
-    const size_t at = host++;
+    const int64_t number = tensor.device >> 32;
+    const bool on_device = with_cuda && number >= 0 && tensor.device == cuda_device(number);
+    if (tensor.device != kHostDevice && !on_device) continue;
+    const size_t at = asked++;
     if (at >= lazy.size() || at >= storage_offsets.size() || at >= storage_bytes.size()) continue;
     int64_t last = storage_offsets[at], end = 0;  // elements from the storage's start
     bool fits = tensor.dtype >= 0;
@@ -130,11 +194,16 @@ std::vector<std::byte> ready_tensors(const TensorTable& tensors, std::span<const
     fits = fits && !__builtin_add_overflow(last, int64_t{1}, &end) &&
            !__builtin_mul_overflow(end, dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &end) &&
            end <= storage_bytes[at];
+    int64_t first = 0;  // bytes from the storage's start
+    fits = fits && multiply_add(storage_offsets[at], dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &first) &&
+           tensor.address != first;  // else the storage is one without memory, of zeros
     const bool empty = tensor.dtype >= 0 && std::ranges::find(tensor.shape, 0) != tensor.shape.end();
-    ready[i] = std::byte{lazy[at] == std::byte{0} && (empty || fits)};
+    if (lazy[at] != std::byte{0} || !(empty || fits)) continue;
+    if (!on_device) ready[i] = kOnHost;
+    if (on_device && number < kMostDevices) ready[i] = static_cast<uint8_t>(kOnDevice + number);
   }
-  if (host != lazy.size() || host != storage_offsets.size() || host != storage_bytes.size()) {
-    malformed("storages are not those of the tensors in host memory");
+  if (asked != lazy.size() || asked != storage_offsets.size() || asked != storage_bytes.size()) {
+    malformed("storages are not those of the tensors in memory");
   }
   return ready;
 }
@@ -157,34 +226,33 @@ StateTables::StateTables(const Inventory& items, std::span<const int64_t> source
 }
 
 std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> part) {
-  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
   std::vector<int64_t> table;
   table.reserve(part.size() * 2);
-  for (size_t at = 0; at < part.size(); at += kPartRow) {
-    const auto row = static_cast<int64_t>(at / kPartRow);
-    const int64_t item = part[at], dim = part[at + 1], start = part[at + 2], length = part[at + 3];
-    if (item >= 0 && static_cast<uint64_t>(item) < state.inventory.size() &&
-        state.inventory[static_cast<size_t>(item)].kind == ItemKind::object) {
-      continue;
-    }
-    Region region(state, item, row);
-    const size_t dims = region.box().size();
-    if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
-    if (region.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
-      malformed("a tensor is not of its item's dtype", row);
-    }
-    for (size_t i = 0; i < dims; ++i) {
-      const bool cut = static_cast<int64_t>(i) == dim;
-      region.narrow(i, cut ? start : 0, cut ? length : region.box()[i]);
-    }
-    table.push_back(region.dtype());
-    table.push_back(region.address());
-    table.push_back(static_cast<int64_t>(dims));
-    append(table, region.box());
-    if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
-    append(table, region.strides());
-  }
+  add_rows(state, part, table, nullptr);
   return table;
+}
+
+CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> part) {
+  CopyTable table;
+  table.rows.reserve(part.size() * 2);
+  table.devices.reserve(part.size() / kPartRow);
+  add_rows(state, part, table.rows, &table.devices);
+  return table;
+}
+
+std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> part) {
+  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
+  std::vector<uint8_t> ready;
+  ready.reserve(part.size() / kPartRow);
+  for (size_t at = 0; at < part.size(); at += kPartRow) {
+    if (is_object(state, part[at])) continue;
+    if (part[at] < 0 || static_cast<uint64_t>(part[at]) >= state.sources.size()) {
+      malformed("no such item", static_cast<int64_t>(at / kPartRow));
+    }
+    const int64_t tensor = state.sources[static_cast<size_t>(part[at])][0];
+    ready.push_back(static_cast<uint8_t>(state.ready[static_cast<size_t>(tensor)]));
+  }
+  return ready;
 }
 
 std::vector<int64_t> make_read_table(const StateTables& state, std::span<const int64_t> reads) {
@@ -196,6 +264,7 @@ std::vector<int64_t> make_read_table(const StateTables& state, std::span<const i
     const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
     const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
     Region region(state, head[0], row);
+    region.expect_usable();
     if (region.box().size() != dims) malformed("an item and its read differ in dimensions", row);
     if (region.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
     for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
@@ -204,6 +273,33 @@ std::vector<int64_t> make_read_table(const StateTables& state, std::span<const i
     table.push_back(region.address());
     append(table, region.strides());
     at += kReadHead + 4 * dims;
+  }
+  return table;
+}
+
+PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
+                            std::span<const std::byte> memory) {
+  PlaceTable table;
+  table.copies.reserve(places.size());
+  int64_t row = 0;
+  for (size_t at = 0; at < places.size(); ++row) {
+    const size_t dims = dims_of(places, at, kPlaceHead, 4, "a table of places is malformed");
+    const auto head = places.subspan(at, kPlaceHead), boxes = places.subspan(at + kPlaceHead, 4 * dims);
+    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
+    at += kPlaceHead + 4 * dims;
+    Region region(state, head[1], row);
+    if (region.box().size() != dims) malformed("an item and its place differ in dimensions", row);
+    for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
+    if (!region.usable() || region.dtype() != head[2]) {
+      table.rest.push_back(row);
+      continue;
+    }
+    table.copies.push_back(region.dtype());
+    table.copies.push_back(address_in(memory, head[0], region.dtype(), boxes.first(dims), row));
+    table.copies.push_back(static_cast<int64_t>(dims));
+    append(table.copies, boxes.first(3 * dims));
+    table.copies.push_back(region.address());
+    append(table.copies, region.strides());
   }
   return table;
 }

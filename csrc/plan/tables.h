@@ -2,7 +2,8 @@
 //
 // All tables are rows of 64-bit integers, one behind another. Those that describe a state, beside its inventory:
 //   tensors:  address, dtype or -1, device or -1, dimensions n, n sizes, n strides (elements)
-//             the local tensors; a device is DLPack's code; -1 where there is no memory to be had
+//             the local tensors; a device is DLPack's code and, times 2^32, its number; -1 where there is no memory to
+//             be had
 //   sources:  tensor, dimensions n, n offsets
 //             for each item of the inventory, the local tensor that its box lies in, and where; an object: -1, 0
 #pragma once
@@ -16,7 +17,11 @@
 
 namespace vescale_ckpt {
 
-constexpr int64_t kHostDevice = 1;  // DLPack's code
+constexpr int64_t kHostDevice = 1, kCudaDevice = 2;  // DLPack's codes
+
+// What the engine may do with a tensor, one byte each; from kOnDevice on: a snapshot may copy it from device (byte -
+// 2).
+constexpr uint8_t kNotReady = 0, kOnHost = 1, kOnDevice = 2;  // kOnHost: all that it does with memory
 
 struct LocalTensor {
   int64_t address;
@@ -42,13 +47,16 @@ class TensorTable {
 // Whether two tables hold tensors of the same dtypes and shapes, wherever those are.
 bool same_shapes(const TensorTable& left, const TensorTable& right);
 
-// For each tensor in host memory, in order: whether its lazy operations are done and its storage reaches to its end.
-// A byte a row, 0 for tensors elsewhere. Throws Error (invalid) if the three are not one entry a tensor in host memory.
-std::vector<std::byte> ready_tensors(const TensorTable& tensors, std::span<const std::byte> lazy,
-                                     std::span<const int64_t> storage_offsets,  // elements
-                                     std::span<const int64_t> storage_bytes);
+bool any_complex(const TensorTable& tensors);
 
-// A state as the engine's tables need it. `ready` has a byte a tensor: whether the engine may use its memory.
+// A byte a tensor: kOnHost or kOnDevice + number if its lazy operations are done and its storage has memory to its end.
+// Three numbers are given for each tensor in host memory and, `with_cuda`, on CUDA devices, in the order of the table;
+// other tensors are not ready. Throws Error (invalid) if they are not so many.
+std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, std::span<const std::byte> lazy,
+                                   std::span<const int64_t> storage_offsets,  // elements
+                                   std::span<const int64_t> storage_bytes);
+
+// A state as the engine's tables need it. `ready`: of ready_tensors.
 struct StateTables {
   // Throws Error (invalid) if they do not belong together.
   StateTables(const Inventory& inventory, std::span<const int64_t> sources, std::span<const int64_t> tensors,
@@ -65,9 +73,29 @@ struct StateTables {
 // for what is not in memory or leaves its tensor.
 std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> part);
 
+// The same for a snapshot (stage/snapshot.h), of tensors in host memory and on devices, and for each row -1 or its
+// device.
+struct CopyTable {
+  std::vector<int64_t> rows, devices;
+};
+CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> part);
+
+// For each row of a part, without objects: what ready_tensors says of the tensor that it lies in.
+std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> part);
+
 // The engine's read table for rows: item, file, record offset, record length, CRC-32 or -1, stored dtype, dimensions n,
 // n chunk sizes, n offsets in the chunk, n lengths, n offsets in the item's box. Throws as above; what concerns the
 // chunk is left to the engine to check.
 std::vector<int64_t> make_read_table(const StateTables& state, std::span<const int64_t> reads);
+
+struct PlaceTable {
+  std::vector<int64_t> copies;  // the engine's copy table (io/table.h)
+  std::vector<int64_t> rest;    // numbers of rows whose tensor is not of the stored dtype, or not the engine's to fill
+};
+
+// For RouteRound::places (routes.h), and the memory that their offsets are in. Throws as above, also for rows that
+// leave that memory.
+PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
+                            std::span<const std::byte> memory);
 
 }  // namespace vescale_ckpt

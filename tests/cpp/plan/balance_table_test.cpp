@@ -51,6 +51,13 @@ TEST(BalanceTable, MixtureOfExperts) {
   expect_even("EP 4 x DP 8", mixture_of_experts(4, 8));
 }
 
+// Stacked experts have few rows along their first dimension, each a hundred MiB.
+TEST(BalanceTable, FewLayersOfStackedExperts) {
+  for (const int64_t layers : {1, 2, 6}) {
+    expect_even(std::to_string(layers) + " layers, EP 4 x DP 8", stacked_experts(4, 8, layers));
+  }
+}
+
 // Rows and columns of one mesh: sets of holders that overlap and are not nested, and uneven to start with.
 TEST(BalanceTable, BothWaysOverAMesh) {
   constexpr size_t kSide = 8;

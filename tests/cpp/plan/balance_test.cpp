@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <deque>
+#include <initializer_list>
 #include <numeric>
 
 #include "plan/water.h"
@@ -57,24 +59,34 @@ TEST(Water, SettlesOverSetsThatOverlap) {
 
 struct Placed {
   std::vector<std::vector<Share>> shares;
+  std::vector<int32_t> dims;
   std::vector<int64_t> loads;
 };
+
+// A box of rows of equal size, or with more dimensions.
+Contested box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size, const Shares& previous = {}) {
+  static std::deque<std::vector<int64_t>> sizes;  // spans into it stay
+  return {set, bytes, sizes.emplace_back(size), previous};
+}
 
 Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<Contested>& boxes,
              int64_t least = kMiB) {
   Balance balance(sets, loads, static_cast<uint64_t>(least));
   balance.place(boxes);
-  Placed placed{{}, std::move(loads)};
+  Placed placed{{}, {}, std::move(loads)};
   for (size_t i = 0; i < boxes.size(); ++i) {
-    const std::span<const Share> shares = balance.shares(i);
+    const auto& [dim, shares] = balance.shares(i);
     placed.shares.emplace_back(shares.begin(), shares.end());
+    placed.dims.push_back(dim);
+    EXPECT_EQ(dim < 0, shares.size() == 1);
+    const int64_t rows = dim < 0 ? 1 : boxes[i].size[static_cast<size_t>(dim)];
     int64_t next = 0;
     for (const Share& share : shares) {
       EXPECT_EQ(share.start, next);
       next += share.length;
-      placed.loads[share.rank] += share.length * (boxes[i].bytes / boxes[i].rows);
+      placed.loads[share.rank] += share.length * (boxes[i].bytes / rows);
     }
-    EXPECT_EQ(next, boxes[i].rows);
+    EXPECT_EQ(next, rows);
   }
   return placed;
 }
@@ -82,7 +94,7 @@ Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vect
 TEST(Balance, SplitsNothingThatBalancesWhole) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3});
-  const std::vector<Contested> boxes(8, {all, 100 * kMiB, 1024, {}});
+  const std::vector<Contested> boxes(8, box_of(all, 100 * kMiB, {1024}));
   const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
   for (const auto& shares : placed.shares) EXPECT_EQ(shares.size(), 1u);
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 200 * kMiB);
@@ -91,7 +103,7 @@ TEST(Balance, SplitsNothingThatBalancesWhole) {
 TEST(Balance, SplitsOnRowBorders) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<Contested> boxes = {{all, 100 * kMiB, 1024, {}}};
+  const std::vector<Contested> boxes = {box_of(all, 100 * kMiB, {1024})};
   const Placed placed = place(sets, {0, 0, 0}, boxes);
   ASSERT_EQ(placed.shares[0].size(), 3u);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 33.3, 0.7);
@@ -100,7 +112,7 @@ TEST(Balance, SplitsOnRowBorders) {
 TEST(Balance, FillsGaps) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<Contested> boxes = {{all, 100 * kMiB, 1024, {}}};
+  const std::vector<Contested> boxes = {box_of(all, 100 * kMiB, {1024})};
   const Placed placed = place(sets, {80 * kMiB, 0, 30 * kMiB}, boxes);
   EXPECT_EQ(placed.shares[0].size(), 2u);  // rank 0 has more than enough
   EXPECT_NEAR(static_cast<double>(placed.loads[1]) / kMiB, 65, 0.5);
@@ -111,22 +123,22 @@ TEST(Balance, PiecesAreNotTooSmall) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   for (const int64_t bytes : {3 * kMiB, 5 * kMiB, 20 * kMiB}) {
-    const std::vector<Contested> boxes = {{all, bytes, bytes / 4096, {}}};
+    const std::vector<Contested> boxes = {box_of(all, bytes, {bytes / 4096})};
     const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
     for (const Share& share : placed.shares[0]) {
       EXPECT_GE(share.length * 4096, kMiB) << bytes;
     }
   }
-  const std::vector<Contested> small = {{all, 2 * kMiB - 4096, 511, {}}};  // two pieces would be too small
+  const std::vector<Contested> small = {box_of(all, 2 * kMiB - 4096, {511})};  // two pieces would be too small
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), small).shares[0].size(), 1u);
-  const std::vector<Contested> single = {{all, 100 * kMiB, 1, {}}};
+  const std::vector<Contested> single = {box_of(all, 100 * kMiB, {1})};
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), single).shares[0].size(), 1u);
 }
 
 TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  const std::vector<Contested> boxes = {{all, 60 * kMiB, 640, {}}, {pair, 40 * kMiB, 320, {}}};
+  const std::vector<Contested> boxes = {box_of(all, 60 * kMiB, {640}), box_of(pair, 40 * kMiB, {320})};
   const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 25, 0.5);
 }
@@ -134,16 +146,17 @@ TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
 TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  std::vector<Contested> boxes(60, {all, kMiB, 1, {}});
-  boxes.push_back({pair, 40 * kMiB, 1, {}});
+  std::vector<Contested> boxes(60, box_of(all, kMiB, {1}));
+  boxes.push_back(box_of(pair, 40 * kMiB, {1}));
   EXPECT_EQ(place(sets, {0, 0, 0, 0}, boxes).loads, (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
 }
 
 TEST(Balance, KeepsOwnersWhileTheyFit) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1});
-  const Share had[] = {{1, 0, 10}, {0, 0, 10}};
-  std::vector<Contested> boxes = {{all, 10 * kMiB, 10, {&had[0], 1}}, {all, 10 * kMiB, 10, {&had[1], 1}}};
+  const Share had[] = {{1, 0, 1}, {0, 0, 1}};
+  std::vector<Contested> boxes = {box_of(all, 10 * kMiB, {10}, {-1, {&had[0], 1}}),
+                                  box_of(all, 10 * kMiB, {10}, {-1, {&had[1], 1}})};
   Placed placed = place(sets, {0, 0}, boxes);
   EXPECT_EQ(placed.shares[0][0].rank, 1u);
   EXPECT_EQ(placed.shares[1][0].rank, 0u);
@@ -156,7 +169,7 @@ TEST(Balance, KeepsPiecesWhileTheyFit) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
   const Share had[] = {{2, 0, 33}, {0, 33, 33}, {1, 66, 33}};
-  const std::vector<Contested> boxes = {{all, 99 * kMiB, 99, had}};
+  const std::vector<Contested> boxes = {box_of(all, 99 * kMiB, {99}, {0, had})};
   Placed placed = place(sets, {0, 0, 0}, boxes);
   ASSERT_EQ(placed.shares[0].size(), 3u);
   EXPECT_EQ(placed.shares[0][0].rank, 2u);
@@ -166,6 +179,54 @@ TEST(Balance, KeepsPiecesWhileTheyFit) {
   // Pieces smaller than allowed are not kept.
   placed = place(sets, {0, 0, 0}, boxes, 40 * kMiB);
   for (const Share& share : placed.shares[0]) EXPECT_GE(share.length, 40);
+}
+
+TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
+  const std::vector<Contested> boxes = {box_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
+                                        box_of(all, 224 * kMiB, {2, 14336, 2048})};
+  const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
+  EXPECT_EQ(placed.dims, (std::vector<int32_t>{2, 1}));
+  for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 84, 0.5);
+}
+
+TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3});
+  const std::vector<Contested> boxes = {box_of(all, 400 * kMiB, {8, 100, 1024})};
+  const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
+  EXPECT_EQ(placed.dims[0], 0);
+  for (const int64_t load : placed.loads) EXPECT_EQ(load, 100 * kMiB);
+}
+
+TEST(Balance, FewRowsOfTheFirstDimAreCutWhereALargerSetFillsTheGaps) {
+  HolderSets sets;
+  const uint32_t pair = add(sets, {0, 1}), all = add(sets, {0, 1, 2, 3});
+  const std::vector<Contested> boxes = {box_of(pair, 60 * kMiB, {3, 1024}), box_of(all, 100 * kMiB, {1024})};
+  const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
+  EXPECT_EQ(placed.dims, (std::vector<int32_t>{0, 0}));
+  for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 40, 0.5);
+}
+
+TEST(Balance, PiecesAreNotShredded) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
+  // 604 rows are uneven on eight ranks, but pieces of the last dimension would be 1812 runs of 1000 bytes.
+  const std::vector<Contested> boxes = {box_of(all, 604 * 3 * 8000, {604, 3, 8000})};
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes).dims[0], 0);
+  EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes, 1024).dims[0], 2);  // smaller runs are allowed
+}
+
+TEST(Balance, KeepsPiecesAlongTheDimTheyHave) {
+  HolderSets sets;
+  const uint32_t all = add(sets, {0, 1});
+  const Share had[] = {{1, 0, 30}, {0, 30, 30}};
+  const std::vector<Contested> boxes = {box_of(all, 60 * kMiB, {2, 60}, {1, had})};
+  const Placed placed = place(sets, {0, 0}, boxes);
+  EXPECT_EQ(placed.dims[0], 1);
+  EXPECT_EQ(placed.shares[0][0].rank, 1u);
+  EXPECT_EQ(place(sets, {40 * kMiB, 0}, boxes).loads, (std::vector<int64_t>{50 * kMiB, 50 * kMiB}));
 }
 
 }  // namespace

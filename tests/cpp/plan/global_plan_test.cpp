@@ -49,6 +49,17 @@ TEST(GlobalPlan, PiecesAreRowsOfTheFirstDimLongerThanOne) {
   EXPECT_EQ(std::vector(plan.bytes_by_rank().begin(), plan.bytes_by_rank().end()), (std::vector<uint64_t>{40, 40}));
 }
 
+TEST(GlobalPlan, PiecesAreRowsOfALaterDimWhereThoseOfTheFirstAreUneven) {
+  Ranks ranks(4);
+  ranks.replicated("w", {3, 8}, "int8");
+  const GlobalPlan plan = ranks.plan(placed(Placement::balanced, 1));
+  for (uint32_t rank = 0; rank < 4; ++rank) EXPECT_EQ(part(plan, rank), (Rows{0, 1, 2 * rank, 2}));
+  EXPECT_EQ(owners(plan.catalog()),
+            (Owners{{"w (0,0) (3,2)", 0}, {"w (0,2) (3,2)", 1}, {"w (0,4) (3,2)", 2}, {"w (0,6) (3,2)", 3}}));
+  const GlobalPlan kept = ranks.plan(placed(Placement::balanced, 1), &plan);
+  EXPECT_EQ(owners(kept.catalog()), owners(plan.catalog()));
+}
+
 TEST(GlobalPlan, ChunksOfAKeyStandInTheOrderOfTheirOffsets) {
   Ranks ranks(4);
   for (size_t rank = 0; rank < 4; ++rank) {  // two columns, each on two ranks, each to be split
@@ -125,38 +136,6 @@ TEST(GlobalPlan, ObjectsAreSpread) {
   }
 }
 
-TEST(GlobalPlan, IdentityIsOfAllThatIsPlanned) {
-  const auto sample = [](std::string_view name, const Dims& shape, std::string_view dtype, size_t ranks_a_node) {
-    Ranks ranks(2, ranks_a_node);
-    ranks.replicated(name, shape, dtype);
-    return ranks;
-  };
-  std::vector<Hash128> identities = {
-      sample("w", {4}, "float32", 2).plan().identity(),
-      sample("v", {4}, "float32", 2).plan().identity(),
-      sample("w", {5}, "float32", 2).plan().identity(),
-      sample("w", {4}, "int32", 2).plan().identity(),
-      sample("w", {4}, "float32", 1).plan().identity(),
-      sample("w", {4}, "float32", 2).plan(placed(Placement::local)).identity(),
-      sample("w", {4}, "float32", 2).plan(placed(Placement::balanced, 7)).identity(),
-  };
-  Ranks one(1);
-  one.replicated("w", {4});
-  identities.push_back(one.plan().identity());
-  Ranks swapped(2);
-  swapped.tensor(0, "a", {4});
-  swapped.tensor(1, "b", {4});
-  identities.push_back(swapped.plan().identity());
-  Ranks other(2);
-  other.tensor(0, "b", {4});
-  other.tensor(1, "a", {4});
-  identities.push_back(other.plan().identity());
-  for (size_t i = 0; i < identities.size(); ++i) {
-    for (size_t j = 0; j < i; ++j) EXPECT_NE(identities[i], identities[j]) << i << " " << j;
-  }
-  EXPECT_EQ(identities[0], sample("w", {4}, "float32", 2).plan().identity());
-}
-
 // Bytes whose writer is not the one they had before.
 uint64_t moved(const GlobalPlan& before, const GlobalPlan& now) {
   const Owners had = owners(before.catalog());
@@ -186,10 +165,9 @@ TEST(GlobalPlan, OwnersStayWhereBalanceAllows) {
   for (const uint64_t bytes : first.bytes_by_rank()) total += bytes;
   for (const auto& [count, skipped] : std::vector<std::pair<int64_t, int64_t>>{{301, -1}, {300, 17}, {300, 0}}) {
     const Ranks changed = many_matrices(count, skipped);
-    const GlobalPlan kept = changed.plan({}, &first), fresh = changed.plan();
+    const GlobalPlan kept = changed.plan({}, &first);
     EXPECT_LT(moved(first, kept), total / 50) << count << " " << skipped;
     EXPECT_LT(max_over_mean(kept), 1.02);
-    EXPECT_EQ(kept.identity(), fresh.identity());
   }
   // Without the first plan much more would move: the test above is not about matrices that stay by themselves.
   EXPECT_GT(moved(first, many_matrices(300, 0).plan()), total / 20);
@@ -238,8 +216,8 @@ TEST(GlobalPlan, ThreadsDoNotShow) {  // enough for several of them
   const GlobalPlan first = ranks.plan(placed(Placement::balanced, 4096));
   for (int run = 0; run < 5; ++run) {
     const GlobalPlan again = ranks.plan(placed(Placement::balanced, 4096));
-    EXPECT_EQ(again.identity(), first.identity());
     for (uint32_t rank = 0; rank < 64; ++rank) EXPECT_EQ(part(again, rank), part(first, rank));
+    EXPECT_EQ(owners(again.catalog()), owners(first.catalog()));
   }
   EXPECT_LT(max_over_mean(first), 1.02);
 }

@@ -106,4 +106,21 @@ inline Ranks mixture_of_experts(size_t groups, size_t replicas) {
   return ranks;
 }
 
+// The same model with all experts of a layer in one tensor, cut along its first dimension between the groups.
+inline Ranks stacked_experts(size_t groups, size_t replicas, int64_t layers) {
+  const Llama model = {4096, layers, 14336, 1024, 32000};
+  constexpr int64_t kExperts = 8;
+  Ranks ranks(groups * replicas);
+  for_each_parameter(model, [&](const std::string& name, const Dims& shape, int) {
+    if (name.find("feed_forward") == std::string::npos) return ranks.replicated(name, shape, "bfloat16");
+    const Dims stacked = {kExperts, shape[0], shape[1]};
+    for (size_t rank = 0; rank < ranks.count(); ++rank) {
+      Dims offset(3), size = stacked;
+      cut(offset, size, 0, static_cast<int64_t>(groups), static_cast<int64_t>(rank % groups));
+      ranks.shard(rank, name, stacked, offset, size, "bfloat16");
+    }
+  });
+  return ranks;
+}
+
 }  // namespace vescale_ckpt

@@ -85,10 +85,10 @@ TEST(SameShapes, LooksAtDtypesAndShapesAlone) {
 
 TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
   const auto ready = [](int64_t rows, int64_t stride, int64_t offset, int64_t bytes, int lazy = 0) {
-    const Words table = {0, code_of("int16"), kHostDevice, 2, rows, 3, stride, 1};
+    const Words table = {4096, code_of("int16"), kHostDevice, 2, rows, 3, stride, 1};
     const Words offsets = {offset}, storage = {bytes};
     const std::vector<std::byte> flags = {static_cast<std::byte>(lazy)};
-    return ready_tensors(TensorTable(table), flags, offsets, storage)[0] == std::byte{1};
+    return ready_tensors(TensorTable(table), false, flags, offsets, storage)[0] == kOnHost;
   };
   EXPECT_TRUE(ready(4, 3, 0, 24));
   EXPECT_FALSE(ready(4, 3, 0, 23));
@@ -104,14 +104,93 @@ TEST(ReadyTensors, ReachToTheEndOfTheirStorage) {
   EXPECT_FALSE(ready(kMost, 3, kMost, kMost));
 }
 
+TEST(ReadyTensors, HaveMemory) {
+  const auto ready = [](int64_t address, int64_t rows, int64_t offset) {
+    const Words table = {address, code_of("int16"), kHostDevice, 1, rows, 1}, offsets = {offset}, storage = {1000};
+    return ready_tensors(TensorTable(table), false, std::vector<std::byte>(1), offsets, storage)[0] == kOnHost;
+  };
+  EXPECT_TRUE(ready(4096, 3, 0));
+  EXPECT_TRUE(ready(10, 3, 4));
+  EXPECT_FALSE(ready(0, 3, 0));
+  EXPECT_FALSE(ready(10, 3, 5));  // a part of one that starts nowhere
+  EXPECT_TRUE(ready(0, 0, 0));
+}
+
+TEST(AnyComplex, IsTrueOfOneAmongOthers) {
+  const int64_t float32 = code_of("float32");
+  EXPECT_FALSE(any_complex(TensorTable(Words{8, float32, 1, 0, 8, -1, -1, 0})));
+  for (const char* dtype : {"complex32", "complex64", "complex128"}) {
+    EXPECT_TRUE(any_complex(TensorTable(Words{8, float32, 1, 0, 8, code_of(dtype), 1, 0})));
+  }
+}
+
 TEST(ReadyTensors, AreInHostMemory) {
-  const Words table = {9, 0, 2, 0, 9, 0, kHostDevice, 0, -1, 0, -1, 0};
+  const Words table = {9, 0, kCudaDevice, 0, 9, 0, kHostDevice, 0, -1, 0, -1, 0};
   const Words one = {0}, four = {4}, two = {0, 0};
-  const std::vector<std::byte> flag(1), flags(2), wanted = {std::byte{0}, std::byte{1}, std::byte{0}};
-  EXPECT_EQ(ready_tensors(TensorTable(table), flag, one, four), wanted);
-  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flags, one, four); }), Error::kNoItem);
-  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flag, {}, four); }), Error::kNoItem);
-  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), flag, one, two); }), Error::kNoItem);
+  const std::vector<std::byte> flag(1), flags(2);
+  const std::vector<uint8_t> wanted = {kNotReady, kOnHost, kNotReady};
+  EXPECT_EQ(ready_tensors(TensorTable(table), false, flag, one, four), wanted);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), false, flags, one, four); }), Error::kNoItem);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), false, flag, {}, four); }), Error::kNoItem);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), false, flag, one, two); }), Error::kNoItem);
+}
+
+TEST(ReadyTensors, OrOnADeviceThatIsAskedFor) {
+  constexpr int64_t kNumber = int64_t{1} << 32, kRocm = 10;
+  const Words table = {9,
+                       0,
+                       kCudaDevice,
+                       0,
+                       9,
+                       0,
+                       kHostDevice,
+                       0,
+                       9,
+                       0,
+                       kCudaDevice + 3 * kNumber,
+                       0,
+                       9,
+                       0,
+                       kRocm + kNumber,
+                       0,
+                       9,
+                       0,
+                       kCudaDevice + 253 * kNumber,
+                       0,
+                       9,
+                       0,
+                       kCudaDevice + 254 * kNumber,
+                       0,
+                       9,
+                       0,
+                       -1,
+                       0};
+  const std::vector<uint8_t> wanted = {kOnDevice, kOnHost, kOnDevice + 3, kNotReady, UINT8_MAX, kNotReady, kNotReady};
+  std::vector<std::byte> lazy(5);
+  const Words offsets(5, 0), bytes(5, 4);
+  EXPECT_EQ(ready_tensors(TensorTable(table), true, lazy, offsets, bytes), wanted);
+  lazy[2] = std::byte{1};
+  EXPECT_EQ(ready_tensors(TensorTable(table), true, lazy, offsets, bytes)[2], kNotReady);
+  EXPECT_EQ(row_of_error([&] { ready_tensors(TensorTable(table), false, lazy, offsets, bytes); }), Error::kNoItem);
+}
+
+TEST(MakeCopyTable, SaysOnWhichDeviceEachRowIs) {
+  State state;
+  const Words part = {2, -1, 0, 0, 1, -1, 0, 0, 0, 0, 1, 2, 0, -1, 0, 0};
+  EXPECT_EQ(make_copy_table(state.tables(), part).rows, state.write(part));
+  EXPECT_EQ(make_copy_table(state.tables(), part).devices, (Words{-1, -1, -1}));
+  const Words on_host = state.write(part);
+  state.tensors[2] = kCudaDevice + (int64_t{5} << 32);
+  state.ready[0] = std::byte{kOnDevice + 5};
+  EXPECT_EQ(make_copy_table(state.tables(), part).rows, on_host);
+  EXPECT_EQ(make_copy_table(state.tables(), part).devices, (Words{-1, 5, 5}));
+  EXPECT_EQ(ready_rows(state.tables(), part), (std::vector<uint8_t>{kOnHost, kOnDevice + 5, kOnDevice + 5}));
+  EXPECT_EQ(row_of_error([&] { state.write(part); }), 2);  // the engine cannot write it from there
+  state.ready[0] = std::byte{kOnDevice + 4};
+  EXPECT_EQ(row_of_error([&] { make_copy_table(state.tables(), part); }), 2);
+  state.ready[0] = std::byte{kNotReady};
+  EXPECT_EQ(row_of_error([&] { make_copy_table(state.tables(), part); }), 2);
+  EXPECT_EQ(row_of_error([&] { ready_rows(state.tables(), Words{9, -1, 0, 0}); }), 0);
 }
 
 TEST(MakeWriteTable, FindsBoxes) {
@@ -270,6 +349,40 @@ TEST(MakeTables, SurviveRandomNumbers) {
     }
   }
   EXPECT_GT(made, 100);
+}
+
+TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
+  State state;
+  const Memory memory(100);
+  const auto at = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()));
+  const int64_t int16 = code_of("int16"), float64 = code_of("float64");
+  // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's box; the scalar.
+  const Words places = {10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 40, 2, float64, 0};
+  const PlaceTable table = make_place_table(state.tables(), places, memory.bytes());
+  const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);
+  EXPECT_EQ(table.copies, (Words{int16, at + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
+                                 float64, at + 40, 0, 5000}));
+  EXPECT_TRUE(table.rest.empty());
+
+  Words other = places;
+  other[2] = code_of("float16");  // as it is stored: what is to be filled is of another dtype
+  EXPECT_EQ(make_place_table(state.tables(), other, memory.bytes()).rest, (Words{0}));
+  state.ready[1] = std::byte{0};
+  EXPECT_EQ(make_place_table(state.tables(), places, memory.bytes()).rest, (Words{1}));
+  state.ready[1] = std::byte{1};
+
+  const auto changed = [&](size_t word, int64_t value) {
+    Words bad = places;
+    bad[word] = value;
+    return row_of_error([&] { make_place_table(state.tables(), bad, memory.bytes()); });
+  };
+  EXPECT_EQ(changed(0, 83), 0);  // leaves the memory
+  EXPECT_EQ(changed(12, 93), 1);
+  EXPECT_EQ(changed(1, 1), 0);                // an object
+  EXPECT_EQ(changed(13, 3), 1);               // no such item
+  EXPECT_EQ(changed(10, 3), 0);               // leaves the item
+  EXPECT_EQ(changed(3, 1), 0);                // dimensions
+  EXPECT_EQ(changed(15, 1), Error::kNoItem);  // ends early
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
+#include <ctime>
 #include <random>
 
 namespace vescale_ckpt {
@@ -188,7 +188,7 @@ std::vector<Box> many(int layout, Dims& shape) {
 TEST_P(ManyBoxes, TakeNoSquareOfTheirNumber) {
   Dims shape;
   std::vector<Box> boxes = many(GetParam(), shape);
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();
   EXPECT_TRUE(tiles(shape, boxes));
   Box& broken = boxes[boxes.size() / 2];
   for (size_t dim = 0; dim < 2; ++dim) {
@@ -198,8 +198,8 @@ TEST_P(ManyBoxes, TakeNoSquareOfTheirNumber) {
     break;
   }
   EXPECT_TRUE(tiling(shape, boxes).overlap);
-  // Comparing all pairs takes minutes.
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  // Comparing all pairs takes minutes. Of the processor's time: other load does not count.
+  EXPECT_LT(std::clock() - start, 30 * CLOCKS_PER_SEC);
 }
 
 INSTANTIATE_TEST_SUITE_P(Tiling, ManyBoxes, testing::Range(0, 5));

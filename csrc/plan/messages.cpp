@@ -1,4 +1,4 @@
-#include "plan/describe.h"
+#include "plan/messages.h"
 
 namespace vescale_ckpt {
 namespace {

@@ -1,0 +1,95 @@
+// Loads in which ranks read for each other: routes, and the tables of one round.
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "io/box_copy.h"
+#include "io/table.h"
+#include "plan/route_tables.h"
+#include "plan/routes.h"
+#include "plan/tables.h"
+
+namespace vescale_ckpt {
+namespace {
+
+py::bytes bytes_of(const std::vector<int64_t>& table) {
+  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
+}
+
+std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
+  return {reinterpret_cast<const std::byte*>(address), bytes};
+}
+
+std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
+                            const std::vector<uint32_t>& groups, const RouteOptions& options) {
+  if (files.size() != reads.size() || groups.size() != reads.size()) {
+    throw py::value_error("as many lists of files, and groups, as ranks are wanted");
+  }
+  std::vector<Table> tables;
+  tables.reserve(reads.size());
+  for (const py::buffer& of_rank : reads) tables.emplace_back(of_rank);
+  std::vector<std::vector<int64_t>> packed(reads.size());
+  {
+    const py::gil_scoped_release release;
+    std::vector<RankReads> ranks;
+    for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i]});
+    const std::vector<RankRoutes> routes = plan_routes(ranks, options);
+    for (size_t i = 0; i < routes.size(); ++i) packed[i] = pack_routes(routes[i]);
+  }
+  std::vector<py::bytes> result;
+  for (const auto& words : packed) result.push_back(bytes_of(words));
+  return result;
+}
+
+std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, const py::buffer& rows,
+                                                  const py::buffer& sources, const py::buffer& tensors,
+                                                  const py::bytes& ready, uintptr_t address, uint64_t bytes) {
+  const Table row_words(rows), source_words(sources), tensor_words(tensors);
+  const Inventory items(view(inventory));
+  PlaceTable table = make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
+                                      row_words.values(), memory_at(address, bytes));
+  return {bytes_of(table.copies), std::move(table.rest)};
+}
+
+}  // namespace
+
+void bind_routes(py::module_& module) {
+  const RouteOptions standard;
+  module.def(
+      "plan_routes",
+      [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
+         const std::vector<uint32_t>& groups, bool verify, uint64_t piece_bytes, uint64_t whole_bytes,
+         uint64_t budget_bytes) {
+        return plan(reads, files, groups, {piece_bytes, budget_bytes, verify, whole_bytes});
+      },
+      py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("verify") = standard.verify,
+      py::arg("piece_bytes") = standard.piece_bytes, py::arg("whole_bytes") = standard.whole_bytes,
+      py::arg("budget_bytes") = standard.budget_bytes, "each rank's routes, packed");
+  module.def(
+      "staging_table",
+      [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {
+        return bytes_of(make_staging_table(Table(staged).values(), memory_at(address, bytes)));
+      },
+      py::arg("staged"), py::arg("address"), py::arg("bytes"));
+  module.def(
+      "pack_table",
+      [](const py::buffer& packs, uintptr_t address, uint64_t bytes) {
+        return bytes_of(make_pack_table(Table(packs).values(), memory_at(address, bytes)));
+      },
+      py::arg("packs"), py::arg("address"), py::arg("bytes"));
+  module.def("place_table", &places, py::arg("inventory"), py::arg("places"), py::arg("sources"), py::arg("tensors"),
+             py::arg("ready"), py::arg("address"), py::arg("bytes"),
+             "the table of copies, and the numbers of rows that are not in it");
+  module.def(
+      "copy_boxes",
+      [](const py::buffer& buffer, unsigned threads) {
+        const Table table(buffer);
+        const py::gil_scoped_release release;
+        copy_boxes(parse_copy_table(table.values()), threads);
+      },
+      py::arg("table"), py::arg("threads"));
+}
+
+}  // namespace vescale_ckpt

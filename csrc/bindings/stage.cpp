@@ -1,0 +1,118 @@
+// Snapshots: the copies in memory that asynchronous saves are written from.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "error.h"
+#include "stage/snapshot.h"
+
+namespace vescale_ckpt {
+namespace {
+
+// What Python holds: release() may come while other threads wait, which keep the snapshot until they are through.
+class HeldSnapshot {
+ public:
+  HeldSnapshot(const py::buffer& buffer, uint64_t budget_bytes, unsigned threads, const py::buffer& device_buffer,
+               const std::vector<std::pair<int, StreamHandle>>& producers)
+      : threads_(threads) {
+    const Table table(buffer), devices(device_buffer);
+    const py::gil_scoped_release release;
+    SnapshotDevices of_devices{devices.values(), {}, nullptr};
+    for (const auto& [device, stream] : producers) of_devices.producers.push_back({device, stream});
+    if (!producers.empty()) of_devices.pipelines = &cuda_pipelines(producers.front().first);
+    snapshot_ = std::make_shared<Snapshot>(table.values(), budget_bytes, threads, snapshot_arena(), of_devices);
+  }
+
+  std::shared_ptr<Snapshot> get() const {
+    if (!snapshot_) throw Error::invalid("the snapshot was released");
+    return snapshot_;
+  }
+
+  void copy() const {
+    const auto snapshot = get();
+    const py::gil_scoped_release release;
+    snapshot->copy(threads_);
+  }
+
+  void start() const {
+    const auto snapshot = get();
+    const py::gil_scoped_release release;
+    snapshot->start(threads_);
+  }
+
+  bool wait(std::optional<double> seconds) const {
+    constexpr double kForever = 1e9;  // a number of seconds that fits the clock
+    const auto snapshot = get();
+    const py::gil_scoped_release release;
+    if (!seconds || *seconds > kForever) return snapshot->wait();
+    const std::chrono::duration<double> timeout(std::max(0.0, *seconds));
+    return snapshot->wait(std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+  }
+
+  py::bytes table() const {
+    const std::vector<int64_t> rows = get()->table();
+    return py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(int64_t));
+  }
+
+  void release() {
+    auto snapshot = std::move(snapshot_);
+    const py::gil_scoped_release release;
+    if (snapshot) snapshot->cancel();
+    snapshot.reset();
+  }
+
+ private:
+  std::shared_ptr<Snapshot> snapshot_;  // guarded by the GIL
+  unsigned threads_;
+};
+
+py::dict memory_dict() {
+  const SnapshotMemory memory = snapshot_arena().memory();
+  py::dict result;
+  result["reserved_bytes"] = memory.reserved;
+  result["touched_bytes"] = memory.touched;
+  result["in_use_bytes"] = memory.in_use;
+  result["registered_bytes"] = memory.registered;
+  return result;
+}
+
+}  // namespace
+
+void bind_stage(py::module_& module) {
+  // As a buffer it is its memory, which must not be used after release().
+  py::class_<HeldSnapshot>(module, "Snapshot", py::buffer_protocol())
+      .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&,
+                    const std::vector<std::pair<int, StreamHandle>>&>(),
+           py::arg("table"), py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
+           py::arg("producers") = std::vector<std::pair<int, StreamHandle>>())
+      .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
+      .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
+      .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
+      .def_property_readonly("copied_bytes", [](const HeldSnapshot& held) { return held.get()->copied_bytes(); })
+      .def("copy", &HeldSnapshot::copy)
+      .def("start", &HeldSnapshot::start)
+      .def("wait", &HeldSnapshot::wait, py::arg("timeout") = py::none())
+      .def("cancel", [](const HeldSnapshot& held) { held.get()->cancel(); })
+      .def("table", &HeldSnapshot::table)
+      .def("offsets", [](const HeldSnapshot& held) { return held.get()->offsets(); })
+      .def_buffer([](const HeldSnapshot& held) {
+        const std::span<std::byte> memory = held.get()->memory();
+        return py::buffer_info(reinterpret_cast<uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.size()));
+      })
+      .def("release", &HeldSnapshot::release);
+
+  module.def(
+      "prepare_snapshots", [](uint64_t bytes, unsigned threads) { return snapshot_arena().prepare(bytes, threads); },
+      py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "page_lock_snapshots", [](int device) { cuda_pipelines(device); }, py::arg("device"),
+      "lets memory of snapshots be locked in the background, for all CUDA devices",
+      py::call_guard<py::gil_scoped_release>());
+  module.def("trim_snapshots", [] { snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("snapshot_memory", &memory_dict);
+}
+
+}  // namespace vescale_ckpt

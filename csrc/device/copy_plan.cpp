@@ -1,0 +1,176 @@
+#include "device/copy_plan.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "error.h"
+#include "io/memory.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr uint64_t kMaxUnit = 16;
+constexpr int64_t kMaxPitch = INT32_MAX;  // of 2-D copies, on every device so far
+
+uint64_t address_of(const std::byte* host) {
+  return reinterpret_cast<uintptr_t>(host);
+}
+
+// The largest unit that all parts of a packed row are multiples of.
+uint64_t common_unit(const DeviceRow& row, uint64_t offset, uint64_t at) {
+  uint64_t all = kMaxUnit | row.device | row.run | offset | at;
+  for (const PackDim& dim : row.dims) all |= static_cast<uint64_t>(dim.stride);
+  return all & (~all + 1);
+}
+
+bool overlaps_itself(const DeviceRow& row) {
+  return std::any_of(row.dims.begin(), row.dims.end(), [](const PackDim& dim) { return dim.stride == 0; });
+}
+
+}  // namespace
+
+CopyPlan::CopyPlan(std::vector<DeviceRow> rows, Direction direction, const HostLayout& layout, const CopyLimits& limits)
+    : rows_(std::move(rows)), layout_(layout), limits_(limits) {
+  for (size_t i = 0; i < rows_.size(); ++i) {
+    if (direction == Direction::to_device && overlaps_itself(rows_[i])) {
+      throw Error::invalid("the elements of a target on a device overlap", static_cast<int64_t>(i));
+    }
+    if (rows_[i].bytes == 0) continue;
+    total_bytes_ += rows_[i].bytes;
+    (is_packed(i) ? packed_ : direct_).push_back(static_cast<uint32_t>(i));
+  }
+}
+
+void CopyPlan::forgo_slab() {
+  direct_.insert(direct_.end(), packed_.begin(), packed_.end());
+  packed_.clear();
+  limits_.slab_bytes = 0;
+}
+
+// Packing pays where it makes one copy of many.
+bool CopyPlan::is_packed(size_t index) const {
+  const DeviceRow& row = rows_[index];
+  if (limits_.slab_bytes == 0) return false;
+  if (!row.dims.empty()) {
+    return row.run < limits_.pitched_run || row.run * row.dims.back().count < limits_.small_bytes;
+  }
+  return row.bytes < limits_.small_bytes &&
+         ((index > 0 && joins(rows_[index - 1], row)) || (index + 1 < rows_.size() && joins(row, rows_[index + 1])));
+}
+
+bool CopyPlan::joins(const DeviceRow& before, const DeviceRow& row) const {
+  return align_up(address_of(before.host) + before.bytes, layout_.alignment) == address_of(row.host);
+}
+
+uint64_t CopyPlan::to_border(const std::byte* host) const {
+  if (layout_.piece_bytes == 0) return UINT64_MAX;
+  const uint64_t from_base = address_of(host) - layout_.base;
+  return layout_.piece_bytes - from_base % layout_.piece_bytes;
+}
+
+bool CopyPlan::next(CopyGroup& group) {
+  group.table.rows.clear();
+  group.table.dims.clear();
+  group.table.bytes = 0;
+  group.flat.clear();
+  group.pitched.clear();
+  group.bytes = 0;
+  while (index_ < packed_.size() + direct_.size()) {
+    const bool packed = index_ < packed_.size();
+    if (!packed && group.packed()) break;
+    const DeviceRow& row = rows_[packed ? packed_[index_] : direct_[index_ - packed_.size()]];
+    const uint64_t before = at_;
+    packed ? pack_some(row, group) : copy_some(row, group);
+    if (at_ == row.bytes) {
+      ++index_;
+      at_ = 0;
+    } else if (at_ == before) {
+      break;  // the group is full
+    }
+  }
+  return group.bytes != 0;
+}
+
+// As much of the row as the slab and its table still take.
+void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
+  PackTable& table = group.table;
+  std::byte* host = row.host + at_;
+  uint64_t offset = align_up(table.bytes, kMaxUnit);
+  if (!group.flat.empty()) {  // the slab looks like the host's memory, where that is allowed
+    const FlatCopy& last = group.flat.back();
+    const uint64_t host_end = address_of(last.host) + last.bytes;
+    if (align_up(host_end, layout_.alignment) == address_of(host)) offset = table.bytes + address_of(host) - host_end;
+  }
+  if (offset >= limits_.slab_bytes || table.rows.size() == kPackRows) return;
+  uint64_t bytes = std::min(row.bytes - at_, limits_.slab_bytes - offset);
+  PackRow packed{row.device, 0, static_cast<uint32_t>(offset), 0, 0, 0, 0, 0};
+  if (row.dims.empty()) {
+    packed.address += at_;
+  } else {
+    const uint64_t unit = common_unit(row, offset, at_);
+    if (bytes < row.bytes - at_) bytes = align_down(bytes, kMaxUnit);
+    if (bytes == 0 || table.dims.size() + row.dims.size() + 1 > kPackDims) return;
+    packed.first = at_ / unit;
+    packed.unit = static_cast<uint32_t>(unit);
+    packed.dims_at = static_cast<uint32_t>(table.dims.size());
+    table.dims.insert(table.dims.end(), row.dims.begin(), row.dims.end());
+    if (row.run != unit) table.dims.push_back({row.run / unit, static_cast<int64_t>(unit)});
+    packed.dims = static_cast<uint32_t>(table.dims.size()) - packed.dims_at;
+  }
+  packed.bytes = static_cast<uint32_t>(bytes);
+  table.rows.push_back(packed);
+  slab_copies(offset, host, bytes, group);
+  table.bytes = static_cast<uint32_t>(offset + bytes);
+  group.bytes += bytes;
+  at_ += bytes;
+}
+
+// Copies between slab and host for what was packed at `offset`, as part of the copy before where they can be.
+void CopyPlan::slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, CopyGroup& group) const {
+  if (!group.flat.empty()) {
+    FlatCopy& last = group.flat.back();
+    const uint64_t reach = address_of(host) - address_of(last.host);  // wraps, and so differs, where host lies before
+    if (reach == offset - last.device && reach < to_border(last.host)) {
+      const uint64_t joined = std::min(reach + bytes, to_border(last.host));
+      bytes -= joined - reach;
+      offset += joined - reach;
+      host += joined - reach;
+      last.bytes = joined;
+    }
+  }
+  while (bytes != 0) {
+    const uint64_t part = std::min(bytes, to_border(host));
+    group.flat.push_back({offset, host, part});
+    offset += part;
+    host += part;
+    bytes -= part;
+  }
+}
+
+// As much of the row as the group still takes, by copies straight between device and host.
+void CopyPlan::copy_some(const DeviceRow& row, CopyGroup& group) {
+  const PackDim inner = row.dims.empty() ? PackDim{1, 0} : row.dims.back();
+  const bool has_pitch = inner.stride >= static_cast<int64_t>(row.run) && inner.stride <= kMaxPitch;
+  while (at_ < row.bytes && group.bytes < limits_.group_bytes &&
+         group.flat.size() + group.pitched.size() < limits_.group_copies) {
+    const uint64_t inside = at_ % row.run;  // not zero behind a cut
+    const DeviceAddress device = row.address_of_run(at_) + inside;
+    std::byte* host = row.host + at_;
+    const uint64_t room = std::min(to_border(host), limits_.group_bytes - group.bytes);
+    uint64_t height = 0;
+    if (has_pitch && inside == 0) height = std::min(inner.count - at_ / row.run % inner.count, room / row.run);
+    uint64_t bytes = 0;
+    if (height > 1) {
+      bytes = height * row.run;
+      group.pitched.push_back({device, host, static_cast<uint64_t>(inner.stride), row.run, row.run, height});
+    } else {
+      bytes = std::min(row.run - inside, room);
+      group.flat.push_back({device, host, bytes});
+    }
+    at_ += bytes;
+    group.bytes += bytes;
+  }
+}
+
+}  // namespace vescale_ckpt

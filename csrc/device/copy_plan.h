@@ -1,0 +1,67 @@
+// How rows are copied: which of them travel packed in a slab, which by 2-D copies, which by one large copy, cut into
+// groups that each end in one event. Decides only; touches no memory. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "device/device.h"
+#include "device/row.h"
+
+namespace vescale_ckpt {
+
+// What the copies must know of the host's memory.
+struct HostLayout {
+  uint64_t base = 0;         // address from which pieces are page-locked one by one
+  uint64_t piece_bytes = 0;  // of such a piece; no copy crosses from one into the next. 0: nothing is cut
+  uint64_t alignment = 1;  // what lies between the end of a row and the next multiple of this is the row's own, and may
+                           // be overwritten: then rows that follow one another travel as one copy
+};
+
+struct CopyLimits {
+  uint64_t slab_bytes = 8 << 20;  // 0: nothing is packed
+  uint64_t small_bytes = 64 << 10;
+  uint64_t pitched_run = 4 << 10;  // the shortest runs that 2-D copies are used for if there is a slab instead
+  uint64_t group_bytes = 64 << 20;
+  uint64_t group_copies = 4096;
+};
+
+// Copies that end in one event.
+struct CopyGroup {
+  PackTable table;             // if it has rows, the flat copies are between the host and the slab, and their `device`
+  std::vector<FlatCopy> flat;  // is an offset in the slab
+  std::vector<PitchedCopy> pitched;
+  uint64_t bytes = 0;  // of rows, without what lies between them
+
+  bool packed() const { return !table.rows.empty(); }
+};
+
+class CopyPlan {
+ public:
+  // Throws Error(invalid, row) for rows to a device whose elements overlap there.
+  CopyPlan(std::vector<DeviceRow> rows, Direction direction, const HostLayout& layout, const CopyLimits& limits);
+
+  bool packs() const { return !packed_.empty(); }
+  void forgo_slab();  // before the first next(): pack nothing after all
+  uint64_t total_bytes() const { return total_bytes_; }
+
+  bool next(CopyGroup& group);  // false: there are no more
+
+ private:
+  bool is_packed(size_t index) const;
+  bool joins(const DeviceRow& before, const DeviceRow& row) const;
+  void pack_some(const DeviceRow& row, CopyGroup& group);
+  void slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, CopyGroup& group) const;
+  void copy_some(const DeviceRow& row, CopyGroup& group);
+  uint64_t to_border(const std::byte* host) const;
+
+  std::vector<DeviceRow> rows_;
+  HostLayout layout_;
+  CopyLimits limits_;
+  std::vector<uint32_t> packed_, direct_;  // indices of rows; packed ones go first
+  size_t index_ = 0;                       // in both, one after the other
+  uint64_t at_ = 0;                        // bytes of that row that are in groups
+  uint64_t total_bytes_ = 0;
+};
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,156 @@
+#include "device/cuda.h"
+
+#include <array>
+#include <atomic>
+
+#include "device/cuda_device.h"
+#include "device/cuda_stream.h"
+#include "device/pack_image.h"
+#include "error.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using cuda::Api;
+using cuda::check;
+using cuda::Current;
+using cuda::kSuccess;
+
+std::atomic<bool> started{false};
+
+class CudaAccelerator final : public Accelerator {
+ public:
+  CudaAccelerator(const Api& api, int index, const unsigned char* kernels)
+      : device_{api, index, "device " + std::to_string(index)}, kernels_(kernels) {
+    check(api, api.device_get(&handle_, index), [&] { return "find " + device_.name; });
+    check(api, api.context_retain(&device_.context, handle_), [&] { return "use " + device_.name; });
+  }
+  ~CudaAccelerator() override {
+    if (module_ != nullptr) cuda::on_device_if_usable(device_, [&] { device_.api.module_unload(module_); });
+    device_.api.context_release(handle_);
+  }
+  CudaAccelerator(const CudaAccelerator&) = delete;
+  CudaAccelerator& operator=(const CudaAccelerator&) = delete;
+
+  std::string name() const override {
+    std::array<char, 256> name{};
+    check(device_.api, device_.api.device_name(name.data(), static_cast<int>(name.size()), handle_),
+          [&] { return "ask for the name of " + device_.name; });
+    return name.data();
+  }
+
+  std::unique_ptr<CopyStream> make_stream() override { return std::make_unique<CudaStream>(device_); }
+  std::unique_ptr<Event> make_event() override { return std::make_unique<CudaEvent>(device_); }
+
+  std::unique_ptr<Slab> make_slab(uint64_t bytes) override {
+    const Current current(device_);
+    if (!load_kernels()) return nullptr;
+    void *memory = nullptr, *table = nullptr;
+    int code = device_.api.allocate(&memory, bytes + CudaSlab::kTableBytes);
+    if (code == kSuccess) {
+      code = device_.api.host_allocate(&table, CudaSlab::kTableBytes, cuda::kHostPortable);
+      if (code != kSuccess) device_.api.release(memory);
+    }
+    if (code == cuda::kOutOfMemory) {
+      device_.api.get_last_error();
+      return nullptr;
+    }
+    check(device_.api, code, [&] { return "allocate a slab on " + device_.name; });
+    return std::make_unique<CudaSlab>(device_, memory, table, bytes);
+  }
+
+  void page_lock(std::span<std::byte> memory) override {
+    const Current current(device_);
+    check(device_.api, device_.api.host_register(memory.data(), memory.size(), cuda::kHostPortable),
+          [&] { return "page-lock " + std::to_string(memory.size()) + " bytes"; });
+  }
+
+  void page_unlock(std::byte* memory) override {
+    const Current current(device_);
+    check(device_.api, device_.api.host_unregister(memory), [] { return "unlock pages"; });
+  }
+
+ private:
+  // Whether there are kernels; the image may be for other devices, or for a later driver.
+  bool load_kernels() {
+    const std::lock_guard lock(mutex_);
+    if (kernels_ == nullptr || tried_) return device_.unpack != nullptr;
+    tried_ = true;
+    const Api& api = device_.api;
+    if (api.module_load(&module_, kernels_) != kSuccess ||
+        api.module_function(&device_.pack, module_, "vescale_ckpt_pack") != kSuccess ||
+        api.module_function(&device_.unpack, module_, "vescale_ckpt_unpack") != kSuccess) {
+      api.get_last_error();
+      device_.unpack = nullptr;
+    }
+    return device_.unpack != nullptr;
+  }
+
+  cuda::Device device_;
+  const unsigned char* const kernels_;
+  int handle_ = 0;
+  std::mutex mutex_;  // guards the two below and the kernels in device_, which do not change once there is a slab
+  bool tried_ = false;
+  void* module_ = nullptr;
+};
+
+}  // namespace
+
+CudaRuntime::CudaRuntime(const Api& api, const unsigned char* kernels) : api_(api), kernels_(kernels) {
+  check(api_, api_.get_device_count(&device_count_), [] { return "ask for devices"; });
+  accelerators_.resize(static_cast<size_t>(device_count_));
+}
+
+CudaRuntime::~CudaRuntime() = default;
+
+std::string CudaRuntime::version() const {
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  int runtime = 0, driver = 0;
+  check(api_, api_.runtime_version(&runtime), [] { return "ask for the version of the runtime"; });
+  check(api_, api_.driver_version(&driver), [] { return "ask for the version of the driver"; });
+  return "CUDA runtime " + text(runtime) + ", driver " + text(driver);
+}
+
+Accelerator& CudaRuntime::accelerator(int device) {
+  if (device < 0 || device >= device_count_) {
+    throw Error::invalid("device " + std::to_string(device) + " of " + std::to_string(device_count_));
+  }
+  const std::lock_guard lock(mutex_);
+  auto& accelerator = accelerators_[static_cast<size_t>(device)];
+  if (!accelerator) accelerator = std::make_unique<CudaAccelerator>(api_, device, kernels_);
+  return *accelerator;
+}
+
+std::optional<int> CudaRuntime::device_of(DeviceAddress address) {
+  unsigned type = 0;
+  int ordinal = 0;
+  if (api_.pointer_attribute(&type, cuda::kPointerMemoryType, address) != kSuccess || type != cuda::kMemoryDevice ||
+      api_.pointer_attribute(&ordinal, cuda::kPointerOrdinal, address) != kSuccess) {
+    return std::nullopt;  // also memory that CUDA has never heard of
+  }
+  return ordinal;
+}
+
+bool cuda_was_started() {
+  return started;
+}
+
+CudaRuntime* cuda_runtime(std::string& reason) {
+  started = true;
+  static std::mutex mutex;
+  static CudaRuntime* runtime = nullptr;  // leaked on purpose: threads may copy while static destructors run
+  const std::lock_guard lock(mutex);
+  if (runtime != nullptr) return runtime;
+  Api api;
+  if (!cuda::load(api, reason)) return nullptr;
+  try {
+    runtime = new CudaRuntime(api, pack_image());
+  } catch (const Error& error) {
+    reason = error.what();
+  }
+  return runtime;
+}
+
+}  // namespace vescale_ckpt

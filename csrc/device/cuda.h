@@ -1,0 +1,42 @@
+// CUDA behind the seam of device.h.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/cuda_api.h"
+#include "device/device.h"
+
+namespace vescale_ckpt {
+
+class CudaRuntime final : public DeviceRuntime {
+ public:
+  // `kernels`: an image with vescale_ckpt_pack and _unpack, or nullptr. Starts CUDA: a process that forks afterwards
+  // cannot use it in its child. Throws Error(device) with what the runtime says if it has no device.
+  CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
+  ~CudaRuntime() override;
+
+  std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
+  int device_count() override { return device_count_; }
+  Accelerator& accelerator(int device) override;
+  std::optional<int> device_of(DeviceAddress address) override;
+
+ private:
+  const cuda::Api api_;
+  const unsigned char* const kernels_;
+  int device_count_ = 0;
+  std::mutex mutex_;  // guards the one below
+  std::vector<std::unique_ptr<Accelerator>> accelerators_;
+};
+
+// This process's runtime, made at the first call; nullptr, with the reason, where there is none.
+CudaRuntime* cuda_runtime(std::string& reason);
+
+// Whether cuda_runtime was called, with success or not. A state on the host has no use for it.
+bool cuda_was_started();
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,99 @@
+#include "device/cuda_api.h"
+
+#include <dlfcn.h>
+
+namespace vescale_ckpt::cuda {
+namespace {
+
+constexpr const char* kRuntimes[] = {"libcudart.so.13", "libcudart.so.12"};
+
+// All that are already loaded first: a toolkit of the system must not win over the framework's own runtime.
+void* open_runtime() {
+  for (const int flags : {RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
+    for (const char* name : kRuntimes) {
+      if (void* library = ::dlopen(name, flags)) return library;
+    }
+  }
+  return nullptr;
+}
+
+template <typename Function>
+bool find(void* library, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(::dlsym(library, name));
+  return function != nullptr;
+}
+
+void find_batch(void* library, Api& api) {
+  int version = 0;
+  if (api.runtime_version(&version) != kSuccess) return;
+  if (version >= 13000) {
+    find(library, "cudaMemcpyBatchAsync", api.copy_batch_13);
+  } else if (version >= 12080) {
+    find(library, "cudaMemcpyBatchAsync", api.copy_batch_12);
+  }
+}
+
+}  // namespace
+
+// Libraries stay loaded: the framework uses them as well.
+bool load(Api& api, std::string& reason) {
+  api = {};
+  void* const runtime = open_runtime();
+  if (runtime == nullptr) {
+    reason = "no CUDA runtime: neither libcudart.so.13 nor libcudart.so.12 is loaded or found";
+    return false;
+  }
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (driver == nullptr) {
+    reason = "no CUDA driver: libcuda.so.1 is not found";
+    return false;
+  }
+  void* library = runtime;
+  std::string missing;
+  const auto need = [&](const char* name, auto& function) {
+    if (!find(library, name, function)) missing += std::string(missing.empty() ? "" : ", ") + name;
+  };
+  need("cudaGetDeviceCount", api.get_device_count);
+  need("cudaRuntimeGetVersion", api.runtime_version);
+  need("cudaDriverGetVersion", api.driver_version);
+  need("cudaGetLastError", api.get_last_error);
+  need("cudaGetErrorName", api.error_name);
+  need("cudaGetErrorString", api.error_string);
+  need("cudaStreamCreateWithFlags", api.stream_create);
+  need("cudaStreamDestroy", api.stream_destroy);
+  need("cudaStreamSynchronize", api.stream_synchronize);
+  need("cudaStreamWaitEvent", api.stream_wait_event);
+  need("cudaThreadExchangeStreamCaptureMode", api.exchange_capture_mode);
+  need("cudaEventCreateWithFlags", api.event_create);
+  need("cudaEventDestroy", api.event_destroy);
+  need("cudaEventRecord", api.event_record);
+  need("cudaEventSynchronize", api.event_synchronize);
+  need("cudaMemcpyAsync", api.copy);
+  need("cudaMemcpy2DAsync", api.copy_2d);
+  need("cudaMalloc", api.allocate);
+  need("cudaFree", api.release);
+  need("cudaHostAlloc", api.host_allocate);
+  need("cudaFreeHost", api.host_release);
+  need("cudaHostRegister", api.host_register);
+  need("cudaHostUnregister", api.host_unregister);
+  library = driver;
+  need("cuDeviceGet", api.device_get);
+  need("cuDeviceGetName", api.device_name);
+  need("cuDevicePrimaryCtxRetain", api.context_retain);
+  need("cuDevicePrimaryCtxRelease_v2", api.context_release);
+  need("cuCtxPushCurrent_v2", api.context_push);
+  need("cuCtxPopCurrent_v2", api.context_pop);
+  need("cuPointerGetAttribute", api.pointer_attribute);
+  need("cuModuleLoadData", api.module_load);
+  need("cuModuleGetFunction", api.module_function);
+  need("cuModuleUnload", api.module_unload);
+  need("cuLaunchKernel", api.launch);
+  if (!missing.empty()) {
+    reason = "the CUDA that is loaded has no " + missing;
+    return false;
+  }
+  find_batch(runtime, api);
+  return true;
+}
+
+}  // namespace vescale_ckpt::cuda

@@ -1,0 +1,93 @@
+// The functions of CUDA that are used, found at run time: building needs no toolkit, one binary serves machines with
+// and without CUDA, and the runtime is the very one that the framework uses.
+//
+// Declared by hand and without CUDA's headers; tests/cpp/device/cuda_headers_test.cpp holds them against the real ones.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace vescale_ckpt::cuda {
+
+using Stream = void*;
+using EventHandle = void*;
+using Context = void*;
+
+inline constexpr int kSuccess = 0, kOutOfMemory = 2;
+inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
+inline constexpr unsigned kStreamNonBlocking = 1;  // not held up by the default stream
+inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
+inline constexpr unsigned kHostPortable = 1;                       // locked for all devices
+inline constexpr int kCaptureRelaxed = 2;                          // cudaStreamCaptureMode
+inline constexpr int kPointerMemoryType = 2, kPointerOrdinal = 9;  // CUpointer_attribute
+inline constexpr unsigned kMemoryDevice = 2;                       // CUmemorytype
+inline constexpr int kLocationDevice = 1, kLocationHost = 2;       // cudaMemLocationType
+inline constexpr int kAccessInStreamOrder = 1;                     // cudaMemcpySrcAccessOrder
+inline constexpr unsigned kPreferOverlapWithCompute = 1;           // cudaMemcpyFlags
+
+struct Location {
+  int type;
+  int id;
+};
+
+struct CopyAttributes {
+  int source_access;
+  Location source, destination;
+  unsigned flags;
+};
+
+struct Api {
+  int (*get_device_count)(int* count);
+  int (*runtime_version)(int* version);
+  int (*driver_version)(int* version);
+  int (*get_last_error)();
+  const char* (*error_name)(int code);
+  const char* (*error_string)(int code);
+  int (*stream_create)(Stream* stream, unsigned flags);
+  int (*stream_destroy)(Stream stream);
+  int (*stream_synchronize)(Stream stream);
+  int (*stream_wait_event)(Stream stream, EventHandle event, unsigned flags);
+  int (*exchange_capture_mode)(int* mode);
+  int (*event_create)(EventHandle* event, unsigned flags);
+  int (*event_destroy)(EventHandle event);
+  int (*event_record)(EventHandle event, Stream stream);
+  int (*event_synchronize)(EventHandle event);
+  int (*copy)(void* to, const void* from, size_t bytes, int kind, Stream stream);
+  int (*copy_2d)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int kind,
+                 Stream stream);
+  int (*allocate)(void** memory, size_t bytes);
+  int (*release)(void* memory);
+  int (*host_allocate)(void** memory, size_t bytes, unsigned flags);
+  int (*host_release)(void* memory);
+  int (*host_register)(void* memory, size_t bytes, unsigned flags);
+  int (*host_unregister)(void* memory);
+
+  // One of these or neither: since CUDA 12.8, and since 13.0 without the place of what failed.
+  int (*copy_batch_12)(void** to, void** from, size_t* bytes, size_t count, CopyAttributes* attributes,
+                       size_t* attribute_starts, size_t attribute_count, size_t* failed, Stream stream);
+  int (*copy_batch_13)(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                       CopyAttributes* attributes, size_t* attribute_starts, size_t attribute_count, Stream stream);
+
+  // The driver's. Contexts are pushed and popped, because cudaSetDevice makes one, of hundreds of MiB, on whatever
+  // device it is called for, and so also when it only puts back what was current. Kernels are launched by the driver
+  // because an image made by one version of CUDA then loads beside every later one.
+  int (*device_get)(int* device, int ordinal);
+  int (*device_name)(char* name, int length, int device);
+  int (*context_retain)(Context* context, int device);
+  int (*context_release)(int device);
+  int (*context_push)(Context context);
+  int (*context_pop)(Context* context);
+  int (*pointer_attribute)(void* value, int attribute, uint64_t address);
+  int (*module_load)(void** module, const void* image);
+  int (*module_function)(void** function, void* module, const char* name);
+  int (*module_unload)(void* module);
+  int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra);
+};
+
+// Fills `api`; false, with the reason, where there is no CUDA runtime. The one that is already loaded is taken, so that
+// the framework must be imported first.
+bool load(Api& api, std::string& reason);
+
+}  // namespace vescale_ckpt::cuda

@@ -1,0 +1,60 @@
+// What CUDA's streams, events, slabs and accelerators share: the device, made current, and errors in our idiom.
+#pragma once
+
+#include <string>
+
+#include "device/cuda_api.h"
+#include "device/device.h"
+#include "error.h"
+
+namespace vescale_ckpt::cuda {
+
+struct Device {
+  const Api& api;
+  const int index;
+  const std::string name;  // "device 0"
+  Context context = nullptr;
+  void* pack = nullptr;  // kernels; nullptr until there is a slab
+  void* unpack = nullptr;
+};
+
+// `operation` is called for its text on failure only. Takes the error out of CUDA's own memory of it, where the
+// framework would find it at its next check.
+template <typename Operation>
+void check(const Api& api, int code, const Operation& operation) {
+  if (code == kSuccess) return;
+  api.get_last_error();
+  throw Error::device(operation(), "CUDA: " + std::string(api.error_string(code)) + ", " + api.error_name(code), code);
+}
+
+// A device, current on this thread. Our calls do not end a graph capture that goes on in another thread.
+class Current {
+ public:
+  explicit Current(const Device& device) : api_(device.api) {
+    check(api_, api_.context_push(device.context), [&] { return "use " + device.name; });
+    api_.exchange_capture_mode(&mode_);
+  }
+  ~Current() {
+    api_.exchange_capture_mode(&mode_);
+    Context popped = nullptr;
+    api_.context_pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Api& api_;
+  int mode_ = kCaptureRelaxed;
+};
+
+// For destructors: a device that cannot be used any more has given everything back.
+template <typename Action>
+void on_device_if_usable(const Device& device, const Action& action) noexcept {
+  try {
+    const Current current(device);
+    action();
+  } catch (const Error&) {
+  }
+}
+
+}  // namespace vescale_ckpt::cuda

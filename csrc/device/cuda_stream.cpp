@@ -1,0 +1,157 @@
+#include "device/cuda_stream.h"
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "device/pack_rows.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using cuda::check;
+using cuda::Current;
+using cuda::kSuccess;
+
+std::string way(const cuda::Device& device, Direction direction) {
+  return direction == Direction::to_host ? "from " + device.name + " to the host" : "from the host to " + device.name;
+}
+
+}  // namespace
+
+CudaEvent::CudaEvent(const cuda::Device& device) : device_(device) {
+  const Current current(device);
+  check(device.api, device.api.event_create(&handle_, cuda::kEventBlockingSync | cuda::kEventDisableTiming),
+        [&] { return "make an event on " + device.name; });
+}
+
+CudaEvent::~CudaEvent() {
+  cuda::on_device_if_usable(device_, [&] { device_.api.event_destroy(handle_); });
+}
+
+void CudaEvent::record(StreamHandle producer) {
+  const Current current(device_);  // the default stream is that of the current device
+  check(device_.api, device_.api.event_record(handle_, reinterpret_cast<cuda::Stream>(producer)),
+        [&] { return "record an event on a stream of " + device_.name; });
+}
+
+void CudaEvent::wait() {
+  const Current current(device_);
+  check(device_.api, device_.api.event_synchronize(handle_), [&] { return "wait for copies on " + device_.name; });
+}
+
+CudaSlab::~CudaSlab() {
+  cuda::on_device_if_usable(device_, [&] {
+    device_.api.release(memory_);
+    device_.api.host_release(table_);
+  });
+}
+
+CudaStream::CudaStream(const cuda::Device& device)
+    : device_(device),
+      api_(device.api),
+      batched_(device.api.copy_batch_12 != nullptr || device.api.copy_batch_13 != nullptr) {
+  const Current current(device);
+  check(api_, api_.stream_create(&handle_, cuda::kStreamNonBlocking),
+        [&] { return "make a stream on " + device.name; });
+}
+
+CudaStream::~CudaStream() {
+  cuda::on_device_if_usable(device_, [&] {
+    api_.stream_synchronize(handle_);
+    api_.stream_destroy(handle_);
+  });
+}
+
+void CudaStream::after(const Event& event) {
+  const Current current(device_);
+  check(api_, api_.stream_wait_event(handle_, static_cast<const CudaEvent&>(event).handle(), 0),
+        [&] { return "order copies on " + device_.name + " after an event"; });
+}
+
+void CudaStream::record(Event& event) {
+  event.record(reinterpret_cast<StreamHandle>(handle_));
+}
+
+void CudaStream::copy(Direction direction, std::span<const FlatCopy> copies) {
+  const Current current(device_);
+  if (batched_ && copies.size() > 1 && copy_batch(direction, copies)) return;
+  for (const FlatCopy& copy : copies) {
+    void* const device = reinterpret_cast<void*>(copy.device);
+    const bool out = direction == Direction::to_host;
+    check(api_,
+          api_.copy(out ? copy.host : device, out ? device : copy.host, copy.bytes,
+                    out ? cuda::kToHost : cuda::kToDevice, handle_),
+          [&] { return "copy " + std::to_string(copy.bytes) + " bytes " + way(device_, direction); });
+  }
+}
+
+// False where the driver is too old for it or does not like one of the copies: made one by one, these say which.
+bool CudaStream::copy_batch(Direction direction, std::span<const FlatCopy> copies) {
+  std::vector<void*> device(copies.size()), host(copies.size());
+  std::vector<size_t> bytes(copies.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    device[i] = reinterpret_cast<void*>(copies[i].device);
+    host[i] = copies[i].host;
+    bytes[i] = copies[i].bytes;
+  }
+  const bool out = direction == Direction::to_host;
+  void** const to = (out ? host : device).data();
+  void** const from = (out ? device : host).data();
+  const cuda::Location on_device{cuda::kLocationDevice, device_.index}, on_host{cuda::kLocationHost, 0};
+  cuda::CopyAttributes attributes{cuda::kAccessInStreamOrder, out ? on_device : on_host, out ? on_host : on_device,
+                                  cuda::kPreferOverlapWithCompute};
+  size_t start = 0, failed = 0;
+  const int code =
+      api_.copy_batch_13 != nullptr
+          ? api_.copy_batch_13(to, from, bytes.data(), bytes.size(), &attributes, &start, 1, handle_)
+          : api_.copy_batch_12(to, from, bytes.data(), bytes.size(), &attributes, &start, 1, &failed, handle_);
+  if (code != kSuccess) api_.get_last_error();
+  batched_ = code == kSuccess;
+  return batched_;
+}
+
+void CudaStream::copy(Direction direction, const PitchedCopy& copy) {
+  const Current current(device_);
+  void* const device = reinterpret_cast<void*>(copy.device);
+  const int code = direction == Direction::to_host ? api_.copy_2d(copy.host, copy.host_pitch, device, copy.device_pitch,
+                                                                  copy.width, copy.height, cuda::kToHost, handle_)
+                                                   : api_.copy_2d(device, copy.device_pitch, copy.host, copy.host_pitch,
+                                                                  copy.width, copy.height, cuda::kToDevice, handle_);
+  check(api_, code, [&] {
+    return "copy " + std::to_string(copy.height) + " runs of " + std::to_string(copy.width) + " bytes " +
+           way(device_, direction);
+  });
+}
+
+void CudaStream::pack(Direction direction, Slab& slab, const PackTable& table) {
+  const Current current(device_);
+  const auto& memory = static_cast<CudaSlab&>(slab);
+  const size_t row_bytes = table.rows.size() * sizeof(PackRow), dim_bytes = table.dims.size() * sizeof(PackDim);
+  std::memcpy(memory.host_table(), table.rows.data(), row_bytes);
+  if (dim_bytes != 0) std::memcpy(memory.host_table() + row_bytes, table.dims.data(), dim_bytes);
+  check(api_,
+        api_.copy(reinterpret_cast<void*>(memory.device_table()), memory.host_table(), row_bytes + dim_bytes,
+                  cuda::kToDevice, handle_),
+        [&] { return "copy a table of " + std::to_string(table.rows.size()) + " ranges to " + device_.name; });
+
+  constexpr unsigned kBlock = 256;
+  const unsigned pieces = (table.bytes + kPackPieceBytes - 1) / kPackPieceBytes;
+  DeviceAddress data = memory.address(), rows = memory.device_table(), dims = rows + row_bytes;
+  auto row_count = static_cast<uint32_t>(table.rows.size());
+  uint32_t bytes = table.bytes;
+  std::array<void*, 5> arguments = {&data, &rows, &row_count, &dims, &bytes};  // as gather.cu has them
+  check(api_,
+        api_.launch(direction == Direction::to_host ? device_.pack : device_.unpack,
+                    (pieces * kPackLanes + kBlock - 1) / kBlock, 1, 1, kBlock, 1, 1, 0, handle_, arguments.data(),
+                    nullptr),
+        [&] { return "launch the pack kernel on " + device_.name; });
+}
+
+void CudaStream::drain() {
+  const Current current(device_);
+  check(api_, api_.stream_synchronize(handle_), [&] { return "wait for a stream of " + device_.name; });
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,73 @@
+// CUDA's streams, and the events and slabs used with them.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "device/cuda_device.h"
+#include "device/device.h"
+
+namespace vescale_ckpt {
+
+class CudaEvent final : public Event {
+ public:
+  explicit CudaEvent(const cuda::Device& device);
+  ~CudaEvent() override;
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  void record(StreamHandle producer) override;
+  void wait() override;
+  cuda::EventHandle handle() const { return handle_; }
+
+ private:
+  const cuda::Device& device_;
+  cuda::EventHandle handle_ = nullptr;
+};
+
+class CudaSlab final : public Slab {
+ public:
+  static constexpr uint64_t kTableBytes = kPackRows * sizeof(PackRow) + kPackDims * sizeof(PackDim);
+
+  // Takes over device memory of `bytes` + kTableBytes, and page-locked host memory of kTableBytes.
+  CudaSlab(const cuda::Device& device, void* memory, void* table, uint64_t bytes)
+      : device_(device), memory_(memory), table_(static_cast<std::byte*>(table)), bytes_(bytes) {}
+  ~CudaSlab() override;
+  CudaSlab(const CudaSlab&) = delete;
+  CudaSlab& operator=(const CudaSlab&) = delete;
+
+  DeviceAddress address() const override { return reinterpret_cast<DeviceAddress>(memory_); }
+  std::byte* host_table() const { return table_; }
+  DeviceAddress device_table() const { return address() + bytes_; }
+
+ private:
+  const cuda::Device& device_;
+  void* const memory_;
+  std::byte* const table_;
+  const uint64_t bytes_;
+};
+
+class CudaStream final : public CopyStream {
+ public:
+  explicit CudaStream(const cuda::Device& device);
+  ~CudaStream() override;
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  void after(const Event& event) override;
+  void record(Event& event) override;
+  void copy(Direction direction, std::span<const FlatCopy> copies) override;
+  void copy(Direction direction, const PitchedCopy& copy) override;
+  void pack(Direction direction, Slab& slab, const PackTable& table) override;
+  void drain() override;
+
+ private:
+  bool copy_batch(Direction direction, std::span<const FlatCopy> copies);
+
+  const cuda::Device& device_;
+  const cuda::Api& api_;
+  cuda::Stream handle_ = nullptr;
+  bool batched_;
+};
+
+}  // namespace vescale_ckpt

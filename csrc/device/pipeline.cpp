@@ -1,0 +1,135 @@
+#include "device/pipeline.h"
+
+#include <utility>
+
+#include "error.h"
+
+namespace vescale_ckpt {
+
+Pipeline::Pipeline(Accelerator& accelerator, Direction direction, const CopyLimits& limits)
+    : accelerator_(accelerator),
+      direction_(direction),
+      limits_(limits),
+      copies_(accelerator.make_stream()),
+      packs_(accelerator.make_stream()),
+      produced_(accelerator.make_event()) {
+  if (limits.group_bytes == 0 || limits.group_copies == 0 || limits.slab_bytes % 16 != 0 ||
+      limits.slab_bytes * turns_.size() > kMaxSlabBytes) {
+    throw Error::invalid("groups of no bytes, or slabs of an odd size or too large to copy with");
+  }
+  for (Turn& turn : turns_) {
+    turn.staged = accelerator.make_event();
+    turn.done = accelerator.make_event();
+  }
+}
+
+bool Pipeline::make_slabs() {
+  for (Turn& turn : turns_) {
+    if (!turn.slab) turn.slab = accelerator_.make_slab(limits_.slab_bytes);
+    if (!turn.slab) return false;
+  }
+  return true;
+}
+
+void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout,
+                     CopyControl* control) {
+  if (thread_.joinable()) throw Error::invalid("copies were started before the last ones were waited for");
+  plan_.emplace(std::move(rows), direction_, layout, limits_);
+  if (plan_->packs() && !make_slabs()) plan_->forgo_slab();
+  for (const StreamHandle producer : producers) {
+    produced_->record(producer);
+    copies_->after(*produced_);
+    packs_->after(*produced_);
+  }
+  control_ = control;
+  copied_bytes_ = 0;
+  total_bytes_ = plan_->total_bytes();
+  error_ = nullptr;
+  ended_ = false;
+  try {
+    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+  } catch (...) {
+    ended_ = true;
+    throw;
+  }
+}
+
+bool Pipeline::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  if (!ended_signal_.wait_for(lock, timeout, [&] { return ended_; })) return false;
+  if (thread_.joinable()) {
+    thread_.join();  // all that it still does is to end
+    plan_.reset();
+  }
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+void Pipeline::run(const std::stop_token& stop) {
+  std::exception_ptr error;
+  try {
+    CopyGroup group;
+    size_t turn = 0;
+    const auto next_turn = [&]() -> Turn& { return turns_[turn++ % turns_.size()]; };
+    while (!stop.stop_requested() && plan_->next(group)) {
+      if (control_ != nullptr && control_->cancelled) throw Error(Error::Kind::cancelled, "the copies were cancelled");
+      Turn& free = next_turn();
+      finish(free);
+      queue(group, free);
+    }
+    for (size_t i = 0; i < turns_.size(); ++i) finish(next_turn());
+  } catch (...) {
+    error = std::current_exception();
+    drain();
+  }
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  error_ = error;
+  ended_signal_.notify_all();
+}
+
+void Pipeline::queue(CopyGroup& group, Turn& turn) {
+  if (!group.packed()) {
+    if (!group.flat.empty()) copies_->copy(direction_, group.flat);
+    for (const PitchedCopy& copy : group.pitched) copies_->copy(direction_, copy);
+    copies_->record(*turn.done);
+  } else {
+    for (FlatCopy& copy : group.flat) copy.device += turn.slab->address();
+    if (direction_ == Direction::to_host) {
+      packs_->pack(direction_, *turn.slab, group.table);
+      packs_->record(*turn.staged);
+      copies_->after(*turn.staged);
+      copies_->copy(direction_, group.flat);
+      copies_->record(*turn.done);
+    } else {
+      copies_->copy(direction_, group.flat);
+      copies_->record(*turn.staged);
+      packs_->after(*turn.staged);
+      packs_->pack(direction_, *turn.slab, group.table);
+      packs_->record(*turn.done);
+    }
+  }
+  turn.bytes = group.bytes;
+  turn.in_flight = true;
+}
+
+// Also what lets a turn's slab and events be used again.
+void Pipeline::finish(Turn& turn) {
+  if (!turn.in_flight) return;
+  turn.in_flight = false;
+  turn.done->wait();
+  copied_bytes_ += turn.bytes;
+  if (control_ != nullptr) control_->copied_bytes += turn.bytes;
+}
+
+void Pipeline::drain() noexcept {
+  for (CopyStream* stream : {packs_.get(), copies_.get()}) {
+    try {
+      stream->drain();
+    } catch (...) {  // the first error is the one to report, and the stream is empty all the same
+    }
+  }
+  for (Turn& turn : turns_) turn.in_flight = false;
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,68 @@
+#include "device/row.h"
+
+#include <algorithm>
+#include <string>
+
+#include "error.h"
+
+namespace vescale_ckpt {
+
+DeviceRow::DeviceRow(DeviceAddress device, std::byte* host, uint32_t item_bytes, std::span<const int64_t> sizes,
+                     std::span<const int64_t> strides)
+    : device(device), host(host), bytes(item_bytes), run(item_bytes) {
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    const auto count = static_cast<uint64_t>(sizes[dim]);
+    if (sizes[dim] < 0 || __builtin_mul_overflow(bytes, count, &bytes)) {
+      throw Error::invalid("a size of " + std::to_string(sizes[dim]) + " in dimension " + std::to_string(dim));
+    }
+    if (count == 1) continue;
+    int64_t stride = 0;
+    if (__builtin_mul_overflow(strides[dim], static_cast<int64_t>(item_bytes), &stride)) {
+      throw Error::invalid("a stride of " + std::to_string(strides[dim]) + " elements overflows");
+    }
+    if (dims.empty() && stride == static_cast<int64_t>(run)) {
+      run *= count;
+    } else if (!dims.empty() &&
+               static_cast<uint64_t>(stride) == dims.back().count * static_cast<uint64_t>(dims.back().stride)) {
+      dims.back().count *= count;
+    } else {
+      dims.push_back({count, stride});
+    }
+  }
+  std::reverse(dims.begin(), dims.end());
+  if (bytes == 0) dims.clear();
+}
+
+DeviceAddress DeviceRow::address_of_run(uint64_t at) const {
+  uint64_t index = at / run;
+  int64_t offset = 0;
+  for (size_t dim = dims.size(); dim-- > 0;) {
+    offset += static_cast<int64_t>(index % dims[dim].count) * dims[dim].stride;
+    index /= dims[dim].count;
+  }
+  return device + static_cast<uint64_t>(offset);
+}
+
+std::vector<DeviceRow> parse_device_table(std::span<const int64_t> table) {
+  constexpr size_t kFixed = 4;
+  std::vector<DeviceRow> rows;
+  while (!table.empty()) {
+    const auto row = static_cast<int64_t>(rows.size());
+    const uint64_t dims = table.size() < kFixed ? 0 : static_cast<uint64_t>(table[3]);
+    if (table.size() < kFixed || dims > (table.size() - kFixed) / 2) {
+      throw Error::invalid("the table ends inside a row", row);
+    }
+    if (table[2] <= 0 || table[2] > UINT16_MAX) throw Error::invalid("an element of no or too many bytes", row);
+    try {
+      rows.emplace_back(static_cast<DeviceAddress>(table[0]),
+                        reinterpret_cast<std::byte*>(static_cast<uintptr_t>(table[1])), static_cast<uint32_t>(table[2]),
+                        table.subspan(kFixed, dims), table.subspan(kFixed + dims, dims));
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), row);
+    }
+    table = table.subspan(kFixed + 2 * dims);
+  }
+  return rows;
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,21 @@
+// Copies of boxes out of contiguous pieces in memory to wherever they belong, many at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "io/box.h"
+
+namespace vescale_ckpt {
+
+struct BoxCopy {
+  Box box;  // of the piece, over `memory`
+  const std::byte* piece;
+  std::byte* memory;  // of the box's first element
+};
+
+// Makes all copies on up to `threads` threads. No two may write the same bytes, or read what another writes.
+void copy_boxes(std::span<const BoxCopy> copies, unsigned threads);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,15 @@
+// When each piece is read and sent, and where it lies meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "plan/route_pieces.h"
+
+namespace vescale_ckpt {
+
+// Adds rounds to the routes of `members`, in which all pieces are read and delivered.
+void make_rounds(const Pieces& pieces, std::span<const uint32_t> members, const RouteOptions& options,
+                 std::span<RankRoutes> routes);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,42 @@
+#include "plan/routes.h"
+
+#include <algorithm>
+#include <map>
+
+#include "plan/route_pieces.h"
+#include "plan/route_readers.h"
+#include "plan/route_rounds.h"
+
+namespace vescale_ckpt {
+
+std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options) {
+  std::map<uint32_t, std::vector<uint32_t>> groups;
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
+  std::vector<RankRoutes> routes(ranks.size());
+  std::vector<uint64_t> bytes(ranks.size());  // that each reads
+  for (const auto& [group, members] : groups) {
+    const std::vector<Need> needs = needs_of(ranks, members);
+    Pieces pieces = cut_pieces(needs, members.size(), options, routes, bytes);
+    choose_readers(pieces, bytes);
+    make_rounds(pieces, members, options, routes);
+  }
+  size_t rounds = 0;
+  for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());
+  for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
+  return routes;
+}
+
+std::vector<int64_t> pack_routes(const RankRoutes& routes) {
+  std::vector<int64_t> words{static_cast<int64_t>(routes.rounds.size()), static_cast<int64_t>(routes.shared_bytes),
+                             static_cast<int64_t>(routes.own.size()), static_cast<int64_t>(routes.trial.size())};
+  for (const auto* rows : {&routes.own, &routes.trial}) words.insert(words.end(), rows->begin(), rows->end());
+  for (const RouteRound& round : routes.rounds) {
+    const auto tables = {&round.staged, &round.packs, &round.sends, &round.receives, &round.places};
+    words.push_back(static_cast<int64_t>(round.memory_bytes));
+    for (const auto* table : tables) words.push_back(static_cast<int64_t>(table->size()));
+    for (const auto* table : tables) words.insert(words.end(), table->begin(), table->end());
+  }
+  return words;
+}
+
+}  // namespace vescale_ckpt

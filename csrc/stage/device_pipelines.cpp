@@ -1,0 +1,81 @@
+#include "stage/device_pipelines.h"
+
+#include <algorithm>
+#include <string>
+
+#include "device/cuda.h"
+#include "error.h"
+
+namespace vescale_ckpt {
+
+DevicePipelines::DevicePipelines(DeviceRuntime& runtime, const CopyLimits& limits)
+    : runtime_(runtime), limits_(limits) {}
+
+DevicePipelines::Lease DevicePipelines::borrow(std::span<const int> devices) {
+  std::unique_lock lock(mutex_);
+  given_back_.wait(lock, [&] { return free_locked(devices); });
+  return take_locked(devices);
+}
+
+std::optional<DevicePipelines::Lease> DevicePipelines::try_borrow(std::span<const int> devices) {
+  const std::lock_guard lock(mutex_);
+  if (!free_locked(devices)) return std::nullopt;
+  return take_locked(devices);
+}
+
+bool DevicePipelines::free_locked(std::span<const int> devices) const {
+  return std::ranges::none_of(devices, [&](int device) { return lent_.contains(device); });
+}
+
+DevicePipelines::Lease DevicePipelines::take_locked(std::span<const int> devices) {
+  for (const int device : devices) {
+    auto& pipeline = pipelines_[device];
+    if (!pipeline) pipeline = std::make_unique<Pipeline>(runtime_.accelerator(device), Direction::to_host, limits_);
+  }
+  lent_.insert(devices.begin(), devices.end());
+  return {*this, devices};
+}
+
+void DevicePipelines::give_back(std::span<const int> devices) {
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int device : devices) lent_.erase(device);
+  }
+  given_back_.notify_all();
+}
+
+Pipeline& DevicePipelines::pipeline(int device) {
+  const std::lock_guard lock(mutex_);
+  return *pipelines_.at(device);
+}
+
+MemoryRegistrar page_locking(Accelerator& accelerator) {
+  return {[&accelerator](std::byte* address, uint64_t bytes) {
+            try {
+              accelerator.page_lock({address, bytes});
+              return true;
+            } catch (const Error&) {
+              return false;
+            }
+          },
+          [&accelerator](std::byte* address, uint64_t) {
+            try {
+              accelerator.page_unlock(address);
+            } catch (const Error&) {  // the runtime is shutting down, and has unlocked everything
+            }
+          }};
+}
+
+DevicePipelines& cuda_pipelines(int device) {
+  static std::mutex mutex;
+  static DevicePipelines* pipelines = nullptr;  // leaked on purpose: threads may copy while static destructors run
+  const std::lock_guard lock(mutex);
+  if (pipelines != nullptr) return *pipelines;
+  std::string reason;
+  CudaRuntime* const runtime = cuda_runtime(reason);
+  if (runtime == nullptr) throw Error::invalid(reason);
+  snapshot_arena().set_registrar(page_locking(runtime->accelerator(device)));
+  return *(pipelines = new DevicePipelines(*runtime));
+}
+
+}  // namespace vescale_ckpt

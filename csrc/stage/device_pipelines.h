@@ -1,0 +1,71 @@
+// The pipelines from a runtime's accelerators to the host: made when they are first needed, and kept, because what they
+// are made of (streams, events, slabs) takes longer to make than many a copy.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <vector>
+
+#include "device/pipeline.h"
+#include "stage/snapshot_arena.h"
+
+namespace vescale_ckpt {
+
+// Lends each pipeline to one at a time. Thread-safe.
+class DevicePipelines {
+ public:
+  // Gives them back on destruction.
+  class Lease {
+   public:
+    Lease(Lease&& other) noexcept : owner_(other.owner_), devices_(std::move(other.devices_)) {
+      other.devices_.clear();
+    }
+    Lease& operator=(Lease&&) = delete;
+    ~Lease() {
+      if (!devices_.empty()) owner_.give_back(devices_);  // one that was moved from has none
+    }
+    Pipeline& pipeline(int device) const { return owner_.pipeline(device); }  // one of those that were borrowed
+
+   private:
+    friend class DevicePipelines;
+    Lease(DevicePipelines& owner, std::span<const int> devices)
+        : owner_(owner), devices_(devices.begin(), devices.end()) {}
+    DevicePipelines& owner_;
+    std::vector<int> devices_;
+  };
+
+  explicit DevicePipelines(DeviceRuntime& runtime, const CopyLimits& limits = {});  // `runtime` outlives this
+
+  // The pipelines of all these devices together, so that no two can wait for what the other has. Waits until they are
+  // free. Throws Error(device or invalid).
+  Lease borrow(std::span<const int> devices);
+  // The same, but nullopt at once where one is not free.
+  std::optional<Lease> try_borrow(std::span<const int> devices);
+
+ private:
+  bool free_locked(std::span<const int> devices) const;
+  Lease take_locked(std::span<const int> devices);
+  void give_back(std::span<const int> devices);
+  Pipeline& pipeline(int device);
+
+  DeviceRuntime& runtime_;
+  const CopyLimits limits_;
+  std::mutex mutex_;  // guards all below
+  std::condition_variable given_back_;
+  std::map<int, std::unique_ptr<Pipeline>> pipelines_;
+  std::set<int> lent_;
+};
+
+// Lets an arena lock its memory for all accelerators of the runtime that `accelerator` is of, which outlives the arena.
+MemoryRegistrar page_locking(Accelerator& accelerator);
+
+// CUDA's, made at the first call, which also lets the process's arena lock its memory. `device`: one that will be used.
+// Throws Error(invalid) with the reason where there is no CUDA.
+DevicePipelines& cuda_pipelines(int device);
+
+}  // namespace vescale_ckpt

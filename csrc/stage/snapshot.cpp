@@ -1,0 +1,299 @@
+#include "stage/snapshot.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "error.h"
+#include "io/table.h"
+#include "io/workers.h"
+#include "stage/snapshot_layout.h"
+#include "stage/stream_copy.h"
+
+namespace vescale_ckpt {
+
+class Snapshot::Copy {
+ public:
+  Copy(std::span<const int64_t> table, uint64_t budget_bytes, unsigned threads, SnapshotArena& arena,
+       const SnapshotDevices& devices)
+      : table_(table.begin(), table.end()),
+        sources_(parse_write_table(table)),
+        on_devices_(devices.pipelines, devices.producers, control) {
+    layout_ = lay_out_snapshot(sources_, budget_bytes);
+    range_ = arena.acquire(layout_.memory_bytes, budget_bytes, threads);
+    if (range_.bytes() < layout_.memory_bytes) layout_ = lay_out_snapshot(sources_, range_.bytes());
+    if (!devices.of_rows.empty()) part_by_devices(devices.of_rows);
+    cut();
+  }
+
+  ~Copy() { control.cancelled = true; }  // then the thread is joined, before what it works on goes
+
+  uint64_t rows() const { return sources_.size(); }
+  const SnapshotLayout& layout() const { return layout_; }
+  std::span<std::byte> memory() const { return {range_.data(), range_.bytes()}; }
+
+  void begin() {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::idle) throw Error::invalid("a snapshot is copied once");
+    state_ = State::running;
+  }
+
+  void run(unsigned threads) {
+    attempt([&] { start_devices(true); });
+    attempt([&] { copy_from_host(threads); });
+    end();
+  }
+
+  // Devices start on this thread, right behind what is queued there now; behind other snapshots they do in background.
+  void run_in_background(unsigned threads) {
+    attempt([&] { start_devices(false); });
+    try {
+      background_ = std::jthread([this, threads] { run(threads); });
+    } catch (...) {  // no thread to be had
+      keep(std::current_exception());
+      end();
+    }
+  }
+
+  bool wait(std::optional<std::chrono::nanoseconds> timeout) {
+    std::unique_lock lock(mutex_);
+    if (state_ == State::idle) throw Error::invalid("the copy of this snapshot was not started");
+    const auto done = [&] { return state_ == State::done; };
+    if (!timeout) {
+      finished_.wait(lock, done);
+    } else if (!finished_.wait_for(lock, *timeout, done)) {
+      return false;
+    }
+    if (error_) std::rethrow_exception(error_);
+    return true;
+  }
+
+  std::vector<int64_t> table() const {
+    {
+      const std::lock_guard lock(mutex_);
+      if (state_ != State::done || error_) throw Error::invalid("the snapshot is not copied");
+    }
+    std::vector<int64_t> rows;
+    rows.reserve(table_.size());
+    size_t at = 0;
+    for (size_t row = 0; row < sources_.size(); ++row) {
+      const auto dims = static_cast<size_t>(table_[at + 2]);
+      if (row >= layout_.first) append_row(rows, std::span(table_).subspan(at, 3 + dims), row);
+      at += 3 + 2 * dims;
+    }
+    return rows;
+  }
+
+  CopyControl control;
+
+ private:
+  enum class State { idle, running, done };
+
+  // Where a piece of work begins, which ends where the next begins.
+  struct Cut {
+    size_t extent;
+    uint64_t begin;  // in the extent
+  };
+
+  // Pieces small enough for all threads to end together, large enough for the cursor to cost nothing.
+  void cut() {
+    constexpr uint64_t kPiece = 4 << 20;
+    constexpr uint64_t kPerExtent = 256;  // what the handling of one costs, in bytes copied
+    uint64_t full = kPiece;
+    for (size_t extent = 0; extent < layout_.extents.size(); ++extent) {
+      for (uint64_t begin = 0; begin < layout_.extents[extent].bytes;) {
+        if (full >= kPiece) {
+          cuts_.push_back({extent, begin});
+          full = 0;
+        }
+        const uint64_t bytes = std::min(layout_.extents[extent].bytes - begin, kPiece - full);
+        begin += bytes;
+        full += bytes + kPerExtent;
+      }
+    }
+    cuts_.push_back({layout_.extents.size(), 0});
+  }
+
+  // Leaves the extents of host memory in the layout.
+  void part_by_devices(std::span<const int64_t> of_rows) {
+    if (of_rows.size() != sources_.size()) throw Error::invalid("devices are not one for each row of the table");
+    std::vector<std::span<const int64_t>> rows;
+    for (size_t at = 0; at < table_.size(); at += rows.back().size()) {
+      rows.push_back(std::span(table_).subspan(at, 3 + 2 * static_cast<size_t>(table_[at + 2])));
+    }
+    std::vector<SnapshotExtent> of_host;
+    for (const SnapshotExtent& extent : layout_.extents) {
+      if (of_rows[extent.row] < 0) {
+        of_host.push_back(extent);
+      } else {
+        on_devices_.add(static_cast<int>(of_rows[extent.row]), device_row(extent, rows[extent.row]));
+      }
+    }
+    layout_.extents = std::move(of_host);
+  }
+
+  DeviceRow device_row(const SnapshotExtent& extent, std::span<const int64_t> row) const {
+    const auto address = static_cast<DeviceAddress>(reinterpret_cast<uintptr_t>(extent.source));
+    std::byte* const target = range_.data() + extent.offset;
+    if (extent.strided == nullptr) {
+      const int64_t bytes = static_cast<int64_t>(extent.bytes), stride = 1;
+      return {address, target, 1, {&bytes, 1}, {&stride, 1}};
+    }
+    const size_t dims = row.size() / 2 - 1;
+    const uint32_t item_bytes = dtypes()[static_cast<size_t>(row[0])].item_bytes;
+    return {address, target, item_bytes, row.subspan(3, dims), row.last(dims)};
+  }
+
+  void start_devices(bool wait_for_pipelines) {
+    on_devices_.start({reinterpret_cast<uintptr_t>(range_.data()), kPinPiece, SnapshotLayout::kAlignment},
+                      wait_for_pipelines);
+  }
+
+  void copy_from_host(unsigned threads) {
+    const size_t pieces = cuts_.size() - 1;
+    std::atomic<size_t> next{0};
+    run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
+      for (size_t piece = 0; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+        if (stop.load(std::memory_order_relaxed)) return;
+        if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
+        control.copied_bytes.fetch_add(copy_piece(cuts_[piece], cuts_[piece + 1]), std::memory_order_relaxed);
+      }
+    });
+  }
+
+  uint64_t copy_piece(const Cut& from, const Cut& to) {
+    uint64_t bytes = 0;
+    for (size_t index = from.extent; index <= to.extent && index < layout_.extents.size(); ++index) {
+      const SnapshotExtent& extent = layout_.extents[index];
+      const uint64_t begin = index == from.extent ? from.begin : 0;
+      const uint64_t end = index == to.extent ? to.begin : extent.bytes;
+      std::byte* const target = range_.data() + extent.offset + begin;
+      if (extent.strided != nullptr) {
+        extent.strided->gather(target, begin, end, extent.source);
+      } else {
+        stream_copy(target, extent.source + begin, end - begin);
+      }
+      bytes += end - begin;
+    }
+    return bytes;
+  }
+
+  template <typename Step>
+  void attempt(const Step& step) {
+    try {
+      step();
+    } catch (...) {
+      keep(std::current_exception());
+    }
+  }
+
+  // The first error ends all else soon.
+  void keep(std::exception_ptr error) {
+    if (!failure_) failure_ = std::move(error);
+    control.cancelled = true;
+  }
+
+  void end() {
+    attempt([&] { on_devices_.finish(); });
+    {
+      const std::lock_guard lock(mutex_);
+      error_ = failure_;
+      state_ = State::done;
+    }
+    finished_.notify_all();
+  }
+
+  void append_row(std::vector<int64_t>& rows, std::span<const int64_t> row, size_t index) const {
+    const uint64_t offset = layout_.offsets[index - layout_.first];
+    const std::byte* address = offset == SnapshotLayout::kNowhere ? nullptr : range_.data() + offset;
+    rows.insert(rows.end(), row.begin(), row.end());
+    rows[rows.size() - row.size() + 1] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address));
+    const size_t dims = row.size() - 3;
+    const auto sizes = row.last(dims);
+    rows.resize(rows.size() + dims);
+    int64_t stride = 1;
+    for (size_t dim = 0; dim < dims; ++dim) {
+      rows[rows.size() - 1 - dim] = stride;
+      stride *= std::max<int64_t>(1, sizes[dims - 1 - dim]);
+    }
+  }
+
+  const std::vector<int64_t> table_;
+  const std::vector<RecordSource> sources_;
+  SnapshotRange range_;
+  SnapshotLayout layout_;
+  DevicePart on_devices_;
+  std::vector<Cut> cuts_;
+  std::exception_ptr failure_;  // of the thread at work
+  mutable std::mutex mutex_;    // guards the next three
+  std::condition_variable finished_;
+  State state_ = State::idle;
+  std::exception_ptr error_;
+  std::jthread background_;  // the last: joined before all else goes
+};
+
+Snapshot::Snapshot(std::span<const int64_t> table, uint64_t budget_bytes, unsigned threads, SnapshotArena& arena,
+                   const SnapshotDevices& devices)
+    : process_(::getpid()), copy_(std::make_unique<Copy>(table, budget_bytes, threads, arena, devices)) {}
+
+// A child has neither the threads nor the memory, and perhaps a lock that nobody will open.
+Snapshot::~Snapshot() {
+  if (::getpid() != process_) static_cast<void>(copy_.release());
+}
+
+uint64_t Snapshot::rows() const {
+  return copy_->rows();
+}
+
+uint64_t Snapshot::first() const {
+  return copy_->layout().first;
+}
+
+uint64_t Snapshot::bytes() const {
+  return copy_->layout().copied_bytes;
+}
+
+uint64_t Snapshot::copied_bytes() const {
+  return copy_->control.copied_bytes.load(std::memory_order_relaxed);
+}
+
+void Snapshot::copy(unsigned threads) {
+  copy_->begin();
+  copy_->run(threads);
+  copy_->wait(std::nullopt);
+}
+
+void Snapshot::start(unsigned threads) {
+  copy_->begin();
+  copy_->run_in_background(threads);
+}
+
+bool Snapshot::wait(std::optional<std::chrono::nanoseconds> timeout) {
+  return copy_->wait(timeout);
+}
+
+void Snapshot::cancel() {
+  copy_->control.cancelled = true;
+}
+
+std::vector<int64_t> Snapshot::table() const {
+  return copy_->table();
+}
+
+std::vector<uint64_t> Snapshot::offsets() const {
+  std::vector<uint64_t> offsets = copy_->layout().offsets;
+  std::ranges::replace(offsets, SnapshotLayout::kNowhere, uint64_t{0});
+  return offsets;
+}
+
+std::span<std::byte> Snapshot::memory() const {
+  return copy_->memory();
+}
+
+}  // namespace vescale_ckpt

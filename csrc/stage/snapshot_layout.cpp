@@ -1,0 +1,114 @@
+#include "stage/snapshot_layout.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "io/memory.h"
+
+namespace vescale_ckpt {
+namespace {
+
+class Arrangement {
+ public:
+  explicit Arrangement(std::span<const RecordSource> sources) : sources_(sources) {
+    for (size_t row = 0; row < sources.size(); ++row) {
+      if (sources[row].bytes == 0) continue;
+      (sources[row].strided ? strided_ : contiguous_).push_back(row);
+    }
+    std::sort(contiguous_.begin(), contiguous_.end(),
+              [&](size_t a, size_t b) { return std::tuple(sources[a].data, a) < std::tuple(sources[b].data, b); });
+    std::sort(strided_.begin(), strided_.end(), [&](size_t a, size_t b) {
+      if (sources[a].data != sources[b].data) return sources[a].data < sources[b].data;
+      return std::tie(*sources[a].strided, a) < std::tie(*sources[b].strided, b);
+    });
+  }
+
+  // Of the rows from `first` on.
+  SnapshotLayout tail(size_t first) const {
+    std::vector<Union> unions;
+    std::vector<size_t> union_of(sources_.size() - first, kNone);
+    for (const size_t row : contiguous_) {
+      if (row < first) continue;
+      const RecordSource& source = sources_[row];
+      if (unions.empty() || source.data >= unions.back().begin + unions.back().bytes) {
+        unions.push_back({source.data, 0, row});
+      }
+      Union& last = unions.back();
+      last.bytes = std::max(last.bytes, static_cast<uint64_t>(source.data - last.begin) + source.bytes);
+      if (source.bytes > sources_[last.anchor].bytes) last.anchor = row;
+      union_of[row - first] = unions.size() - 1;
+    }
+    for (const size_t row : strided_) {
+      if (row < first) continue;
+      const RecordSource& source = sources_[row];
+      const bool again = !unions.empty() && sources_[unions.back().anchor].strided &&
+                         unions.back().begin == source.data &&
+                         *sources_[unions.back().anchor].strided == *source.strided;
+      if (!again) unions.push_back({source.data, source.bytes, row});
+      union_of[row - first] = unions.size() - 1;
+    }
+    return place(first, unions, union_of);
+  }
+
+ private:
+  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
+
+  struct Union {
+    const std::byte* begin;
+    uint64_t bytes;
+    size_t anchor;  // its largest row, for which it is placed
+    uint64_t offset = SnapshotLayout::kNowhere;
+  };
+
+  // In the order of rows, which is that of the file: neighbours are written together.
+  SnapshotLayout place(size_t first, std::vector<Union>& unions, const std::vector<size_t>& union_of) const {
+    SnapshotLayout layout;
+    layout.first = first;
+    layout.offsets.reserve(union_of.size());
+    layout.extents.reserve(unions.size());
+    for (size_t row = first; row < sources_.size(); ++row) {
+      if (union_of[row - first] == kNone) {
+        layout.offsets.push_back(SnapshotLayout::kNowhere);
+        continue;
+      }
+      Union& one = unions[union_of[row - first]];
+      if (one.offset == SnapshotLayout::kNowhere) {
+        const RecordSource& anchor = sources_[one.anchor];
+        const auto before = static_cast<uint64_t>(anchor.data - one.begin);
+        const uint64_t free = align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
+        one.offset = anchor.bytes < kLargeBody ? free : behind(free + before) - before;
+        layout.memory_bytes = one.offset + one.bytes;
+        layout.copied_bytes += one.bytes;
+        layout.extents.push_back(
+            {one.begin, one.bytes, one.offset, anchor.strided ? &*anchor.strided : nullptr, one.anchor});
+      }
+      layout.offsets.push_back(one.offset + static_cast<uint64_t>(sources_[row].data - one.begin));
+    }
+    return layout;
+  }
+
+  // The first place from `offset` on that a large body is sent from as it is.
+  static uint64_t behind(uint64_t offset) {
+    return offset <= kTorchOffset ? kTorchOffset : align_up(offset - kTorchOffset, kBlock) + kTorchOffset;
+  }
+
+  const std::span<const RecordSource> sources_;
+  std::vector<size_t> contiguous_, strided_;  // rows with bytes, by address
+};
+
+}  // namespace
+
+SnapshotLayout lay_out_snapshot(std::span<const RecordSource> sources, uint64_t room) {
+  const Arrangement arrangement(sources);
+  SnapshotLayout all = arrangement.tail(0);
+  if (all.memory_bytes <= room) return all;
+  // With fewer rows it is smaller; what rows share makes the step of one unknown without trying.
+  size_t too_many = 0, fits = sources.size();
+  while (fits - too_many > 1) {
+    const size_t middle = too_many + (fits - too_many) / 2;
+    (arrangement.tail(middle).memory_bytes <= room ? fits : too_many) = middle;
+  }
+  return arrangement.tail(fits);
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,39 @@
+// Where the bytes of a snapshot's rows lie in its memory: each byte of the state once, however many rows name it, and
+// large bodies where the writer can send them from. Follows no address: rows may lie on accelerators.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "io/writer.h"
+
+namespace vescale_ckpt {
+
+// What is copied as one: the union of contiguous rows that overlap, or a strided row and its equals.
+struct SnapshotExtent {
+  const std::byte* source = nullptr;
+  uint64_t bytes = 0;
+  uint64_t offset = 0;           // in the snapshot
+  const Box* strided = nullptr;  // of the source; null: contiguous
+  size_t row = 0;                // one of those that it is the copy of; if strided, they are all equal
+};
+
+struct SnapshotLayout {
+  static constexpr uint64_t kAlignment = 64;
+  static constexpr uint64_t kNowhere = std::numeric_limits<uint64_t>::max();  // rows without bytes
+
+  size_t first = 0;                     // rows before it are not in the snapshot
+  std::vector<SnapshotExtent> extents;  // by rising offset; to the next multiple of kAlignment there is nothing else
+  std::vector<uint64_t> offsets;        // of the rows from `first` on, in the snapshot
+  uint64_t memory_bytes = 0;
+  uint64_t copied_bytes = 0;  // of all extents
+};
+
+// Lays out the longest tail of `sources` that `room` has space for. Offsets are for memory that starts on a block. The
+// layout points into `sources`.
+SnapshotLayout lay_out_snapshot(std::span<const RecordSource> sources, uint64_t room);
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,357 @@
+// The CUDA side without CUDA: its functions are replaced by ones that work at once, on host memory.
+#include "device/cuda.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/pack_rows.h"
+#include "device/pipeline.h"
+#include "error.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using namespace std::chrono_literals;
+using cuda::Api;
+
+// What the functions below saw and are told to answer. One test, one thread at a time.
+struct Seen {
+  std::map<std::string, int> calls, answers;  // by name; an answer holds for every call
+  int last_error = 0;
+  int version = 13000;
+  std::vector<cuda::Context> contexts;  // pushed
+  std::vector<std::string> without_device;
+  size_t batched = 0;
+  std::vector<std::byte> device = std::vector<std::byte>(1 << 20);  // "device memory" of the tests
+};
+Seen seen;
+
+constexpr intptr_t kContext = 0x100;
+
+int called(const char* name, bool needs_device = true) {
+  ++seen.calls[name];
+  if (needs_device && seen.contexts.empty()) seen.without_device.push_back(name);
+  const auto answer = seen.answers.find(name);
+  if (answer != seen.answers.end()) seen.last_error = answer->second;
+  return answer != seen.answers.end() ? answer->second : 0;
+}
+
+int copy_now(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+  return 0;
+}
+
+int batch_now(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+              const cuda::CopyAttributes* attributes, const size_t* starts, size_t attribute_count) {
+  if (attribute_count != 1 || starts[0] != 0 || attributes->source_access != cuda::kAccessInStreamOrder) return 1;
+  for (size_t i = 0; i < count; ++i) copy_now(to[i], from[i], bytes[i]);
+  seen.batched += count;
+  return 0;
+}
+
+// The launch of a kernel as gather.cu declares it.
+int launch_now(void* function, unsigned grid, unsigned block, void** arguments) {
+  char* slab = *static_cast<char**>(arguments[0]);
+  const auto* rows = *static_cast<const PackRow**>(arguments[1]);
+  const uint32_t row_count = *static_cast<uint32_t*>(arguments[2]);
+  const auto* dims = *static_cast<const PackDim**>(arguments[3]);
+  const uint32_t bytes = *static_cast<uint32_t*>(arguments[4]);
+  const bool to_slab = std::string(static_cast<const char*>(function)) == "vescale_ckpt_pack";
+  for (uint32_t thread = 0; thread < grid * block; ++thread) {
+    const uint32_t piece = thread / kPackLanes, lane = thread % kPackLanes;
+    if (piece * kPackPieceBytes >= bytes) break;
+    to_slab ? copy_piece<true>(slab, rows, row_count, dims, bytes, piece, lane)
+            : copy_piece<false>(slab, rows, row_count, dims, bytes, piece, lane);
+  }
+  return 0;
+}
+
+Api fake_api() {
+  Api api{};
+  api.get_device_count = [](int* count) { return *count = 2, called("count", false); };
+  api.runtime_version = [](int* version) { return *version = seen.version, 0; };
+  api.driver_version = [](int* version) { return *version = 13010, 0; };
+  api.get_last_error = [] { return std::exchange(seen.last_error, 0); };
+  api.error_name = [](int) { return "cudaErrorFake"; };
+  api.error_string = [](int) { return "not today"; };
+  api.stream_create = [](cuda::Stream* stream, unsigned flags) {
+    *stream = new int(static_cast<int>(flags));
+    return called("stream_create");
+  };
+  api.stream_destroy = [](cuda::Stream stream) { return delete static_cast<int*>(stream), called("stream_destroy"); };
+  api.stream_synchronize = [](cuda::Stream) { return called("stream_synchronize"); };
+  api.stream_wait_event = [](cuda::Stream, cuda::EventHandle, unsigned) { return called("stream_wait_event"); };
+  api.exchange_capture_mode = [](int* mode) { return *mode = 0, called("exchange_capture_mode"); };
+  api.event_create = [](cuda::EventHandle* event, unsigned flags) {
+    *event = new int(static_cast<int>(flags));
+    return called("event_create");
+  };
+  api.event_destroy = [](cuda::EventHandle event) { return delete static_cast<int*>(event), called("event_destroy"); };
+  api.event_record = [](cuda::EventHandle, cuda::Stream) { return called("event_record"); };
+  api.event_synchronize = [](cuda::EventHandle) { return called("event_synchronize"); };
+  api.copy = [](void* to, const void* from, size_t bytes, int, cuda::Stream) {
+    const int answer = called("copy");
+    return answer != 0 ? answer : copy_now(to, from, bytes);
+  };
+  api.copy_2d = [](void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int,
+                   cuda::Stream) {
+    for (size_t i = 0; i < height; ++i) {
+      copy_now(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+    }
+    return called("copy_2d");
+  };
+  api.allocate = [](void** memory, size_t bytes) {
+    const int answer = called("allocate");
+    if (answer == 0) *memory = ::aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return answer;
+  };
+  api.release = [](void* memory) { return std::free(memory), called("release"); };
+  api.host_allocate = [](void** memory, size_t bytes, unsigned) {
+    const int answer = called("host_allocate");
+    if (answer == 0) *memory = std::malloc(bytes);
+    return answer;
+  };
+  api.host_release = [](void* memory) { return std::free(memory), called("host_release"); };
+  api.host_register = [](void*, size_t, unsigned) { return called("host_register"); };
+  api.host_unregister = [](void*) { return called("host_unregister"); };
+  api.device_get = [](int* device, int ordinal) { return *device = ordinal, called("device_get", false); };
+  api.device_name = [](char* name, int, int) { return std::strcpy(name, "Fake 9000"), called("device_name", false); };
+  api.context_retain = [](cuda::Context* context, int device) {
+    *context = reinterpret_cast<cuda::Context>(kContext + device);
+    return called("context_retain", false);
+  };
+  api.context_release = [](int) { return called("context_release", false); };
+  api.context_push = [](cuda::Context context) {
+    const int answer = called("context_push", false);
+    if (answer == 0) seen.contexts.push_back(context);
+    return answer;
+  };
+  api.context_pop = [](cuda::Context* context) {
+    *context = seen.contexts.back();
+    seen.contexts.pop_back();
+    return 0;
+  };
+  api.pointer_attribute = [](void* value, int attribute, uint64_t address) {
+    const auto* pointer = reinterpret_cast<const std::byte*>(address);
+    if (pointer < seen.device.data() || pointer >= seen.device.data() + seen.device.size()) return 1;
+    *static_cast<unsigned*>(value) = attribute == cuda::kPointerMemoryType ? cuda::kMemoryDevice : 1;
+    return 0;
+  };
+  api.module_load = [](void** module, const void* image) {
+    *module = const_cast<void*>(image);
+    return called("module_load");
+  };
+  api.module_function = [](void** function, void*, const char* name) {
+    *function = const_cast<char*>(name);
+    return called("module_function");
+  };
+  api.module_unload = [](void*) { return called("module_unload"); };
+  api.launch = [](void* function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned, unsigned,
+                  cuda::Stream, void** arguments, void**) {
+    const int answer = called("launch");
+    return answer != 0 ? answer : launch_now(function, grid, block, arguments);
+  };
+  return api;
+}
+
+Api with_batch_12() {
+  Api api = fake_api();
+  api.copy_batch_12 = [](void** to, void** from, size_t* bytes, size_t count, cuda::CopyAttributes* attributes,
+                         size_t* starts, size_t attribute_count, size_t*, cuda::Stream) {
+    const int answer = called("batch");
+    return answer != 0 ? answer : batch_now(to, from, bytes, count, attributes, starts, attribute_count);
+  };
+  return api;
+}
+
+Api with_batch_13() {
+  Api api = fake_api();
+  api.copy_batch_13 = [](void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                         cuda::CopyAttributes* attributes, size_t* starts, size_t attribute_count, cuda::Stream) {
+    const int answer = called("batch");
+    return answer != 0 ? answer : batch_now(to, from, bytes, count, attributes, starts, attribute_count);
+  };
+  return api;
+}
+
+constexpr unsigned char kImage[] = {1};
+
+class Cuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    seen = {};
+    for (size_t i = 0; i < seen.device.size(); ++i) seen.device[i] = static_cast<std::byte>(i * 7 + i / 255);
+  }
+  void TearDown() override {
+    EXPECT_TRUE(seen.contexts.empty());
+    EXPECT_TRUE(seen.without_device.empty()) << seen.without_device.front();
+    EXPECT_EQ(seen.last_error, 0) << "the framework would find our error";
+    for (const char* kind : {"stream", "event"}) {
+      EXPECT_EQ(seen.calls[std::string(kind) + "_create"], seen.calls[std::string(kind) + "_destroy"]);
+    }
+    EXPECT_EQ(seen.calls["context_retain"], seen.calls["context_release"]);
+  }
+
+  // Small rows, a transposed one, one of long runs, a large one.
+  std::vector<DeviceRow> rows(std::vector<std::byte>& host) {
+    host.assign(seen.device.size(), std::byte{0});
+    std::vector<DeviceRow> result;
+    std::byte* at = host.data();
+    const auto add = [&](uint64_t offset, uint32_t item_bytes, std::vector<int64_t> sizes,
+                         std::vector<int64_t> strides) {
+      result.emplace_back(reinterpret_cast<DeviceAddress>(seen.device.data()) + offset, at, item_bytes, sizes, strides);
+      at += result.back().bytes;
+    };
+    for (uint64_t i = 0; i < 50; ++i) add(1000 + 100 * i, 1, {70}, {1});
+    add(10'000, 4, {30, 40}, {1, 30});
+    add(20'000, 4, {20, 2000}, {3000, 1});
+    add(300'000, 1, {200'000}, {1});
+    return result;
+  }
+
+  void expect_round_trip(CudaRuntime& runtime) {
+    std::vector<std::byte> host;
+    const auto original = seen.device;
+    const StreamHandle producer = 0;
+    Pipeline out(runtime.accelerator(1), Direction::to_host);
+    out.start(rows(host), {&producer, 1});
+    ASSERT_TRUE(out.wait(10min));
+    for (uint64_t i = 0; i < 70 * 50; ++i) ASSERT_EQ(host[i], original[1000 + 100 * (i / 70) + i % 70]);
+    for (uint64_t i = 0; i < 30; ++i) {
+      for (uint64_t j = 0; j < 40; ++j) {
+        ASSERT_EQ(std::memcmp(&host[3500 + 4 * (40 * i + j)], &original[10'000 + 4 * (i + 30 * j)], 4), 0);
+      }
+    }
+    const auto copied = host;
+    auto targets = rows(host);
+    host = copied;  // the same size: addresses stay
+    std::fill(seen.device.begin(), seen.device.end(), std::byte{0});
+    Pipeline in(runtime.accelerator(1), Direction::to_device);
+    in.start(std::move(targets), {&producer, 1});
+    ASSERT_TRUE(in.wait(10min));
+    for (const DeviceRow& row : rows(host)) {
+      for (uint64_t at = 0; at < row.bytes; at += row.run) {
+        const uint64_t place = row.address_of_run(at) - reinterpret_cast<DeviceAddress>(seen.device.data());
+        ASSERT_EQ(std::memcmp(&seen.device[place], &original[place], row.run), 0);
+      }
+    }
+  }
+};
+
+TEST_F(Cuda, CopiesByKernelAndBatches) {
+  for (const Api& api : {with_batch_13(), with_batch_12()}) {
+    SetUp();
+    CudaRuntime runtime(api, kImage);
+    expect_round_trip(runtime);
+    EXPECT_EQ(seen.calls["launch"], 2);
+    EXPECT_EQ(seen.calls["copy_2d"], 2);
+    EXPECT_EQ(seen.calls["module_load"], 1);
+  }
+}
+
+TEST_F(Cuda, CopiesWithoutKernels) {
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  expect_round_trip(runtime);
+  EXPECT_EQ(seen.calls["launch"], 0);
+  EXPECT_EQ(seen.batched, 102u);  // the large one and the small ones, twice
+}
+
+TEST_F(Cuda, CopiesOneByOneWhereThereAreNoBatchesOrTheyAreRefused) {
+  {
+    CudaRuntime runtime(fake_api(), nullptr);
+    expect_round_trip(runtime);
+    EXPECT_EQ(seen.calls["copy"], 102);
+  }
+  SetUp();
+  seen.answers["batch"] = 36;  // call requires newer driver
+  CudaRuntime runtime(with_batch_12(), nullptr);
+  expect_round_trip(runtime);
+  EXPECT_EQ(seen.calls["batch"], 2);  // once for each pipeline: it is not tried again
+  EXPECT_EQ(seen.calls["copy"], 102);
+}
+
+TEST_F(Cuda, ImagesForOtherDevicesAreNotUsed) {
+  for (const char* call : {"module_load", "module_function"}) {
+    SetUp();
+    seen.answers[call] = 209;  // no binary for this device
+    CudaRuntime runtime(with_batch_13(), kImage);
+    expect_round_trip(runtime);
+    EXPECT_EQ(seen.calls["launch"], 0);
+    EXPECT_EQ(seen.calls["module_load"], 1);
+  }
+}
+
+TEST_F(Cuda, FullDevicesHaveNoSlab) {
+  for (const char* call : {"allocate", "host_allocate"}) {
+    SetUp();
+    seen.answers[call] = cuda::kOutOfMemory;
+    CudaRuntime runtime(with_batch_13(), kImage);
+    EXPECT_EQ(runtime.accelerator(0).make_slab(4096), nullptr);
+    EXPECT_EQ(seen.calls["release"], std::string(call) == "host_allocate");
+    seen.answers[call] = 1;
+    EXPECT_THROW(runtime.accelerator(0).make_slab(4096), Error);
+  }
+}
+
+TEST_F(Cuda, ErrorsSayWhatWasDoneAndWhatCudaSaid) {
+  std::vector<std::byte> host;
+  const StreamHandle producer = 0;
+  const auto text = [&](const char* call) -> std::string {
+    seen.answers = {{call, 77}};
+    std::string result = "nothing was thrown";
+    try {
+      CudaRuntime runtime(fake_api(), kImage);
+      Accelerator& accelerator = runtime.accelerator(1);
+      accelerator.page_lock(seen.device);
+      accelerator.page_unlock(seen.device.data());
+      Pipeline pipeline(accelerator, Direction::to_host);
+      pipeline.start(rows(host), {&producer, 1});
+      pipeline.wait(10min);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::device);
+      EXPECT_EQ(error.code, 77);
+      result = error.what();
+    }
+    seen.answers.clear();
+    return result;
+  };
+  const std::string said = ": CUDA: not today, cudaErrorFake (77)";
+  EXPECT_EQ(text("count"), "ask for devices" + said);
+  EXPECT_EQ(text("device_get"), "find device 1" + said);
+  EXPECT_EQ(text("context_push"), "use device 1" + said);
+  EXPECT_EQ(text("host_register"), "page-lock 1048576 bytes" + said);
+  EXPECT_EQ(text("host_unregister"), "unlock pages" + said);
+  EXPECT_EQ(text("stream_wait_event"), "order copies on device 1 after an event" + said);
+  EXPECT_EQ(text("event_record"), "record an event on a stream of device 1" + said);
+  EXPECT_EQ(text("event_synchronize"), "wait for copies on device 1" + said);
+  EXPECT_EQ(text("copy"), "copy a table of 51 ranges to device 1" + said);
+  EXPECT_EQ(text("copy_2d"), "copy 20 runs of 8000 bytes from device 1 to the host" + said);
+  EXPECT_EQ(text("launch"), "launch the pack kernel on device 1" + said);
+}
+
+TEST_F(Cuda, SaysWhatItIs) {
+  CudaRuntime runtime(fake_api(), nullptr);
+  EXPECT_EQ(runtime.version(), "CUDA runtime 13.0, driver 13.1");
+  EXPECT_EQ(runtime.device_count(), 2);
+  EXPECT_EQ(runtime.accelerator(1).name(), "Fake 9000");
+  EXPECT_THROW(runtime.accelerator(2), Error);
+  EXPECT_THROW(runtime.accelerator(-1), Error);
+  EXPECT_EQ(runtime.device_of(reinterpret_cast<DeviceAddress>(seen.device.data())), 1);
+  EXPECT_EQ(runtime.device_of(reinterpret_cast<DeviceAddress>(&seen)), std::nullopt);
+}
+
+TEST(CudaApi, SaysWhyThereIsNone) {
+  std::string reason;
+  const CudaRuntime* runtime = cuda_runtime(reason);
+  if (runtime != nullptr) GTEST_SKIP() << "there is " << runtime->version();
+  EXPECT_NE(reason.find("CUDA"), std::string::npos) << reason;
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

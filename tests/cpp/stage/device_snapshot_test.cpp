@@ -1,0 +1,267 @@
+// Snapshots of rows that lie on accelerators, beside rows in host memory: over the fake device.
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "device/fake_device.h"
+#include "error.h"
+#include "io/table.h"
+#include "stage/snapshot.h"
+#include "tensors.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr uint64_t kPlenty = uint64_t{1} << 40;
+constexpr unsigned kThreads = 2;
+
+class DeviceSnapshot : public ::testing::Test {
+ protected:
+  // Rows of a write table, on devices or (-1) not, and what their bytes were when each was added.
+  void add_view(int device, std::string_view dtype, uint64_t address, const Sizes& sizes, const Sizes& strides) {
+    const uint32_t code = dtype_code(dtype);
+    table_.insert(table_.end(), {code, static_cast<int64_t>(address), static_cast<int64_t>(sizes.size())});
+    table_.insert(table_.end(), sizes.begin(), sizes.end());
+    table_.insert(table_.end(), strides.begin(), strides.end());
+    of_rows_.push_back(device);
+    const Box box(dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
+    std::string bytes(box.bytes(), '\0');
+    const std::byte* from = device < 0 ? reinterpret_cast<std::byte*>(address) : runtime_.memory(address, 1);
+    box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), from);
+    bytes_.push_back(std::move(bytes));
+  }
+
+  void add(int device, std::string_view dtype, const Sizes& sizes) {
+    const uint64_t bytes = tensor_bytes(dtypes()[dtype_code(dtype)], sizes);
+    add_view(device, dtype, memory(device, bytes), sizes, row_major(sizes));
+  }
+
+  uint64_t memory(int device, uint64_t bytes) {
+    const uint64_t seed = ++allocations_;
+    if (device < 0) {
+      host_.emplace_back(bytes, kTorchPlace);
+      fill_random(host_.back().bytes(), seed);
+      return reinterpret_cast<uintptr_t>(host_.back().data());
+    }
+    const DeviceAddress address = runtime_.allocate(device, bytes + 1);
+    fill_random({runtime_.memory(address, bytes), bytes}, seed);
+    on_devices_.emplace_back(address, bytes);
+    return address;
+  }
+
+  // What training does next.
+  void overwrite() {
+    for (const Memory& memory : host_) std::memset(memory.data(), 0xEE, memory.size());
+    for (const auto& [address, bytes] : on_devices_) std::memset(runtime_.memory(address, bytes), 0xEE, bytes);
+  }
+
+  void add_some_of_everything() {
+    add(0, "float32", {});
+    add(-1, "bfloat16", {3, 5});
+    for (int64_t size = 0; size < 300; ++size) add(static_cast<int>(size % 2), "uint8", {size});
+    add(1, "float32", {700, 1001});
+    add(-1, "float32", {700, 1001});
+    add(0, "uint8", {3'000'001});
+    const uint64_t matrix = memory(0, 4 * 350 * 400);
+    add_view(0, "float32", matrix, {400, 350}, {1, 400});
+    add_view(0, "float32", matrix, {400, 350}, {1, 400});
+    add_view(0, "float32", matrix, {3, 1000}, {0, 1});
+    add_view(0, "float32", matrix + 4, {1000}, {1});
+    add_view(0, "float32", matrix + 400, {1000}, {1});
+    add(1, "complex128", {2, 1, 3});
+    add(-1, "int8", {});
+  }
+
+  SnapshotDevices devices(std::vector<Producer> producers = {{0, 0}, {1, 0}}) {
+    return {of_rows_, std::move(producers), &pipelines_};
+  }
+  std::unique_ptr<Snapshot> make(uint64_t budget_bytes = kPlenty) {
+    return std::make_unique<Snapshot>(table_, budget_bytes, kThreads, arena_, devices());
+  }
+
+  void expect_copied(const Snapshot& snapshot) const {
+    EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
+    const std::vector<RecordSource> sources = parse_write_table(snapshot.table());
+    ASSERT_EQ(sources.size(), bytes_.size() - snapshot.first());
+    for (size_t index = 0; index < sources.size(); ++index) {
+      const std::string& wanted = bytes_[snapshot.first() + index];
+      const std::string_view copied(reinterpret_cast<const char*>(sources[index].data), sources[index].bytes);
+      EXPECT_TRUE(copied == wanted) << "row " << snapshot.first() + index;
+    }
+  }
+
+  void TearDown() override { EXPECT_EQ(arena_.memory().in_use, 0u); }
+
+  FakeRuntime runtime_{2};
+  SnapshotArena arena_;
+  DevicePipelines pipelines_{runtime_, {.slab_bytes = 64 << 10, .group_bytes = 256 << 10}};
+  std::deque<Memory> host_;
+  std::vector<std::pair<DeviceAddress, uint64_t>> on_devices_;
+  uint64_t allocations_ = 0;
+  std::vector<int64_t> table_, of_rows_;
+  std::vector<std::string> bytes_;
+};
+
+TEST_F(DeviceSnapshot, HoldsWhatTheStateWasWhereverItIs) {
+  add_some_of_everything();
+  for (const bool page_locked : {false, true}) {
+    if (page_locked) {
+      arena_.set_registrar(page_locking(runtime_.accelerator(0)));
+      arena_.prepare(1, kThreads);
+      EXPECT_GT(arena_.memory().registered, 0u);
+    }
+    const auto snapshot = make();
+    EXPECT_EQ(snapshot->first(), 0u);
+    snapshot->copy(kThreads);
+    expect_copied(*snapshot);
+  }
+  const auto snapshot = make();
+  snapshot->start(kThreads);
+  EXPECT_TRUE(snapshot->wait());
+  overwrite();
+  expect_copied(*snapshot);
+}
+
+TEST_F(DeviceSnapshot, NoCopyCrossesPiecesThatAreLockedOneByOne) {  // the fake device refuses it
+  arena_.set_registrar(page_locking(runtime_.accelerator(0)));
+  const uint64_t matrix = memory(1, 30 << 20);
+  for (int i = 0; i < 5; ++i) {
+    const auto half = static_cast<int64_t>(15 << 20);
+    add_view(1, "uint8", matrix + static_cast<uint64_t>(i), {2, half - 8}, {half, 1});
+  }
+  arena_.prepare(150 << 20, kThreads);
+  const auto snapshot = make();
+  ASSERT_GT(snapshot->bytes(), 2 * kPinPiece);
+  snapshot->copy(kThreads);
+  expect_copied(*snapshot);
+}
+
+TEST_F(DeviceSnapshot, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
+  for (int i = 0; i < 6; ++i) add(i % 2, "uint8", {1 << 20});
+  const auto snapshot = make(5 << 20);
+  EXPECT_EQ(snapshot->first(), 2u);
+  snapshot->copy(kThreads);
+  expect_copied(*snapshot);
+}
+
+TEST_F(DeviceSnapshot, ComesBehindWhatItsProducersHaveQueued) {
+  add(0, "uint8", {500'000});
+  add(0, "uint8", {100});
+  const StreamHandle producer = runtime_.make_producer();
+  FakeQueue& queue = runtime_.producer(0, producer);
+  queue.hold();
+  for (size_t row = 0; row < 2; ++row) {
+    const auto& [address, bytes] = on_devices_[row];
+    queue.push([&, address = address, bytes = bytes] { std::memset(runtime_.memory(address, bytes), 0xAB, bytes); });
+    bytes_[row].assign(bytes, '\xAB');
+  }
+  Snapshot snapshot(table_, kPlenty, kThreads, arena_, devices({{0, producer}, {1, 0}}));
+  snapshot.start(kThreads);
+  std::promise<void> through;
+  queue.push([&] { through.get_future().wait(); });  // the next forward pass, which is not waited for
+  EXPECT_FALSE(snapshot.wait(1ms));
+  EXPECT_EQ(snapshot.copied_bytes(), 0u);
+  queue.release();
+  EXPECT_TRUE(snapshot.wait());
+  through.set_value();
+  expect_copied(snapshot);
+}
+
+TEST_F(DeviceSnapshot, SnapshotsTakeTurnsOnADevice) {
+  add(0, "uint8", {100'000});
+  FakeQueue& queue = runtime_.producer(0, 0);
+  queue.hold();
+  queue.push([] {});
+  const auto first = make(), second = make();
+  first->start(kThreads);
+  second->start(kThreads);  // returns although the pipeline is not free
+  EXPECT_FALSE(second->wait(1ms));
+  queue.release();
+  EXPECT_TRUE(second->wait());
+  EXPECT_TRUE(first->wait());
+  expect_copied(*first);
+  expect_copied(*second);
+}
+
+TEST_F(DeviceSnapshot, SurfacesWhatTheDeviceSaid) {
+  add_some_of_everything();
+  const Fault faults[] = {Fault::make_stream, Fault::make_event, Fault::record_producer, Fault::after,
+                          Fault::record,      Fault::copy,       Fault::copy_pitched,    Fault::pack,
+                          Fault::wait,        Fault::on_device};
+  for (const Fault fault : faults) {
+    for (const bool background : {false, true}) {
+      for (const uint64_t skip : {0, 1}) {
+        DevicePipelines fresh(runtime_, {.slab_bytes = 64 << 10, .group_bytes = 256 << 10});
+        Snapshot snapshot(table_, kPlenty, kThreads, arena_, {of_rows_, {{0, 0}, {1, 0}}, &fresh});
+        runtime_.fail(fault, skip);
+        try {
+          background ? snapshot.start(kThreads) : snapshot.copy(kThreads);
+          snapshot.wait();
+          EXPECT_FALSE(runtime_.fault_happened()) << static_cast<int>(fault);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.kind, Error::Kind::device) << error.what();
+          EXPECT_NE(std::string(error.what()).find("fake: "), std::string::npos);
+          EXPECT_TRUE(runtime_.fault_happened());
+        }
+        EXPECT_EQ(runtime_.copies_in_flight(), 0u);  // its memory may go
+        runtime_.clear_faults();
+        Snapshot again(table_, kPlenty, kThreads, arena_, {of_rows_, {{0, 0}, {1, 0}}, &fresh});
+        again.copy(kThreads);
+        expect_copied(again);
+      }
+    }
+  }
+}
+
+void expect_cancelled(Snapshot& snapshot) {
+  try {
+    snapshot.wait();
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::cancelled) << error.what();
+  }
+}
+
+TEST_F(DeviceSnapshot, EndsWhenItIsCancelled) {
+  add(0, "uint8", {20 << 20});
+  {
+    const auto snapshot = make();
+    snapshot->cancel();
+    snapshot->start(kThreads);
+    expect_cancelled(*snapshot);
+    EXPECT_EQ(snapshot->copied_bytes(), 0u);
+  }
+  for (uint64_t round = 0; round < 8; ++round) {  // with any amount copied; the sanitizers look on
+    const auto snapshot = make();
+    snapshot->start(kThreads);
+    while (snapshot->copied_bytes() < snapshot->bytes() * round / 8) std::this_thread::yield();
+    if (round % 2 == 0) continue;  // destroyed
+    snapshot->cancel();
+    try {
+      snapshot->wait();
+      expect_copied(*snapshot);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::cancelled) << error.what();
+    }
+  }
+  const auto whole = make();
+  whole->copy(kThreads);
+  whole->cancel();  // too late
+  expect_copied(*whole);
+}
+
+TEST_F(DeviceSnapshot, RefusesRowsThatNobodyCanCopy) {
+  add(0, "uint8", {100});
+  EXPECT_THROW(Snapshot(table_, kPlenty, kThreads, arena_, {of_rows_, {}, nullptr}), Error);
+  of_rows_.push_back(0);
+  EXPECT_THROW(make(), Error);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,422 @@
+#include "stage/snapshot_arena.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "scratch.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr uint64_t kGranule = SnapshotArena::kGranule;
+constexpr uint64_t kPlenty = 1 << 30;
+constexpr unsigned kThreads = 2;
+
+bool overlap(const SnapshotRange& a, const SnapshotRange& b) {
+  return a.data() < b.data() + b.bytes() && b.data() < a.data() + a.bytes();
+}
+
+TEST(SnapshotArena, TakesNothingBeforeItIsAsked) {
+  const SnapshotMemory memory = SnapshotArena().memory();
+  EXPECT_EQ(memory.reserved, 0u);
+  EXPECT_EQ(memory.touched, 0u);
+  EXPECT_EQ(memory.in_use, 0u);
+}
+
+TEST(SnapshotArena, HandsOutWholeGranulesFromTheStartOfAPiece) {
+  SnapshotArena arena;
+  const SnapshotRange range = arena.acquire(kGranule + 1, kPlenty, kThreads);
+  ASSERT_EQ(range.bytes(), 2 * kGranule);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(range.data()) % kPinPiece, 0u);
+  std::memset(range.data(), 1, range.bytes());
+  EXPECT_EQ(arena.memory().touched, 2 * kGranule);
+  EXPECT_EQ(arena.memory().in_use, 2 * kGranule);
+  EXPECT_EQ(arena.memory().registered, 0u);
+  EXPECT_EQ(arena.acquire(0, kPlenty, kThreads).bytes(), 0u);
+}
+
+TEST(SnapshotArena, GivesLessRatherThanPassTheBudget) {
+  SnapshotArena arena;
+  const SnapshotRange first = arena.acquire(2 * kGranule, 5 * kGranule + 1, kThreads);
+  EXPECT_EQ(first.bytes(), 2 * kGranule);
+  const SnapshotRange second = arena.acquire(kPlenty, 5 * kGranule + 1, kThreads);
+  EXPECT_EQ(second.bytes(), 3 * kGranule);
+  EXPECT_FALSE(overlap(first, second));
+  EXPECT_EQ(arena.acquire(1, 5 * kGranule, kThreads).bytes(), 0u);
+  EXPECT_EQ(arena.acquire(1, kGranule, kThreads).bytes(), 0u);  // a budget that others passed before
+  EXPECT_EQ(arena.acquire(1, 6 * kGranule, kThreads).bytes(), kGranule);
+  SnapshotArena other;
+  EXPECT_EQ(other.acquire(kGranule, 0, kThreads).bytes(), 0u);
+  EXPECT_EQ(other.acquire(kGranule, kGranule - 1, kThreads).bytes(), 0u);
+  EXPECT_EQ(other.memory().touched, 0u);
+}
+
+TEST(SnapshotArena, KeepsMemoryAndTakesItAgainWithoutTouching) {
+  SnapshotArena arena;
+  std::byte* before = nullptr;
+  {
+    const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+    before = range.data();
+    std::memset(range.data(), 7, range.bytes());
+  }
+  EXPECT_EQ(arena.memory().in_use, 0u);
+  EXPECT_EQ(arena.memory().touched, 3 * kGranule);
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
+  const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+  EXPECT_EQ(range.data(), before);
+  EXPECT_EQ(range.data()[kGranule], std::byte{7});
+}
+
+TEST(SnapshotArena, TouchesOnlyWhatIsNew) {
+  SnapshotArena arena;
+  {
+    const SnapshotRange range = arena.acquire(2 * kGranule, kPlenty, kThreads);
+  }
+  const SnapshotRange range = arena.acquire(5 * kGranule, kPlenty, kThreads);
+  EXPECT_EQ(range.bytes(), 5 * kGranule);
+  EXPECT_EQ(arena.memory().touched, 5 * kGranule);
+}
+
+TEST(SnapshotArena, PutsARangeWhereTheFirstOneThatFitsWas) {
+  SnapshotArena arena;
+  const SnapshotRange first = arena.acquire(kGranule, kPlenty, kThreads);
+  SnapshotRange second = arena.acquire(kGranule, kPlenty, kThreads);
+  const SnapshotRange third = arena.acquire(kGranule, kPlenty, kThreads);
+  EXPECT_EQ(second.data(), first.data() + kPinPiece);
+  EXPECT_EQ(third.data(), second.data() + kPinPiece);
+  std::byte* const hole = second.data();
+  second = {};
+  const SnapshotRange wide = arena.acquire(kPinPiece + kGranule, kPlenty, kThreads);
+  EXPECT_EQ(wide.data(), third.data() + kPinPiece);
+  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).data(), hole);
+}
+
+// Else memory that was touched once and is in the wrong place would come on top of the budget.
+TEST(SnapshotArena, AllMemoryTouchedStaysWithinTheBudget) {
+  constexpr uint64_t kBudget = 10 * kGranule;
+  SnapshotArena arena;
+  SnapshotRange low = arena.acquire(6 * kGranule, kBudget, kThreads);
+  const SnapshotRange high = arena.acquire(2 * kGranule, kBudget, kThreads);
+  low = {};
+  const SnapshotRange first = arena.acquire(kGranule, kBudget, kThreads);
+  EXPECT_EQ(arena.memory().touched, 8 * kGranule);
+  const SnapshotRange third = arena.acquire(7 * kGranule, kBudget, kThreads);
+  EXPECT_EQ(third.bytes(), 7 * kGranule);
+  EXPECT_EQ(arena.memory().in_use, kBudget);
+  EXPECT_EQ(arena.memory().touched, kBudget);  // without the five behind `first`
+}
+
+TEST(SnapshotArena, GivesBackFreePiecesBeforeItTouchesOthers) {
+  SnapshotArena arena;
+  {
+    const SnapshotRange low = arena.acquire(kGranule, kPlenty, kThreads);
+    const SnapshotRange high = arena.acquire(4 * kGranule, kPlenty, kThreads);
+  }
+  EXPECT_EQ(arena.memory().touched, 5 * kGranule);
+  EXPECT_EQ(arena.acquire(5 * kGranule, 8 * kGranule, kThreads).bytes(), 5 * kGranule);  // all in the first piece
+  EXPECT_EQ(arena.memory().touched, 5 * kGranule);
+}
+
+TEST(SnapshotArena, TrimGivesBackWhatIsNotInUse) {
+  SnapshotArena arena;
+  const SnapshotRange kept = arena.acquire(kGranule, kPlenty, kThreads);
+  std::memset(kept.data(), 3, kept.bytes());
+  {
+    const SnapshotRange freed = arena.acquire(2 * kGranule, kPlenty, kThreads);
+    std::memset(freed.data(), 4, freed.bytes());
+  }
+  EXPECT_EQ(arena.memory().touched, 3 * kGranule);
+  arena.trim();
+  EXPECT_EQ(arena.memory().touched, kGranule);
+  EXPECT_EQ(kept.data()[kGranule - 1], std::byte{3});
+  const SnapshotRange again = arena.acquire(2 * kGranule, kPlenty, kThreads);
+  EXPECT_EQ(again.data()[0], std::byte{0});  // the system's pages, not ours of before
+}
+
+TEST(SnapshotArena, PreparesForTheNextRange) {
+  SnapshotArena arena;
+  EXPECT_EQ(arena.prepare(3 * kGranule, kThreads), 3 * kGranule);
+  EXPECT_EQ(arena.memory().touched, 3 * kGranule);
+  EXPECT_EQ(arena.memory().in_use, 0u);
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
+  EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kThreads).bytes(), 3 * kGranule);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+}
+
+// --- The system refuses.
+
+TEST(SnapshotArena, AsksForFewerAddressesWhereThereIsALimit) {
+  uint64_t reserved = kPlenty;
+  for (uint64_t refused = 0; reserved > 3 * kPinPiece; ++refused) {
+    SnapshotArena arena;
+    const ArmedFault fault(Call::map, ENOMEM, 0, refused);
+    SnapshotRange first = arena.acquire(kGranule, kPlenty, kThreads);
+    ASSERT_EQ(first.bytes(), kGranule);
+    reserved = arena.memory().reserved;
+    if (reserved > 3 * kPinPiece || reserved == kPinPiece) continue;
+    // No run is long enough: the longest it is.
+    const SnapshotRange rest = arena.acquire(kPlenty, kPlenty, kThreads);
+    EXPECT_EQ(rest.bytes(), reserved - kPinPiece);
+    EXPECT_EQ(arena.acquire(1, kPlenty, kThreads).bytes(), 0u);
+  }
+}
+
+TEST(SnapshotArena, LivesWithoutAddresses) {
+  SnapshotArena arena;
+  {
+    const ArmedFault fault(Call::map, ENOMEM, 0, 1000);
+    EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
+    EXPECT_EQ(arena.memory().reserved, 0u);
+    arena.trim();
+  }
+  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+}
+
+TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
+  constexpr uint64_t kPart = 16 << 20;  // what is taken at once
+  for (const unsigned threads : {1u, 3u}) {
+    SnapshotArena arena;
+    {
+      const ArmedFault fault(Call::populate, ENOMEM, 2, 1000);
+      const SnapshotRange range = arena.acquire(3 * kPart, kPlenty, threads);
+      EXPECT_LE(range.bytes(), 2 * kPart);
+      if (threads == 1) {
+        EXPECT_EQ(range.bytes(), 2 * kPart);
+      }
+      EXPECT_EQ(arena.memory().touched, range.bytes());
+      EXPECT_EQ(arena.memory().in_use, range.bytes());
+      for (uint64_t at = 0; at < range.bytes(); at += kGranule) range.data()[at] = std::byte{1};
+    }
+    EXPECT_EQ(arena.acquire(3 * kPart, kPlenty, threads).bytes(), 3 * kPart);
+    EXPECT_EQ(arena.memory().touched, 3 * kPart);
+  }
+}
+
+TEST(SnapshotArena, EndsAtThePieceThatMayNotBeWritten) {
+  SnapshotArena arena;
+  {
+    const ArmedFault fault(Call::protect, ENOMEM, 1);
+    EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kPlenty, kThreads).bytes(), kPinPiece);
+  }
+  {
+    SnapshotArena other;
+    const ArmedFault fault(Call::protect, ENOMEM, 0);
+    EXPECT_EQ(other.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
+    EXPECT_EQ(other.memory().touched, 0u);
+  }
+  EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kPlenty, kThreads).bytes(), kPinPiece + kGranule);
+}
+
+TEST(SnapshotArena, WritesToEachPageWhereTheKernelTakesNoneByItself) {
+  SnapshotArena arena;
+  const ArmedFault fault(Call::populate, EINVAL, 0, 1000);
+  const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+  ASSERT_EQ(range.bytes(), 3 * kGranule);
+  EXPECT_GT(system::calls_seen(Call::populate), 0u);
+  EXPECT_EQ(arena.memory().touched, 3 * kGranule);
+  EXPECT_EQ(range.data()[range.bytes() - 1], std::byte{0});
+}
+
+TEST(SnapshotArena, WorksWithoutAdvice) {
+  SnapshotArena arena;
+  const ArmedFault fault(Call::advise, EINVAL, 0, 1000);
+  {
+    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+  }
+  arena.trim();
+  EXPECT_EQ(arena.memory().touched, kGranule);  // the system kept it: so it is still counted
+  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+}
+
+// --- Registration.
+
+class Device {
+ public:
+  MemoryRegistrar registrar() {
+    return {[this](std::byte* address, uint64_t bytes) {
+              const std::lock_guard lock(mutex_);
+              ++asked_;
+              if (refuses_) return false;
+              EXPECT_TRUE(registered_.emplace(address, bytes).second);
+              return true;
+            },
+            [this](std::byte* address, uint64_t bytes) {
+              const std::lock_guard lock(mutex_);
+              const auto found = registered_.find(address);
+              ASSERT_NE(found, registered_.end());
+              EXPECT_EQ(found->second, bytes);
+              registered_.erase(found);
+            }};
+  }
+  void refuse() { refuses_ = true; }
+  unsigned asked() const { return asked_; }
+  const std::map<std::byte*, uint64_t>& registered() const { return registered_; }
+
+ private:
+  std::mutex mutex_;
+  bool refuses_ = false;
+  unsigned asked_ = 0;
+  std::map<std::byte*, uint64_t> registered_;
+};
+
+using Registrations = std::map<std::byte*, uint64_t>;
+
+// Until nothing is left to register.
+void settle(SnapshotArena& arena) {
+  arena.prepare(0, 1);
+}
+
+TEST(SnapshotArena, RegistersPieceByPiece) {
+  Device device;
+  {
+    SnapshotArena arena;
+    arena.set_registrar(device.registrar());
+    std::byte* data = nullptr;
+    {
+      const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+      data = range.data();
+      settle(arena);
+      EXPECT_EQ(device.registered(), (Registrations{{data, kGranule}}));
+    }
+    EXPECT_EQ(device.registered().size(), 1u);  // kept from save to save
+    {
+      const SnapshotRange range = arena.acquire(kPinPiece + kGranule, kPlenty, kThreads);
+      settle(arena);
+      EXPECT_EQ(device.registered(), (Registrations{{data, kPinPiece}, {data + kPinPiece, kGranule}}));
+      EXPECT_EQ(arena.memory().registered, kPinPiece + kGranule);
+    }
+    const unsigned asked = device.asked();
+    const SnapshotRange range = arena.acquire(kPinPiece, kPlenty, kThreads);
+    settle(arena);
+    EXPECT_EQ(device.asked(), asked);
+    arena.trim();
+    EXPECT_EQ(device.registered(), (Registrations{{data, kPinPiece}}));
+  }
+  EXPECT_TRUE(device.registered().empty());
+}
+
+TEST(SnapshotArena, RegistersWhatWasTouchedBefore) {
+  Device first, second;
+  SnapshotArena arena;
+  arena.prepare(2 * kGranule, kThreads);
+  arena.set_registrar(first.registrar());
+  EXPECT_TRUE(first.registered().empty());
+  {
+    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+  }
+  settle(arena);
+  EXPECT_EQ(arena.memory().registered, 2 * kGranule);
+  arena.set_registrar(second.registrar());
+  EXPECT_TRUE(first.registered().empty());
+  arena.prepare(kGranule, kThreads);
+  EXPECT_EQ(second.registered().size(), 1u);
+  arena.set_registrar({});
+  EXPECT_TRUE(second.registered().empty());
+}
+
+TEST(SnapshotArena, TakesNoForAnAnswer) {
+  Device device;
+  device.refuse();
+  SnapshotArena arena;
+  arena.set_registrar(device.registrar());
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+    settle(arena);
+    EXPECT_EQ(device.asked(), 1u);
+    EXPECT_EQ(arena.memory().registered, 0u);
+  }
+}
+
+// Who trains does not wait for it; whoever wants to change what is being registered does.
+TEST(SnapshotArena, RegistersInTheBackground) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool begun = false, go_on = false;
+  std::atomic<bool> adding{false};
+  const MemoryRegistrar registrar{
+      [&](std::byte*, uint64_t) {
+        adding = true;
+        std::unique_lock lock(mutex);
+        begun = true;
+        changed.notify_all();
+        changed.wait(lock, [&] { return go_on; });
+        adding = false;
+        return true;
+      },
+      [&](std::byte*, uint64_t) { EXPECT_FALSE(adding); },
+  };
+  SnapshotArena arena;
+  arena.set_registrar(registrar);
+  {
+    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+    std::memset(range.data(), 1, range.bytes());
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return begun; });
+  }
+  EXPECT_EQ(arena.memory().registered, 0u);
+  std::jthread trimming([&] { arena.trim(); });
+  {
+    const std::lock_guard lock(mutex);
+    go_on = true;
+  }
+  changed.notify_all();
+  trimming.join();
+  EXPECT_EQ(arena.memory().registered, 0u);
+  EXPECT_EQ(arena.memory().touched, 0u);
+}
+
+// --- Threads and processes.
+
+TEST(SnapshotArena, SharesAmongThreads) {
+  constexpr unsigned kWorkers = 4;
+  constexpr uint64_t kBudget = 3 * kGranule;
+  SnapshotArena arena;
+  {
+    std::vector<std::jthread> threads;
+    for (unsigned worker = 0; worker < kWorkers; ++worker) {
+      threads.emplace_back([&, worker] {
+        for (int round = 0; round < 50; ++round) {
+          const SnapshotRange range = arena.acquire((1 + worker % 2) * kGranule, kBudget, kThreads);
+          for (uint64_t at = 0; at < range.bytes(); at += kGranule) range.data()[at] = std::byte(worker);
+          EXPECT_LE(arena.memory().in_use, kBudget);
+          for (uint64_t at = 0; at < range.bytes(); at += kGranule) EXPECT_EQ(range.data()[at], std::byte(worker));
+          if (round % 10 == 0) arena.trim();
+        }
+      });
+    }
+  }
+  EXPECT_EQ(arena.memory().in_use, 0u);
+}
+
+TEST(SnapshotArena, OfTheProcessIsNewAfterFork) {
+  const SnapshotRange taken = snapshot_arena().acquire(kGranule, kPlenty, 1);
+  ASSERT_EQ(taken.bytes(), kGranule);
+  taken.data()[0] = std::byte{1};
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool empty = snapshot_arena().memory().touched == 0;
+    const SnapshotRange own = snapshot_arena().acquire(kGranule, kGranule, 1);
+    if (own.bytes() == kGranule) own.data()[0] = std::byte{2};
+    ::_exit(empty && own.bytes() == kGranule ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(taken.data()[0], std::byte{1});
+  EXPECT_EQ(&snapshot_arena(), &snapshot_arena());
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

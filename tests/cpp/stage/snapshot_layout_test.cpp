@@ -1,0 +1,195 @@
+#include "stage/snapshot_layout.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+
+#include "io/memory.h"
+#include "tensors.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr uint64_t kEndless = std::numeric_limits<uint64_t>::max();
+constexpr uint64_t kNowhere = SnapshotLayout::kNowhere;
+
+// Nothing is read or written: any address will do.
+std::byte* at(uint64_t address) {
+  return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address));
+}
+
+RecordSource row(uint64_t address, uint64_t bytes) {
+  RecordSource source;
+  source.data = at(address);
+  source.bytes = bytes;
+  return source;
+}
+
+RecordSource strided_row(uint64_t address, const Sizes& sizes, const Sizes& strides, uint32_t item_bytes = 4) {
+  RecordSource source;
+  source.data = at(address);
+  source.strided.emplace(item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
+  source.bytes = source.strided->bytes();
+  return source;
+}
+
+// What any layout keeps to.
+void expect_sound(const std::vector<RecordSource>& rows, const SnapshotLayout& layout) {
+  uint64_t end = 0, following = 0, bytes = 0;
+  for (const SnapshotExtent& extent : layout.extents) {
+    ASSERT_GE(extent.offset, following);  // a copy from a device may run over what lies between
+    end = extent.offset + extent.bytes;
+    following = align_up(end, SnapshotLayout::kAlignment);
+    bytes += extent.bytes;
+  }
+  EXPECT_EQ(layout.memory_bytes, end);
+  EXPECT_EQ(layout.copied_bytes, bytes);
+  ASSERT_EQ(layout.offsets.size(), rows.size() - layout.first);
+  for (size_t index = layout.first; index < rows.size(); ++index) {
+    const RecordSource& source = rows[index];
+    const uint64_t offset = layout.offsets[index - layout.first];
+    if (source.bytes == 0) {
+      EXPECT_EQ(offset, kNowhere);
+      continue;
+    }
+    const auto holds = [&](const SnapshotExtent& extent) {
+      return offset >= extent.offset && offset + source.bytes <= extent.offset + extent.bytes &&
+             extent.source + (offset - extent.offset) == source.data &&
+             (source.strided ? extent.strided != nullptr && *extent.strided == *source.strided
+                             : extent.strided == nullptr);
+    };
+    EXPECT_EQ(std::count_if(layout.extents.begin(), layout.extents.end(), holds), 1) << "row " << index;
+  }
+}
+
+TEST(SnapshotLayout, PutsLargeBodiesWhereTheyAreSentFromAndPacksTheRest) {
+  const std::vector<RecordSource> rows = {row(1 << 20, 100), row(2 << 20, kLargeBody), row(8 << 20, 100),
+                                          row(9 << 20, 1), row(16 << 20, kLargeBody + 1)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.first, 0u);
+  const uint64_t behind = align_up(kTorchOffset + kLargeBody, 64);
+  EXPECT_EQ(layout.offsets, (std::vector<uint64_t>{0, kBlock + kTorchOffset, kBlock + behind, kBlock + behind + 128,
+                                                   2 * kBlock + kLargeBody + kTorchOffset}));
+}
+
+TEST(SnapshotLayout, StartsWithALargeBodyAtOnce) {
+  EXPECT_EQ(lay_out_snapshot(std::vector{row(4096, kLargeBody)}, kEndless).offsets[0], kTorchOffset);
+}
+
+TEST(SnapshotLayout, TakesEqualRowsOnce) {
+  const std::vector<RecordSource> rows = {row(4096, 100), row(8192, 100), row(4096, 100)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.copied_bytes, 200u);
+  EXPECT_EQ(layout.offsets[0], layout.offsets[2]);
+}
+
+TEST(SnapshotLayout, TakesOverlappingRowsAsOne) {
+  const std::vector<RecordSource> rows = {row(1150, 50), row(1000, 100), row(1099, 60), row(1020, 10), row(5000, 1)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.extents.size(), 2u);
+  EXPECT_EQ(layout.copied_bytes, 201u);
+}
+
+TEST(SnapshotLayout, LeavesOutWhatLiesBetweenViews) {
+  const std::vector<RecordSource> rows = {row(1000, 100), row(1100, 100), row(1300, 100)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.extents.size(), 3u);  // neighbours have places of their own
+  EXPECT_EQ(layout.copied_bytes, 300u);
+}
+
+TEST(SnapshotLayout, PlacesOverlappingRowsForTheLargest) {
+  constexpr uint64_t kStart = 1 << 30;
+  const std::vector<RecordSource> rows = {row(kStart, 5000), row(kStart + 4000, 2 * kLargeBody),
+                                          row(kStart + 9000, kLargeBody)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.extents.size(), 1u);
+  EXPECT_EQ(layout.offsets[1] % kBlock, kTorchOffset);
+}
+
+TEST(SnapshotLayout, TakesEqualStridedRowsOnce) {
+  const std::vector<RecordSource> rows = {
+      strided_row(4096, {3, 5}, {1, 3}), row(4096, 60),
+      strided_row(4096, {3, 5}, {1, 3}), strided_row(4096, {5, 3}, {1, 5}),
+      strided_row(8192, {3, 5}, {1, 3}), strided_row(4096, {1, 3, 5}, {99, 1, 3}),
+  };
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.extents.size(), 4u);
+  EXPECT_EQ(layout.offsets[0], layout.offsets[2]);
+  EXPECT_EQ(layout.offsets[0], layout.offsets[5]);  // a dimension of one element changes nothing
+}
+
+TEST(SnapshotLayout, PutsLargeStridedRowsWhereTheyAreSentFrom) {
+  const std::vector<RecordSource> rows = {row(4096, 65), strided_row(1 << 30, {1024, 1024}, {1, 1024})};
+  const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.offsets[1], kBlock + kTorchOffset);
+}
+
+TEST(SnapshotLayout, HasNoPlaceForRowsWithoutBytes) {
+  const std::vector<RecordSource> rows = {row(0, 0), row(4096, 8), row(4096, 0)};
+  const SnapshotLayout layout = lay_out_snapshot(rows, 8);
+  expect_sound(rows, layout);
+  EXPECT_EQ(layout.first, 0u);
+  EXPECT_EQ(lay_out_snapshot({}, 0).offsets.size(), 0u);
+}
+
+TEST(SnapshotLayout, TakesTheLastRowsThatThereIsRoomFor) {
+  std::vector<RecordSource> rows;
+  for (uint64_t index = 0; index < 10; ++index) rows.push_back(row(4096 * (index + 1), 64));
+  EXPECT_EQ(lay_out_snapshot(rows, 640).first, 0u);
+  for (uint64_t count = 0; count < 10; ++count) {
+    for (const uint64_t room : {64 * count, 64 * count + 63}) {
+      const SnapshotLayout layout = lay_out_snapshot(rows, room);
+      expect_sound(rows, layout);
+      EXPECT_EQ(layout.first, 10 - count);
+      EXPECT_EQ(layout.memory_bytes, 64 * count);
+    }
+  }
+}
+
+TEST(SnapshotLayout, SharedBytesNeedNoRoomTwice) {
+  const std::vector<RecordSource> rows = {row(4096, 64), row(8192, 64), row(4096, 64), row(8192, 32)};
+  EXPECT_EQ(lay_out_snapshot(rows, 128).first, 0u);
+  EXPECT_EQ(lay_out_snapshot(rows, 127).first, 2u);
+  EXPECT_EQ(lay_out_snapshot(rows, 31).first, 4u);
+}
+
+TEST(SnapshotLayout, IsSoundForAnyRows) {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    std::mt19937_64 random(seed);
+    const uint64_t span = seed % 2 == 0 ? 2000 : 6 * kLargeBody;
+    std::vector<RecordSource> rows;
+    for (uint64_t count = random() % 40; count != 0; --count) {
+      const uint64_t address = 4096 + random() % span;
+      if (random() % 4 == 0) {
+        rows.push_back(strided_row(address, {7, 3}, random() % 2 == 0 ? Sizes{1, 7} : Sizes{0, 1}));
+      } else {
+        rows.push_back(row(address, random() % 5 == 0 ? 0 : random() % (span / 3)));
+      }
+    }
+    const uint64_t whole = lay_out_snapshot(rows, kEndless).memory_bytes;
+    for (const uint64_t room : {kEndless, whole, whole / 2, whole / 10}) {
+      const SnapshotLayout layout = lay_out_snapshot(rows, room);
+      expect_sound(rows, layout);
+      EXPECT_LE(layout.memory_bytes, room);
+      // Each byte of contiguous rows once.
+      std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
+      for (const SnapshotExtent& extent : layout.extents) {
+        if (extent.strided == nullptr) ranges.emplace_back(extent.source, extent.source + extent.bytes);
+      }
+      std::sort(ranges.begin(), ranges.end());
+      for (size_t index = 1; index < ranges.size(); ++index) EXPECT_LE(ranges[index - 1].second, ranges[index].first);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,359 @@
+#include "stage/snapshot.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <deque>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "error.h"
+#include "io/table.h"
+#include "scratch.h"
+#include "tensors.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr uint64_t kPlenty = uint64_t{1} << 40;
+constexpr unsigned kThreads = 3;
+
+// Rows of a write table, and what their bytes were when each was added.
+class State {
+ public:
+  // Any view of memory; strides in elements.
+  void add_view(std::string_view dtype, const std::byte* data, const Sizes& sizes, const Sizes& strides) {
+    const uint32_t code = dtype_code(dtype);
+    table_.insert(table_.end(),
+                  {code, static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)), static_cast<int64_t>(sizes.size())});
+    table_.insert(table_.end(), sizes.begin(), sizes.end());
+    table_.insert(table_.end(), strides.begin(), strides.end());
+    const Box box(dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
+    std::string bytes(box.bytes(), '\0');
+    box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), data);
+    bytes_.push_back(std::move(bytes));
+    dtypes_.push_back(code);
+    sizes_.push_back(sizes);
+  }
+
+  // A tensor of its own.
+  void add(std::string_view dtype, const Sizes& sizes, uint64_t place = kTorchPlace) {
+    const uint64_t bytes = tensor_bytes(dtypes()[dtype_code(dtype)], sizes);
+    add_view(dtype, memory(bytes, place), sizes, row_major(sizes));
+  }
+
+  std::byte* memory(uint64_t bytes, uint64_t place = kTorchPlace) {
+    constexpr uint64_t kPeriod = 65'537;  // no power of two: what is in the wrong place differs
+    const Memory& memory = memory_.emplace_back(bytes, place);
+    fill_random(memory.bytes().first(std::min(bytes, kPeriod)), memory_.size());
+    for (uint64_t filled = kPeriod; filled < bytes; filled *= 2) {
+      std::memcpy(memory.data() + filled, memory.data(), std::min(filled, bytes - filled));
+    }
+    return memory.data();
+  }
+
+  // What a trainer does next.
+  void overwrite() {
+    for (const Memory& memory : memory_) std::memset(memory.data(), 0xEE, memory.size());
+  }
+
+  std::span<const int64_t> table() const { return table_; }
+  size_t rows() const { return bytes_.size(); }
+
+  void expect_copied(const Snapshot& snapshot) const {
+    ASSERT_EQ(snapshot.rows(), rows());
+    EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
+    const std::vector<int64_t> table = snapshot.table();
+    const std::vector<RecordSource> sources = parse_write_table(table);
+    ASSERT_EQ(sources.size(), rows() - snapshot.first());
+    size_t at = 0;
+    for (size_t index = 0; index < sources.size(); ++index) {
+      const size_t row = snapshot.first() + index;
+      EXPECT_FALSE(sources[index].strided);
+      ASSERT_EQ(sources[index].bytes, bytes_[row].size());
+      const std::string_view copied(reinterpret_cast<const char*>(sources[index].data), sources[index].bytes);
+      EXPECT_TRUE(copied == bytes_[row]) << "row " << row;
+      EXPECT_EQ(table[at], dtypes_[row]);
+      ASSERT_EQ(table[at + 2], std::ssize(sizes_[row]));
+      EXPECT_TRUE(std::equal(sizes_[row].begin(), sizes_[row].end(), table.begin() + static_cast<int64_t>(at) + 3));
+      at += 3 + 2 * sizes_[row].size();
+    }
+    EXPECT_EQ(at, table.size());
+  }
+
+ private:
+  std::deque<Memory> memory_;
+  std::vector<int64_t> table_;
+  std::vector<std::string> bytes_;
+  std::vector<uint32_t> dtypes_;
+  std::vector<Sizes> sizes_;
+};
+
+class SnapshotTest : public ::testing::Test {
+ protected:
+  void TearDown() override {
+    system::clear_faults();
+    EXPECT_EQ(arena_.memory().in_use, 0u);
+  }
+
+  SnapshotArena arena_;
+};
+
+State some_of_everything() {
+  State state;
+  state.add("float32", {});
+  state.add("bfloat16", {3, 5});
+  state.add("float32", {0, 4});
+  state.add("uint8", {4'100'001});  // the next piece of work begins in one of those below
+  state.add("complex128", {2, 1, 3}, 16);
+  state.add("float64", {60, 70});
+  state.add("bool", {1}, 3);
+  std::byte* const matrix = state.memory(4 * 350 * 400);
+  state.add_view("float32", matrix, {400, 350}, {1, 400});
+  state.add_view("float32", matrix, {170, 2}, {800, 7});
+  state.add_view("float32", matrix, {3, 1000}, {0, 1});
+  state.add_view("float32", matrix + 4, {10, 20}, {20, 1});
+  state.add_view("float32", matrix + 44, {10, 20}, {20, 1});
+  state.add_view("int32", matrix, {400, 350}, {1, 400});
+  state.add("int8", {});
+  return state;
+}
+
+TEST_F(SnapshotTest, HoldsWhatTheStateWas) {
+  State state = some_of_everything();
+  for (const unsigned threads : {1u, 3u, 16u}) {
+    Snapshot snapshot(state.table(), kPlenty, threads, arena_);
+    EXPECT_EQ(snapshot.first(), 0u);
+    EXPECT_EQ(snapshot.copied_bytes(), 0u);
+    snapshot.copy(threads);
+    state.expect_copied(snapshot);
+  }
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  snapshot.start(kThreads);
+  EXPECT_TRUE(snapshot.wait());
+  state.overwrite();
+  state.expect_copied(snapshot);
+}
+
+TEST_F(SnapshotTest, OfNothingIsEmpty) {
+  for (const bool with_rows : {false, true}) {
+    State state;
+    if (with_rows) state.add("float32", {5, 0});
+    Snapshot snapshot(state.table(), 0, kThreads, arena_);
+    EXPECT_EQ(snapshot.first(), 0u);
+    EXPECT_EQ(snapshot.bytes(), 0u);
+    snapshot.copy(kThreads);
+    state.expect_copied(snapshot);
+  }
+  EXPECT_EQ(arena_.memory().touched, 0u);
+}
+
+TEST_F(SnapshotTest, CopiesSharedMemoryOnce) {
+  State state;
+  std::byte* const storage = state.memory(100'000);
+  state.add_view("uint8", storage + 100, {50'000}, {1});
+  state.add_view("uint8", storage + 40'000, {20'000}, {1});
+  state.add_view("uint8", storage + 100, {50'000}, {1});
+  state.add_view("uint8", storage + 90'000, {10'000}, {1});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  EXPECT_EQ(snapshot.bytes(), 59'900u + 10'000u);
+  snapshot.copy(kThreads);
+  state.overwrite();
+  state.expect_copied(snapshot);
+}
+
+TEST_F(SnapshotTest, CopiesManyTinyTensors) {
+  constexpr int64_t kCount = 10'000, kBytes = 304;  // two pieces of work
+  State state;
+  std::byte* const storage = state.memory(kCount * kBytes * 2);
+  for (int64_t index = 0; index < kCount; ++index) {
+    state.add_view("int64", storage + index * kBytes * 2, {kBytes / 8}, {1});
+  }
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  EXPECT_EQ(snapshot.bytes(), static_cast<uint64_t>(kCount * kBytes));
+  snapshot.copy(kThreads);
+  state.overwrite();
+  state.expect_copied(snapshot);
+}
+
+TEST_F(SnapshotTest, LargeTensorsAreWrittenFromWhereTheyLie) {
+  State state;
+  state.add("uint8", {1001});
+  for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(kLargeBody) + 333 * i}, 8);
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  snapshot.copy(kThreads);
+  const std::vector<RecordSource> sources = parse_write_table(snapshot.table());
+  for (size_t row = 1; row < sources.size(); ++row) {
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % kBlock, kTorchOffset);
+  }
+}
+
+TEST_F(SnapshotTest, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
+  constexpr uint64_t kMiB = 1 << 20;
+  State state;
+  for (int i = 0; i < 8; ++i) state.add("uint8", {static_cast<int64_t>(kMiB)});
+  uint64_t before = 9;
+  for (const uint64_t budget : {uint64_t{0}, kMiB, 3 * kMiB, 4 * kMiB, 7 * kMiB, 8 * kMiB}) {
+    Snapshot snapshot(state.table(), budget, kThreads, arena_);
+    EXPECT_EQ(snapshot.first(), 8 - budget / SnapshotArena::kGranule * 2) << budget;
+    EXPECT_LE(snapshot.first(), before);
+    before = snapshot.first();
+    EXPECT_EQ(snapshot.bytes(), (8 - snapshot.first()) * kMiB);
+    EXPECT_LE(arena_.memory().touched, budget);
+    snapshot.copy(kThreads);
+    state.expect_copied(snapshot);
+  }
+}
+
+TEST_F(SnapshotTest, SharesTheBudgetWithOthers) {
+  State state;
+  for (int i = 0; i < 6; ++i) state.add("uint8", {1 << 20});
+  constexpr uint64_t kBudget = 5 * SnapshotArena::kGranule;
+  Snapshot first(state.table(), kBudget, kThreads, arena_);
+  Snapshot second(state.table(), kBudget, kThreads, arena_);
+  EXPECT_EQ(first.first(), 0u);
+  EXPECT_EQ(second.first(), 2u);
+  first.start(kThreads);
+  second.start(kThreads);
+  EXPECT_TRUE(first.wait());
+  EXPECT_TRUE(second.wait());
+  state.overwrite();
+  state.expect_copied(first);
+  state.expect_copied(second);
+}
+
+TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
+  State state;
+  for (int i = 0; i < 18; ++i) state.add("uint8", {1 << 20});
+  for (const Call call : {Call::populate, Call::protect, Call::map}) {
+    for (const uint64_t calls : {0, 1}) {
+      SnapshotArena arena;
+      const ArmedFault fault(call, ENOMEM, calls, 1000);
+      Snapshot snapshot(state.table(), kPlenty, 1, arena);
+      const uint64_t expected = calls == 0 ? 18 : call == Call::populate ? 2 : 0;  // one call takes 16 MiB
+      EXPECT_EQ(snapshot.first(), expected);
+      snapshot.copy(kThreads);
+      state.expect_copied(snapshot);
+    }
+  }
+}
+
+TEST_F(SnapshotTest, TakesTheMemoryOfTheOneBefore) {
+  State state = some_of_everything();
+  {
+    Snapshot(state.table(), kPlenty, kThreads, arena_).copy(kThreads);
+  }
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  snapshot.copy(kThreads);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+  state.expect_copied(snapshot);
+}
+
+void expect_invalid(const std::function<void()>& call) {
+  try {
+    call();
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::invalid) << error.what();
+  }
+}
+
+TEST_F(SnapshotTest, IsCopiedOnceAndNotReadBefore) {
+  State state;
+  state.add("uint8", {1000});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  expect_invalid([&] { snapshot.wait(); });
+  expect_invalid([&] { snapshot.table(); });
+  snapshot.copy(kThreads);
+  expect_invalid([&] { snapshot.copy(kThreads); });
+  expect_invalid([&] { snapshot.start(kThreads); });
+  state.expect_copied(snapshot);
+}
+
+TEST_F(SnapshotTest, RefusesATableThatMakesNoSense) {
+  State state;
+  state.add("uint8", {1000});
+  std::vector<int64_t> table(state.table().begin(), state.table().end());
+  table.push_back(0);
+  try {
+    Snapshot(table, kPlenty, kThreads, arena_);
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.item, 1);
+  }
+}
+
+void expect_cancelled(Snapshot& snapshot) {
+  for (int again = 0; again < 2; ++again) {
+    try {
+      snapshot.wait();
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::cancelled);
+    }
+  }
+  expect_invalid([&] { snapshot.table(); });
+}
+
+TEST_F(SnapshotTest, EndsWhenItIsCancelled) {
+  State state;
+  state.add("uint8", {9 << 20});
+  {
+    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    snapshot.cancel();
+    snapshot.start(kThreads);
+    expect_cancelled(snapshot);
+    EXPECT_EQ(snapshot.copied_bytes(), 0u);
+  }
+  Snapshot whole(state.table(), kPlenty, kThreads, arena_);
+  whole.copy(kThreads);
+  whole.cancel();  // too late
+  state.expect_copied(whole);
+}
+
+// With any amount copied; the sanitizers look on.
+TEST_F(SnapshotTest, EndsAtAnyMoment) {
+  State state;
+  state.add("uint8", {20 << 20});
+  for (uint64_t round = 0; round < 12; ++round) {
+    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    snapshot.start(2);
+    while (snapshot.copied_bytes() < snapshot.bytes() * round / 12) std::this_thread::yield();
+    if (round % 2 == 0) continue;  // destroyed
+    std::jthread other([&] { snapshot.cancel(); });
+    try {
+      while (!snapshot.wait(1us)) {
+      }
+      state.expect_copied(snapshot);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::cancelled);
+    }
+  }
+}
+
+// A data loader that forks while a save is under way has neither its threads nor its memory, and exits all the same.
+TEST_F(SnapshotTest, IsAnEmptyShellAfterFork) {
+  State state;
+  state.add("uint8", {9 << 20});
+  std::optional<Snapshot> snapshot(std::in_place, state.table(), kPlenty, kThreads, arena_);
+  snapshot->start(2);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    snapshot.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_TRUE(snapshot->wait());
+  state.expect_copied(*snapshot);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,226 @@
+"""Modules, optimizers and other stateful objects in what users save and load: from them to plain state and back.
+
+A module's state has its `state_dict()` names, without those of wrappers (DDP, `torch.compile`, FSDP1). An optimizer's
+has the names of the parameters where some module of the same state owns them, so that a job that numbers its
+parameters in another way, or shards them over other ranks, finds its own. Both are the names that
+`torch.distributed.checkpoint.state_dict` gives. Anything else with `state_dict` and `load_state_dict` gives and takes
+its state itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .flatten import Path, flatten
+from .optimizers import OptimizerState, is_wrapped
+from .per_rank import PerRank
+
+# Asking a value whether it follows a protocol takes ten microseconds: of a flat dictionary, more than planning takes.
+_LEAVES = frozenset(
+    {torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor, PerRank}
+    | {int, float, str, bool, bytes, type(None), tuple, set}
+)
+
+
+def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with the state of each module, optimizer and `Stateful` in its place, at any depth of dicts and lists.
+
+    Changes nothing: the state of an optimizer that has taken no step yet is saved as it is, empty.
+    """
+    parts = _find(state)
+    return with_forms(state, {part.path: part.form() for part in parts})
+
+
+class Application:
+    """The objects in a state that is being loaded which keep state of their own.
+
+    `form` holds that state, for loading into: tensors are the objects' own where they can be. After all has arrived
+    there, `restore` hands it back to the objects; `abandon` undoes what was changed for the form's sake.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+        self._parts: list[_Part] = []
+        self.form: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        """Makes `form`. Gives optimizers without state one, because only they know what it consists of."""
+        self._parts = _find(self._state)
+        self.form = with_forms(self._state, {part.path: part.form_to_load() for part in self._parts})
+
+    def closed_prefixes(self) -> tuple[str, ...]:
+        """Under which prefixes the form has all keys that there are: those of modules, and of optimizers' state."""
+        modules = [part.prefix for part in self._parts if isinstance(part, _ModulePart)]
+        return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
+
+    def drop_absent_state(self, stored: AbstractSet[str]) -> None:
+        """Takes from `form` the state of parameters that had none when their optimizer was saved, and get one at their
+        first step: themselves they are `stored`, by key, but none of their state is."""
+        for part in self._parts:
+            if isinstance(part, _OptimizerPart):
+                part.drop_absent_state(stored)
+
+    def owns(self, path: Path) -> bool:
+        """Whether what lies at a path of `form` belongs to one of the objects."""
+        return any(part.contains(path) for part in self._parts)
+
+    def restore(self, loaded: set[str]) -> None:
+        """Hands `form` to the objects for which something was loaded: `loaded` holds the keys. Modules come first."""
+        for part in sorted(self._parts, key=lambda part: part.order):
+            form: Any = self.form
+            for name in part.path:
+                form = form[name]
+            keys = flatten({part.key: form})[0].keys()
+            if not keys or not loaded.isdisjoint(keys):
+                part.restore(form, loaded)
+            else:
+                part.abandon()
+
+    def abandon(self) -> None:
+        for part in self._parts:
+            part.abandon()
+
+
+class _Part:
+    """An object with state of its own, and where it stands."""
+
+    order = 2  #: in which they are restored
+
+    def __init__(self, path: tuple[Any, ...], value: Any) -> None:
+        self.path = path
+        self.value = value
+        self.key = ".".join(map(str, path))
+        self.prefix = self.key + "."
+
+    def contains(self, path: Path) -> bool:
+        return len(path) >= len(self.path) and all(
+            mine == theirs or str(mine) == theirs for mine, theirs in zip(self.path, path, strict=False)
+        )
+
+    def form(self) -> Any:
+        return self.value.state_dict()
+
+    def form_to_load(self) -> Any:
+        return self.form()
+
+    def restore(self, form: Any, loaded: set[str]) -> None:
+        self.value.load_state_dict(form)
+
+    def abandon(self) -> None:
+        pass
+
+
+class _ModulePart(_Part):
+    order = 0
+
+    def form(self) -> Any:
+        module = self.value
+        return get_model_state_dict(module) if is_wrapped(module) else module.state_dict()
+
+    def restore(self, form: Any, loaded: set[str]) -> None:
+        module = self.value
+        _give_memory(module, {name: value for name, value in form.items() if self.prefix + name in loaded})
+        if is_wrapped(module):
+            set_model_state_dict(module, form)
+        else:
+            module.load_state_dict(form)
+
+
+class _OptimizerPart(_Part):
+    order = 1
+
+    def __init__(self, path: tuple[Any, ...], value: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__(path, value)
+        self.state = OptimizerState(value, modules)
+        self.of_parameters: dict[Any, Any] = {}  # in the form to load
+
+    def form(self) -> Any:
+        return self.state.form()
+
+    def form_to_load(self) -> Any:
+        self.state.give_state()
+        form = self.form()
+        self.of_parameters = form["state"]
+        return form
+
+    def drop_absent_state(self, stored: AbstractSet[str]) -> None:
+        for name, values in list(self.of_parameters.items()):
+            saved_with = self.state.key_of(name) or f"{self.prefix}param_groups.0.params"
+            if saved_with in stored and stored.isdisjoint(self._keys(name, values)):
+                del self.of_parameters[name]
+
+    def restore(self, form: Any, loaded: set[str]) -> None:
+        self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key)
+
+    def _keys(self, name: Any, values: Mapping[str, Any]) -> list[str]:
+        return [f"{self.prefix}state.{name}.{key}" for key in flatten(values)[0]]
+
+    def abandon(self) -> None:
+        self.state.take_back()
+
+
+def _find(state: Mapping[str, Any]) -> list[_Part]:
+    found = list(_objects(state, ()))
+    modules = {".".join(map(str, path)): value for path, value in found if isinstance(value, torch.nn.Module)}
+    parts: list[_Part] = []
+    for path, value in found:
+        if isinstance(value, torch.nn.Module):
+            parts.append(_ModulePart(path, value))
+        elif isinstance(value, Optimizer):
+            parts.append(_OptimizerPart(path, value, modules))
+        else:
+            parts.append(_Part(path, value))
+    return parts
+
+
+def _objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    values = container if isinstance(container, list) else container.values()
+    if _LEAVES.issuperset(map(type, values)):
+        return
+    for name, value in enumerate(container) if isinstance(container, list) else container.items():
+        kind = type(value)
+        if kind in _LEAVES:
+            continue
+        if kind is dict or kind is list:
+            yield from _objects(value, (*path, name))
+        elif isinstance(value, Stateful):
+            yield (*path, name), value
+        elif isinstance(value, (Mapping, list)):
+            yield from _objects(value, (*path, name))
+
+
+def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """`state` with other values at some paths; containers on the way there are copies, all else is the same."""
+    result = dict(state)
+    copies: dict[tuple[Any, ...], Any] = {(): result}
+    for path, form in forms.items():
+        for depth in range(1, len(path)):
+            if path[:depth] not in copies:
+                parent, name = copies[path[: depth - 1]], path[depth - 1]
+                original = parent[name]
+                copies[path[:depth]] = parent[name] = list(original) if isinstance(original, list) else dict(original)
+        copies[path[:-1]][path[-1]] = form
+    return result
+
+
+def _give_memory(module: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
+    """Makes parameters and buffers on the meta device those that were loaded for them. They stay the same objects, so
+    that whoever else has them (optimizers, tied layers) has them still."""
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return
+    for name, own in module.state_dict(keep_vars=True).items():
+        value = loaded.get(name.replace("_orig_mod.", ""))
+        if isinstance(own, torch.Tensor) and own.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
+            # Not the loaded tensor itself: the swap leaves its partner on the meta device.
+            requires_grad = own.requires_grad
+            real = torch.nn.Parameter(value, requires_grad) if isinstance(own, torch.nn.Parameter) else value.detach()
+            torch.utils.swap_tensors(own, real)  # type: ignore[no-untyped-call]

@@ -1,0 +1,283 @@
+"""One load of all ranks: plan, compare, read, and only then hand over. Over exchanges of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from . import _C
+from .application import Application
+from .errors import (
+    CheckpointError,
+    IncompatibleStateError,
+    LoadFailedError,
+    Mismatch,
+    MissingKeysError,
+    UntrustedCheckpointError,
+)
+from .exchange import Exchange
+from .fill_planner import FillPlanner
+from .flatten import Path, flatten
+from .layout import check_relative
+from .lazy_metadata import LazyMetadata
+from .memory import with_memory
+from .nesting import nested, place
+from .packed import PackedReads
+from .pause import garbage_collector_paused
+from .per_rank import PerRank, Restoring
+from .reader import StorageReader
+from .routed_read import RoutedRead
+from .routes import Reads, routes_of_all
+from .selection import Rename, Selection, renamed, renaming
+from .settings import Broadcast
+from .stats import LoadReport, LoadStats
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Fit:
+    """How what is wanted and what is stored fit each other."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)  #: unexpected ones that belong to a module or optimizer
+
+    def error(self) -> CheckpointError | None:
+        """What a strict load raises."""
+        if self.missing or self.surplus:
+            return MissingKeysError(self.missing, self.surplus, self.mismatched)
+        if self.mismatched:
+            first, *others = self.mismatched
+            return IncompatibleStateError(*first, others)
+        return None
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Fit:
+        fields = json.loads(data)
+        fields["mismatched"] = [Mismatch(*entry) for entry in fields["mismatched"]]
+        return cls(**fields)
+
+    @classmethod
+    def of_all(cls, fits: list[_Fit]) -> _Fit:
+        """Of all ranks together: nobody expected what is unexpected."""
+        common = set.intersection(*(set(fit.unexpected) for fit in fits))
+        surplus = chain.from_iterable(fit.surplus for fit in fits)
+        return cls(
+            list(dict.fromkeys(chain.from_iterable(fit.missing for fit in fits))),
+            [key for key in fits[0].unexpected if key in common],
+            list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
+            [key for key in dict.fromkeys(surplus) if key in common],
+        )
+
+
+class CollectiveLoad:
+    """One load of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it."""
+
+    def __init__(
+        self, exchange: Exchange, reader: StorageReader, selection: Selection, strict: bool, broadcast: Broadcast
+    ) -> None:
+        self._exchange = exchange
+        self._reader = reader
+        self._selection = selection
+        self._strict = strict
+        self._broadcast = broadcast
+
+    def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
+        """Fills `state`."""
+        filling = _Filling(state, renaming(rename), rename is None)
+        try:
+            planner, fit = self._plan(lambda: filling.plan(self._metadata(), self._selection, allow_cast))
+            stats = self._read(planner)
+            self._together(lambda: filling.hand_over(planner), "hand over")
+        except BaseException:
+            filling.application.abandon()
+            raise
+        return LoadReport(fit.missing, fit.unexpected, fit.mismatched, stats)
+
+    def all(self) -> dict[str, Any]:
+        """New tensors and objects, nested as they were saved."""
+        planner, _ = self._plan(lambda: _plan_all(self._metadata(), self._selection))
+        self._read(planner)
+
+        def result() -> dict[str, Any]:
+            assert planner.metadata is not None
+            values = {**planner.state_dict, **planner.objects}
+            return nested(values, planner.metadata.planner_data)
+
+        return self._together(result, "hand over")
+
+    def _metadata(self) -> Metadata:
+        exchange, reader = self._exchange, self._reader
+        try:
+            metadata = reader.read_metadata()
+        except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error below
+            metadata = reader.read_metadata(rank=exchange.rank)
+        reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
+        return metadata
+
+    def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
+        with garbage_collector_paused():
+            planner, own = self._together(plan, "plan")
+        fit = self._fit_of_all(own)
+        error = fit.error()
+        if self._strict and error is not None:
+            raise error
+        planner.leave_out({*own.missing, *(mismatch.key for mismatch in own.mismatched)})
+        return planner, fit
+
+    def _fit_of_all(self, own: _Fit) -> _Fit:
+        """Ranks mostly want and find the same: then one reduction says so."""
+        packed = own.pack()
+        digest = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
+        least, not_most = self._exchange.agree((digest, ~digest), self._phase("compare"))
+        if least == ~not_most:
+            return own
+        gathered = self._exchange.gather(packed, self._phase("gather differences"))
+        merged = None if gathered is None else _Fit.of_all([_Fit.unpack(data) for data in gathered]).pack()
+        return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
+
+    def _read(self, planner: FillPlanner) -> LoadStats:
+        routed, plan = None, self._together(lambda: self._finish_plan(planner), "plan reading")
+        if self._broadcast and self._exchange.size > 1:
+            phase = self._phase("read for each other")
+            routes = routes_of_all(self._exchange, _told(plan), self._reader.verify, phase)
+            routed = RoutedRead(self._exchange, routes, phase, measure=self._broadcast == "auto")
+
+        def read() -> LoadStats:
+            self._reader.read(plan, planner, routed)
+            assert self._reader.last_stats is not None
+            return self._reader.last_stats
+
+        return self._together(read, "read")
+
+    def _finish_plan(self, planner: FillPlanner) -> LoadPlan:
+        with garbage_collector_paused():
+            plan = planner.finish_plan(planner.create_local_plan())
+        for name in _told(plan).files:
+            check_relative(name, self._reader.path)
+        return plan
+
+    def _together(self, step: Callable[[], _Result], name: str) -> _Result:
+        """Takes a step on all ranks; raises on all if it fails on one."""
+        results: list[_Result] = []
+        error = None
+        try:
+            results.append(step())
+        except Exception as raised:
+            error = raised
+        self._exchange.fail_together(error, self._phase(name), LoadFailedError)
+        return results[0]
+
+    def _phase(self, step: str) -> str:
+        return f"loading {self._reader.path}: {step}"
+
+
+class _Filling:
+    """A state that is being loaded."""
+
+    def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
+        self._state = state
+        self._checkpoint_key = of
+        self._same_names = same_names
+        self.application = Application(state)
+        self._paths: dict[str, Path] = {}
+        self._state_keys: dict[str, str] = {}  # by checkpoint key, of what is wanted
+        self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: to be put in place of tensors without memory
+        self._per_rank = Restoring()
+
+    def plan(self, metadata: Metadata, selection: Selection, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
+        stored = _stored_keys(metadata)
+        present = frozenset(stored)
+        application, of = self.application, self._checkpoint_key
+        application.prepare()
+        if self._same_names:  # otherwise it may only be known by another name
+            application.drop_absent_state(present)
+        flat, self._paths = flatten(application.form)
+        names = renamed(flat, of)
+        self._state_keys = {name: key for key, name in names.items() if name in selection}
+        values = {name: flat[key] for name, key in self._state_keys.items()}
+        self._new = with_memory(values)
+        wanted = self._per_rank.wanted({**values, **self._new}, lambda: present)
+        planner = FillPlanner(allow_cast)
+        planner.set_up_planner(wanted, metadata)
+        missing, mismatched = planner.misfits()
+        of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
+        unexpected = [key for key in stored if key not in wanted and key in selection and not key.startswith(of_ranks)]
+        closed = application.closed_prefixes() if self._same_names else ()
+        surplus = [key for key in unexpected if key.startswith(closed)]
+        return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
+
+    def hand_over(self, planner: FillPlanner) -> None:
+        loaded = set(planner.state_dict)
+        for name, value in chain(self._new.items(), planner.objects.items()):
+            if name in loaded and not self._per_rank.take(name, value):
+                self._place(self._paths[self._state_keys[name]], value)
+        self.application.restore({self._state_keys[name] for name in loaded if name in self._state_keys})
+
+    def _place(self, path: Path, value: Any) -> None:
+        place(self.application.form, path, value)
+        if not self.application.owns(path):
+            place(self._state, path, value)
+
+
+def _told(plan: LoadPlan) -> Reads:
+    """What other ranks may read too."""
+    items = plan.items
+    return Reads(items.reads, tuple(items.plan.files)) if isinstance(items, PackedReads) else Reads()
+
+
+def _stored_keys(metadata: Metadata) -> list[str]:
+    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
+        try:
+            return metadata.index.keys()
+        except _C.EngineError:
+            metadata.index = None  # damaged: `.metadata` rules
+    return list(metadata.state_dict_metadata)
+
+
+def _plan_all(metadata: Metadata, selection: Selection) -> tuple[FillPlanner, _Fit]:
+    wanted: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if key not in selection:
+            continue
+        if isinstance(stored, BytesStorageMetadata):
+            wanted[key] = None
+        else:
+            _check_size(key, stored, metadata)
+            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    planner = FillPlanner(allow_cast=False)
+    planner.set_up_planner(wanted, metadata)
+    missing, mismatched = planner.misfits()
+    return planner, _Fit([*missing, *selection.without_match(metadata.state_dict_metadata)], [], mismatched)
+
+
+def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
+    """That its records could hold it, before memory is taken for it."""
+    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    infos = [places.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+    if any(getattr(info, "transform_descriptors", None) for info in infos):
+        return  # compressed: may be larger
+    room = _sum_of_lengths(infos)
+    needed = stored.size.numel() * stored.properties.dtype.itemsize
+    if needed > room:
+        raise UntrustedCheckpointError(
+            f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
+        )
+
+
+def _sum_of_lengths(infos: Iterable[Any]) -> int:
+    lengths = (getattr(info, "length", None) for info in infos)
+    return sum(length for length in lengths if type(length) is int and length > 0)

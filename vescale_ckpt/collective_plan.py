@@ -1,0 +1,107 @@
+"""One plan of all ranks: agree on the one they have, or make one. Over exchanges of our own."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from .describe import Description
+from .errors import CheckpointError
+from .exchange import Exchange
+from .message import pack, unpack
+from .packed import GlobalSavePlan, PackedItems, PackedSavePlan
+from .save_planner import SavePlanner
+from .settings import PLACEMENTS
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a rank writes, and on the coordinator the plan of all ranks."""
+
+    items: PackedItems
+    of_all: GlobalSavePlan | None
+
+
+class CollectivePlan:
+    """Used once. `describe`, which concerns this rank alone, then `make`, with the other ranks."""
+
+    def __init__(self, exchange: Exchange, planner: SavePlanner, doing: str) -> None:
+        self._exchange = exchange
+        self._planner = planner
+        self._doing = doing
+        self._error: BaseException | None = None
+        self._description: Description | None = None
+        self._local: PackedSavePlan | None = None
+
+    def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
+        planner = self._planner
+        planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
+        self._description = planner.describe() if planner.packs() else None
+        self._local = None if self._description is None else planner.local_plan(self._description)
+
+    def make(self, error: BaseException | None) -> Planned | None:
+        """None on all ranks if packed plans mean nothing to one of them. `error`: why this rank cannot take part; all
+        raise then."""
+        self._error = error
+        same_plan, all_pack = self._vote()
+        if not all_pack:
+            return None
+        assert self._local is not None
+        return self._plan(self._local, same_plan)
+
+    def _phase(self, step: str) -> str:
+        return f"{self._doing}: {step}"
+
+    def _vote(self) -> tuple[bool, bool]:
+        """Whether all ranks have one and the same plan, and whether all can do with packed plans. One reduction."""
+        local = self._local
+        kept = local is not None and local.inventory is None and local.position == self._exchange.rank
+        plan_id = local.plan_id if local is not None and kept else bytes(16)
+        low, high = struct.unpack("<qq", plan_id)
+        placement = PLACEMENTS.index(self._planner.placement)
+        ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high)
+        votes = self._exchange.agree((*ours, placement, ~placement), self._phase("agree"))
+        fine, all_pack, all_kept, low, not_low, high, not_high, least, not_most = votes
+        if not fine:
+            self._exchange.fail_together(self._error, self._phase("plan"))
+        if least != ~not_most:
+            raise CheckpointError(f"ranks ask for different placements (here: {self._planner.placement!r})")
+        return bool(all_kept) and low == ~not_low and high == ~not_high, bool(all_pack)
+
+    def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
+        exchange, planner = self._exchange, self._planner
+        assert self._description is not None
+        planned: GlobalSavePlan | None = None
+        if same:
+            if exchange.is_coordinator:
+                planned = planner.kept_plan(local.plan_id)
+            return Planned(planner.accept(self._description, local), planned)
+        message = b""
+        try:
+            if local.inventory is None:  # others have not what it names
+                local = planner.full_local_plan(self._description)
+            assert local.inventory is not None
+            message = pack(local.inventory, local.paths, local.digests)
+        except Exception as error:
+            self._error = error
+        gathered = exchange.gather(message, self._phase("gather plans"))
+        answers = None
+        if gathered is not None and all(gathered):
+            try:
+                planned, _ = planner.global_plan_of([_local_plan(data) for data in gathered])
+                ranks = range(exchange.size)
+                answers = [pack(planned.plan_id, planned.plan.part(rank)) for rank in ranks]
+            except Exception as error:
+                self._error = error
+        exchange.fail_together(self._error, self._phase("plan"))
+        plan_id, part = unpack(exchange.scatter(answers, self._phase("scatter plans")))
+        answer = PackedSavePlan([], plan_id=plan_id, position=exchange.rank, part=part)
+        return Planned(planner.accept(self._description, answer), planned)
+
+
+def _local_plan(message: bytes) -> PackedSavePlan:
+    inventory, paths, digests = unpack(message)
+    return PackedSavePlan([], inventory=inventory, paths=paths, digests=digests)

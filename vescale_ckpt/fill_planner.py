@@ -1,0 +1,96 @@
+"""Plans the load of values that lie under the checkpoint's keys already, and tells beforehand all that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from . import _C
+from .errors import Mismatch
+from .lazy_metadata import LazyMetadata
+from .load_planner import LoadPlanner, has_chunks, not_all_there
+from .per_rank import Restoring
+
+_CASTS = "(allow_cast=True converts)"
+
+
+class FillPlanner(LoadPlanner):
+    """For one load. `set_up_planner` with a flat state, `misfits`, `leave_out` what does not fit, then plan and read.
+
+    Tensors are filled in place. Objects are kept in `objects`, by key, until it is time to put them somewhere.
+    """
+
+    def __init__(self, allow_cast: bool) -> None:
+        super().__init__(flatten_state_dict=False, allow_cast=allow_cast)
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._reads = None
+        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
+        self._per_rank = Restoring()
+        self.original_state_dict = self.state_dict = state_dict
+        self.mappings = {}
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def misfits(self) -> tuple[list[str], list[Mismatch]]:
+        """Keys that the checkpoint does not have, and those of which it has something else. Raises
+        `CorruptCheckpointError` if it does not hold all of a tensor that it should."""
+        if self._index is not None:
+            try:
+                found = self._misfits_on_index(self._index)
+                if found is not None:
+                    return found
+            except _C.EngineError:
+                self._index = None  # damaged: `.metadata` rules
+        return self._misfits_in_metadata()
+
+    def leave_out(self, keys: set[str]) -> None:
+        if keys:
+            self.original_state_dict = self.state_dict = {
+                key: value for key, value in self.state_dict.items() if key not in keys
+            }
+
+    def put_object(self, key: str, value: Any) -> None:
+        self.objects[key] = value
+
+    def _misfits_on_index(self, index: _C.Index) -> tuple[list[str], list[Mismatch]] | None:
+        description, _ = self._describer.describe(self.state_dict)
+        if description.other:
+            return None
+        plan = index.plan_load(description.inventory, self.allow_cast)
+        names = description.names
+        if plan.uncovered:
+            raise not_all_there(names[plan.uncovered[0]])
+        missing = dict.fromkeys(names[item] for item in plan.missing)
+        mismatched = dict.fromkeys(
+            Mismatch(names[item], wanted, f"{stored} {_CASTS}" if stored.startswith("dtype") else stored)
+            for item, wanted, stored in plan.mismatched
+        )
+        if not missing and not mismatched:
+            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
+        return list(missing), list(mismatched)
+
+    def _misfits_in_metadata(self) -> tuple[list[str], list[Mismatch]]:
+        assert self.metadata is not None
+        missing, mismatched = [], []
+        for key, value in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(key)
+            if stored is None:
+                missing.append(key)
+                continue
+            stored_tensor = isinstance(stored, TensorStorageMetadata)
+            if stored_tensor != (isinstance(value, torch.Tensor) or has_chunks(value)):
+                kinds = ("an object", "a tensor") if stored_tensor else ("a tensor", "an object")
+                mismatched.append(Mismatch(key, *kinds))
+            elif isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor | ShardedTensor):
+                shape, dtype = value.size(), stored.properties.dtype
+                if shape != stored.size:
+                    mismatched.append(Mismatch(key, f"shape {tuple(shape)}", f"shape {tuple(stored.size)}"))
+                elif value.dtype != dtype and not self.allow_cast:
+                    mismatched.append(Mismatch(key, f"dtype {value.dtype}", f"dtype {dtype} {_CASTS}"))
+        return missing, mismatched

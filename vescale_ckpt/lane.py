@@ -1,0 +1,154 @@
+"""Lanes: the saves of one process group, which go on in the background one after another."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from . import settings
+from .collective_save import CollectiveSave
+from .errors import CheckpointTimeoutError, SaveFailedError
+from .exchange import Exchange
+from .save_handle import SaveHandle
+from .stats import SaveStats
+
+_SECONDS_TO_GIVE_UP = 10.0  # other ranks are told meanwhile
+
+logger = logging.getLogger(__name__)
+
+OnBusy = Literal["wait", "skip", "raise"]
+ON_BUSY: tuple[OnBusy, ...] = get_args(OnBusy)
+
+
+class Lane:
+    """At most one save at a time. Used by one thread at a time, which holds `lock` while a save begins."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._last: SaveHandle | None = None
+        self._save: CollectiveSave | None = None  # while it goes on
+        self._thread: threading.Thread | None = None  # of the last save: ends after all callbacks of its handle
+        self._path = ""
+        self._rank = 0
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None) -> Lane:
+        """The lane of a group; one for saves without torch.distributed."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return _lane_alone
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None
+        return _lanes.setdefault(group, Lane())
+
+    @property
+    def busy(self) -> bool:
+        return self._last is not None and not self._last.done()
+
+    def all_free(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> bool:
+        """Whether no rank's last save goes on: all ranks get one answer. They must ask together."""
+        exchange = Exchange.of(process_group, timeout, purpose="busy")
+        return exchange.agree([int(not self.busy)], "asking whether a save goes on") == [1]
+
+    def wait_until_done(self, timeout: float) -> None:
+        """Waits for the last save, whatever becomes of it."""
+        if self._last is None:
+            return
+        try:
+            self._last.exception(timeout)
+        except TimeoutError:
+            phase = f"waiting for the save to {self._path} before this one"
+            raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
+
+    def take_failure(self) -> SaveFailedError | None:
+        """The error of the last save, which is done, if nobody has seen it yet; once."""
+        last, self._last = self._last, None
+        error = None if last is None else last.exception()
+        if last is None or error is None or last.failure_was_seen:
+            return None
+        rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
+        return SaveFailedError(rank, error, text)
+
+    def go_on(self, save: CollectiveSave) -> SaveHandle:
+        """Finishes a staged save on a thread of its own."""
+        result: Future[SaveStats] = Future()
+        staged = save.part.staged if save.part is not None else _failed(save.error)
+        handle = SaveHandle(result, staged, progress_of(save))
+        self._last, self._save, self._path = handle, save, os.fspath(save.path)
+        self._rank = save.exchange.rank
+        _going_on.add(self)
+
+        def finish() -> None:
+            try:
+                stats = save.finish()
+            except BaseException as error:
+                logger.error("the save to %s failed: %s", save.path, error)
+                self._save = None
+                result.set_exception(error)
+            else:
+                self._save = None
+                result.set_result(stats)
+
+        thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # the interpreter is ending and starts no threads
+            finish()
+        return handle
+
+    def abandon(self) -> None:
+        """Gives up the save that goes on, if any: it is not committed."""
+        if (save := self._save) is not None and save.part is not None:
+            save.part.cancel()
+
+
+def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
+    part = save.part
+    return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
+
+
+def _failed(error: BaseException | None) -> Future[None]:
+    staged: Future[None] = Future()
+    if error is not None:
+        staged.set_exception(error)
+    return staged
+
+
+_lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
+_lane_alone = Lane()
+_going_on: WeakSet[Lane] = WeakSet()
+
+
+def _finish_before_exit() -> None:
+    """The process ends: its last save is worth some waiting, but not for ever."""
+    deadline = time.monotonic() + settings.number("exit_timeout")
+    for lane in list(_going_on):
+        thread = lane._thread
+        if thread is None:
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if lane.busy:
+            logger.error("the save to %s is given up, because the process ends: nothing is committed", lane._path)
+            lane.abandon()
+            thread.join(_SECONDS_TO_GIVE_UP)
+
+
+def _forget_after_fork() -> None:
+    """Saves that go on are the parent's."""
+    global _lane_alone
+    _lane_alone = Lane()
+    _lanes.clear()
+    _going_on.clear()
+
+
+atexit.register(_finish_before_exit)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,139 @@
+"""`load`: the short way, with exchanges between ranks of our own in place of DCP's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, MutableMapping
+from typing import Any, overload
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from .application import Application
+from .collective_load import CollectiveLoad
+from .exchange import Exchange
+from .flatten import flatten
+from .nesting import place
+from .reader import StorageReader
+from .selection import Rename, Selection
+from .settings import Broadcast
+from .stats import LoadReport
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    state: None = None,
+    *,
+    broadcast_checkpoint: Broadcast = "auto",
+    strict: bool = True,
+    keys: str | Iterable[str] | None = None,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    *,
+    broadcast_checkpoint: Broadcast = "auto",
+    strict: bool = True,
+    keys: str | Iterable[str] | None = None,
+    rename: Rename | None = None,
+    verify: bool = True,
+    allow_cast: bool = False,
+    planner: DcpLoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> LoadReport: ...
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any] | None = None,
+    *,
+    broadcast_checkpoint: Broadcast = "auto",
+    strict: bool = True,
+    keys: str | Iterable[str] | None = None,
+    rename: Rename | None = None,
+    verify: bool = True,
+    allow_cast: bool = False,
+    planner: DcpLoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> LoadReport | dict[str, Any]:
+    """Loads the checkpoint in the directory `path`, whatever ranks saved it; all ranks of the group call it together.
+
+    Tensors of `state` are filled in place, other values replaced. Modules, optimizers and all else that is `Stateful`
+    get their state when all ranks have read theirs. Without `state` the result is all that the checkpoint holds: CPU
+    tensors and objects, nested as they were saved.
+
+    Args:
+        path: a path or `file://` URL.
+        state: nested dicts and lists of tensors, DTensors, `nn.Module`, `Optimizer`, `Stateful`, `PerRank` and other
+            objects. In place of a tensor on the meta device a new one is put: on the CPU, a DTensor on its mesh's
+            device; a module's or optimizer's stays the same object.
+        broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
+            others; False lets each rank read all of its own. "auto" measures the first pieces both ways, and all ranks
+            take the faster one.
+        strict: False leaves what is missing from the checkpoint, or is of another shape, as it is, and reports it.
+            Otherwise all of it is raised in one error, with keys that belong to a module or to an optimizer's state,
+            but that it does not have (unless keys are renamed). Other keys that no rank asks for are never an error:
+            the report tells them.
+        keys: what to load, by the checkpoint's dotted keys: names, prefixes of names up to a dot, or patterns as of
+            `fnmatch`. The rest of `state` stays as it is.
+        rename: the checkpoint's key for a key of `state`: a function, or a mapping of keys or of prefixes up to a dot,
+            of which the longest counts (`{"model": "old.net"}`).
+        verify: False skips checksums of data (never the checks of sizes, paths and pickles).
+        allow_cast: converts tensors to the dtype of `state`, which is otherwise `IncompatibleStateError`.
+        planner: a planner of your own. The load goes through `dcp.load` then, with the planner's ideas of what is
+            missing, and DCP's of time; it goes with none of the options above but `verify`.
+        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+
+    Raises on all ranks if any fails, in bounded time: `MissingKeysError` (with `missing`, `unexpected`, `mismatched`),
+    `IncompatibleStateError`, `CorruptCheckpointError`, `UntrustedCheckpointError`, `LoadFailedError` with the rank for
+    any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
+    optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
+    """
+    if broadcast_checkpoint not in ("auto", True, False):
+        raise ValueError(f"broadcast_checkpoint={broadcast_checkpoint!r}: 'auto', True or False is wanted")
+    if state is None and (rename is not None or allow_cast or planner is not None):
+        raise ValueError("rename, allow_cast and planner are for loading into a state")
+    if planner is not None:
+        if keys is not None or rename is not None or allow_cast or not strict:
+            raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
+        assert state is not None
+        return _load_by_planner(path, state, planner, verify, process_group)
+    selection = Selection(keys)
+    exchange = Exchange.of(process_group, timeout, purpose="load")
+    loading = CollectiveLoad(exchange, StorageReader(path, verify=verify), selection, strict, broadcast_checkpoint)
+    return loading.all() if state is None else loading.into(state, rename, allow_cast)
+
+
+def _load_by_planner(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    planner: DcpLoadPlanner,
+    verify: bool,
+    process_group: dist.ProcessGroup | None,
+) -> LoadReport:
+    reader = StorageReader(path, verify=verify)
+    application = Application(state)
+    try:
+        application.prepare()
+        dcp_load(application.form, storage_reader=reader, planner=planner, process_group=process_group)
+        values, paths = flatten(application.form)
+        for key, value in values.items():
+            if not application.owns(paths[key]):
+                place(state, paths[key], value)
+        application.restore(set(values))
+    except BaseException:
+        application.abandon()
+        raise
+    assert reader.last_stats is not None
+    return LoadReport([], [], [], reader.last_stats)

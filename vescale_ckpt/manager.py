@@ -1,0 +1,311 @@
+"""`CheckpointManager`: when to save, what to keep, where to go on from. One directory `step-N` for each checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import operator
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from signal import Signals
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from . import api, layout, settings, step_directories, step_metrics
+from .clean_up import clean_up
+from .errors import CheckpointError, CorruptCheckpointError
+from .exchange import Exchange
+from .lane import Lane
+from .loading import load
+from .preemption import SignalFlag
+from .retention import BestMode, Retention
+from .running_save import RunningSave
+from .save_handle import SaveHandle
+from .schedule import Schedule
+from .verify import verify
+
+logger = logging.getLogger(__name__)
+
+_GONE = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}  # now; that may pass
+
+
+class CheckpointManager:
+    """Saves a training run's checkpoints under one directory, keeps those that are wanted, finds the newest good one.
+
+    All ranks make it and call `save`, `restore`, `latest` and `close` together, with equal arguments; the directory is
+    one that all of them see. What clocks and files say is decided by the coordinator, for all. Several managers may
+    work in one directory, and others may load from it: what is saved to or read (through this package) is not removed.
+    To be used by one thread at a time; what follows a save that went on in the background, a thread of its own does.
+
+    Args:
+        directory: a path or `file://` URL; made by the first save.
+        max_to_keep: how many checkpoints stay, the newest, or with `best` those. None: all. Others are removed after a
+            newer one is durable; never the newest, nor the last that looks sound.
+        keep_period: checkpoints whose step is a multiple of it stay for good.
+        save_interval_steps, save_interval_seconds: `save` saves when the step is a multiple of the one, or so many
+            seconds after the last save began; with neither, always.
+        best: name of the metric that says which checkpoints are good; `best_mode` "max" or "min".
+        async_checkpoint: whether `save` returns before the checkpoint is durable. A save that goes on when the process
+            ends is finished, with what it supersedes removed, as `VESCALE_CKPT_EXIT_TIMEOUT` allows.
+        save_on_signal: a signal (SIGTERM, say) that leads to one last save, durable before `save` returns, at the first
+            `save` after it has come to any rank; then `preempted` is True. To be made in the main thread.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_seconds: float | None = None,
+        best: str | None = None,
+        best_mode: BestMode = "max",
+        async_checkpoint: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        save_on_signal: Signals | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.directory = layout.local_path(directory)
+        self.retention = Retention(max_to_keep, keep_period, best, best_mode)
+        self.schedule = Schedule(save_interval_steps, save_interval_seconds)
+        self.async_checkpoint = async_checkpoint
+        self.process_group = process_group
+        self.timeout = timeout
+        self.preempted = False  #: a signal came, and the save that it asked for is durable: time to stop
+        self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
+        self._running: RunningSave | None = None  # the last save that was begun, until `wait` has told how it ended
+        self._damaged: frozenset[int] = frozenset()  # steps that `restore` had to pass over
+        self._closed = False
+
+    # --- Saving
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        gate: Optimizer | Iterable[Optimizer] | None = None,
+        force: bool = False,
+    ) -> SaveHandle | None:
+        """Saves `state` as the checkpoint of a step, if it is time to, or with `force`; returns None if not.
+
+        A checkpoint that the step has already is replaced. Waits for the save before this one; if that has failed and
+        nobody has seen it on some rank, all ranks raise that instead, and the call after this one saves. `metrics`:
+        numbers, kept beside the checkpoint. `gate`, where the save is asynchronous, and errors: as of
+        `vescale_ckpt.save`.
+        """
+        if self._closed:
+            raise ValueError("the manager is closed")
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step={step}: it cannot be negative")
+        numbers = None if metrics is None else step_metrics.as_numbers(metrics)
+        signal_came = None if self._signal is None or self.preempted else self._signal.raised
+        decision = self.schedule.decide(step, force, signal_came, self._exchange)
+        if not decision.due:
+            return None
+        self._wait_for_the_one_before(is_last=decision.by_signal)
+        began = time.monotonic()
+        running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
+        running.prepare(numbers)
+        in_background = self.async_checkpoint and not decision.by_signal
+        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate)
+        self.schedule.began(began)
+        if decision.by_signal:
+            self.wait()
+            self.preempted = True
+        return handle
+
+    def _wait_for_the_one_before(self, *, is_last: bool) -> None:
+        """Of the process group, whoever has begun it. What went wrong with it the save that follows raises."""
+        lane = Lane.of(self.process_group)
+        with lane.lock:
+            lane.wait_until_done(settings.timeout(self.timeout))
+            # The last save is not given up for it: there may be no other chance.
+            if is_last and (failure := lane.take_failure()) is not None:
+                logger.error("%s", failure)
+
+    def _begin_save(
+        self,
+        running: RunningSave,
+        state: Mapping[str, Any],
+        *,
+        async_checkpoint: bool,
+        gate: Optimizer | Iterable[Optimizer] | None,
+    ) -> SaveHandle:
+        """Sees to it that `running` ends."""
+        try:
+            handle = running.handle = api.save(
+                running.path,
+                state,
+                async_checkpoint=async_checkpoint,
+                process_group=self.process_group,
+                gate=gate if async_checkpoint else None,
+                timeout=self.timeout,
+            )
+        except BaseException:
+            running.end(None)
+            raise
+
+        def committed() -> None:
+            self._damaged -= {running.step}
+            if running.is_coordinator:
+                clean_up(self.directory, self.retention, running.step, self._damaged)
+
+        handle.add_done_callback(lambda handle: running.end(committed if handle.exception() is None else None))
+        return handle
+
+    def wait(self) -> None:
+        """Returns when no save of this manager goes on, and what it superseded is removed. Raises what went wrong with
+        the last one, once."""
+        if (running := self._running) is None:
+            return
+        running.wait_until_ended()
+        self._running = None
+        if running.handle is not None:
+            running.handle.result()
+
+    def close(self) -> None:
+        """Waits for the save that is going on, and lets go of the signal. May be called again."""
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._signal is not None:
+                self._signal.release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as raised:
+            if error is None:
+                raise
+            logger.error("the last save failed, too: %s", raised)  # not in place of what the program raised
+
+    # --- Finding and loading
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are complete, rising, as this process sees the directory now; asks no other rank."""
+        return step_directories.complete_steps(self.directory)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics that were saved with a step; none where there were none."""
+        return step_metrics.read(step_directories.path_of(self.directory, step))
+
+    def latest(self, *, full: bool = False) -> int | None:
+        """The newest step whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
+
+        `full` reads all of it (on the coordinator, while the others wait). Equal on all ranks.
+        """
+        return self._newest_sound(quick=not full)
+
+    def restore(self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True) -> int:
+        """Loads the checkpoint of a step into `state`, or the newest good one; returns its step.
+
+        Without `step`: if the newest turns out to be damaged, on any rank, all ranks go on with the one before, with a
+        warning. Waits for a save that is going on; what went wrong with it is left to `wait` and the next save. If it
+        raises, `state` holds parts of checkpoints.
+
+        With `prepare` the first save of `state` afterwards finds its plan made and the memory of its snapshot taken
+        (`vescale_ckpt.prepare`). False spares that memory where nothing will be saved.
+
+        Raises `CheckpointError` if there is no checkpoint, or the last one's error if none is good; and, of what is
+        wrong with the state and not with the checkpoint, `IncompatibleStateError`, `MissingKeysError`,
+        `UntrustedCheckpointError`, `LoadFailedError`: on all ranks, as `vescale_ckpt.load`.
+        """
+        if self._running is not None:
+            self._running.wait_until_ended()
+        if step is None:
+            step = self._load_newest(state)
+        else:
+            step = operator.index(step)
+            self._load(step_directories.path_of(self.directory, step), state)
+        if prepare:
+            self._prepare_to_save(state)
+        return step
+
+    def _load_newest(self, state: dict[str, Any]) -> int:
+        failure: CheckpointError | None = None
+        tried: set[int] = set()
+        while (found := self._newest_sound(quick=True, but=tried)) is not None:
+            try:
+                self._load(step_directories.path_of(self.directory, found), state)
+            except CheckpointError as error:  # of one kind on all ranks
+                if isinstance(error, CorruptCheckpointError):
+                    self._damaged |= {found}
+                elif getattr(error, "errno", None) not in _GONE:
+                    raise
+                failure = error
+            else:
+                return found
+            level = logging.WARNING if self._is_coordinator() else logging.DEBUG
+            logger.log(level, "the checkpoint of step %d is passed over, for an older one: %s", found, failure)
+            tried.add(found)
+        if failure is not None:
+            raise failure
+        raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
+
+    def _prepare_to_save(self, state: Mapping[str, Any]) -> None:
+        """All is restored: nothing here is worth an error."""
+        try:
+            api.prepare(
+                state,
+                async_checkpoint=self.async_checkpoint,
+                process_group=self.process_group,
+                timeout=self.timeout,
+            )
+        except Exception as error:
+            logger.warning("the next save has to plan: %s", error)
+
+    def _load(self, path: str, state: dict[str, Any]) -> None:
+        load(path, state, process_group=self.process_group, timeout=self.timeout)
+
+    def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
+        def find() -> int | None:
+            for step in reversed(step_directories.complete_steps(self.directory)):
+                if step in self._damaged or step in but:
+                    continue
+                report = verify(step_directories.path_of(self.directory, step), quick=quick)
+                if report.ok:
+                    return step
+                logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)
+            return None
+
+        return self._told(find, "looking for the newest checkpoint")
+
+    # --- Between ranks
+
+    def _is_coordinator(self) -> bool:
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.process_group) == 0
+
+    def _exchange(self) -> Exchange:
+        return Exchange.of(self.process_group, self.timeout, purpose="manager")
+
+    def _told(self, find: Callable[[], int | None], phase: str) -> int | None:
+        """What the coordinator finds, or its error, on every rank."""
+        exchange = self._exchange()
+        answer: dict[str, Any] | None = None
+        if exchange.is_coordinator:
+            try:
+                answer = {"found": find()}
+            except Exception as error:
+                answer = {"error": f"{phase} in {self.directory}: {type(error).__name__}: {error}"}
+        told = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
+        if "error" in told:
+            raise CheckpointError(told["error"], path=self.directory)
+        found: int | None = told["found"]
+        return found

@@ -1,0 +1,230 @@
+"""One rank's part in a load in which ranks read for each other: read, send and receive, put in place, all at a time."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import _C, engine, settings
+from .connections import Connections
+from .engine import CODE_DTYPES
+from .exchange import Exchange
+from .packed import PackedReads, narrowed
+from .routes import MEMORIES, Round, Routes
+
+if TYPE_CHECKING:
+    from .load import Load
+
+logger = logging.getLogger(__name__)
+
+_PAGE = 4096
+# A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
+_ROUNDS_BETWEEN_LOOKS = 16
+
+
+class Outcome(enum.Enum):
+    """What came of it, the same on all ranks that have no error of their own."""
+
+    delivered = enum.auto()  #: what several ranks need is in place, unless one that had to read it has an error to tell
+    stood_down = enum.auto()  #: it is faster if each rank reads all by itself
+    failed_elsewhere = enum.auto()  #: another rank has an error to tell
+
+
+class RoutedRead:
+    """For one load. `measure`: stop after the first rounds where they show that it does not pay."""
+
+    def __init__(self, exchange: Exchange, routes: Routes, phase: str, measure: bool) -> None:
+        self.routes = routes
+        self._exchange = exchange
+        self._phase = phase
+        self._measure = measure and len(routes.rounds) > 1
+        self._error: BaseException | None = None
+
+    def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
+        """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
+        rounds = self.routes.rounds
+        if not rounds:
+            return Outcome.delivered
+        self._load, self._reads = load, reads
+        self._threads = load.reader.thread_count or settings.number("threads")
+        sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
+        self._memories = [_memory(size) for size in sizes]
+        with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
+            outcome = self._run(pool, len(rounds))
+        if self._error is not None:
+            raise self._error
+        return outcome
+
+    def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
+        start = 0
+        if self._measure:
+            outcome = self._try_both_ways(pool, count)
+            if outcome is not Outcome.delivered:
+                return outcome
+            start = 2
+        read = {start: pool.submit(self._read, start)} if start < count else {}
+        placed: dict[int, Future[float]] = {}
+        while start < count:
+            stop = min(count, start + _ROUNDS_BETWEEN_LOOKS)
+            with self._peers(start, stop - 1) as peers:
+                for number in range(start, stop):
+                    read.pop(number).result()
+                    if number - 2 in placed:  # in the memory that the next round is read into
+                        placed.pop(number - 2).result()
+                    if number + 1 < count:
+                        read[number + 1] = pool.submit(self._read, number + 1)
+                    self._send(peers, number)
+                    placed[number] = pool.submit(self._place, number)
+            if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
+                return Outcome.failed_elsewhere
+            start = stop
+        return Outcome.delivered  # the pool's end waits for the last that are put in place
+
+    def _try_both_ways(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
+        """The first round as it is, and what the second would give by reading it alone: which way goes on, all ranks
+        take. What the steps of a round take at a time lies between the longest of them and their sum."""
+        self._memories[0].zero_()  # no page faults in what is timed
+        steps = [self._read(0)]
+        with self._peers(0, 0) as peers:
+            steps.append(self._send(peers, 0))
+        steps.append(pool.submit(self._place, 0).result())
+        alone = self._read_trial()
+        scale = self.routes.shared_bytes / max(1, self._trial_bytes())
+        together = (max(steps) + sum(steps)) / 2 * (count - 2)
+        microseconds = [-int(1e6 * seconds) for seconds in (alone * scale, together)]
+        least, *slowest = self._exchange.agree([int(self._error is None), *microseconds], self._phase)
+        alone, together = (-value / 1e6 for value in slowest)
+        if self._exchange.is_coordinator:
+            logger.info(
+                "%s: %d ranks would read all for themselves in %.2f s, each byte once in %.2f s more: %s",
+                self._phase, self._exchange.size, alone, together, "each for itself" if alone < together else "once",
+            )  # fmt: skip
+        if least != 1:
+            return Outcome.failed_elsewhere
+        return Outcome.stood_down if alone < together else Outcome.delivered
+
+    def _read_trial(self) -> float:
+        def read() -> None:
+            if self._reads is not None:
+                self._load.read_packed(self._reads.only(self.routes.trial))
+
+        return self._guarded(read)
+
+    def _trial_bytes(self) -> int:
+        rows = _rows(memoryview(self.routes.trial).cast("q"), 7, 4)
+        return sum(torch.Size(_lists(row[7:], row[6], 4)[2]).numel() * CODE_DTYPES[row[5]].itemsize for row in rows)
+
+    def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
+        return self._exchange.peers(f"rounds {first} to {last} of {len(self.routes.rounds)}", self._phase)
+
+    # --- Steps of a round. An error is kept, and what comes after it left out, but for messages that others wait for.
+
+    def _read(self, number: int) -> float:
+        def read() -> None:
+            of, memory = self.routes.rounds[number], self._memory(number)
+            if len(of.staged):
+                self._read_pieces(of, memory)
+            if len(of.packs):
+                _C.copy_boxes(_C.pack_table(of.packs, memory.data_ptr(), len(memory)), self._threads)
+
+        return self._guarded(read)
+
+    def _send(self, peers: Connections, number: int) -> float:
+        started = time.perf_counter()
+        of, memory = self.routes.rounds[number], self._memory(number)
+        for peer, offset, size in of.messages(of.receives):
+            peers.receive(peer, memory[offset : offset + size])
+        for peer, offset, size in of.messages(of.sends):
+            peers.send(peer, memory[offset : offset + size])
+        peers.wait()
+        return time.perf_counter() - started
+
+    def _place(self, number: int) -> float:
+        def place() -> None:
+            of, memory = self.routes.rounds[number], self._memory(number)
+            if not len(of.places):
+                return
+            assert self._reads is not None
+            state = self._reads.description
+            table, rest = _C.place_table(
+                state.inventory, of.places, state.sources, state.table, state.ready, memory.data_ptr(), len(memory)
+            )
+            _C.copy_boxes(table, self._threads)
+            if rest:
+                self._copy_by_torch(of.places, set(rest), memory)
+
+        return self._guarded(place)
+
+    def _guarded(self, step: Callable[[], None]) -> float:
+        """Seconds that it took."""
+        started = time.perf_counter()
+        if self._error is None:
+            try:
+                step()
+            except BaseException as error:
+                self._error = error
+        return time.perf_counter() - started
+
+    def _read_pieces(self, of: Round, memory: torch.Tensor) -> None:
+        load = self._load
+        assert self._reads is not None
+        names = self._reads.description.names
+        table = _C.staging_table(of.staged, memory.data_ptr(), len(memory))
+
+        def row_at(number: int) -> Sequence[int]:
+            return next(row for at, row in enumerate(_rows(of.staged, 8, 3)) if at == number)
+
+        with engine.named_errors(lambda number: names[row_at(number)[1]], load.reader.path):
+            report = _C.read_tensors(load.paths, table, load.reader.verify, load.options)
+        load.count_read(report)
+        for number in report["unread"]:
+            offset, item, *record, ndim = row_at(number)[:8]
+            chunk, start, size = _lists(row_at(number)[8:], ndim, 3)
+            piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
+            load.read_odd_piece(names[item], record, chunk, start, piece)
+
+    def _copy_by_torch(self, places: memoryview, wanted: set[int], memory: torch.Tensor) -> None:
+        """To tensors on other devices, or of another dtype than the stored one."""
+        assert self._reads is not None
+        for number, row in enumerate(_rows(places, 4, 4)):
+            if number not in wanted:
+                continue
+            offset, item, dtype, ndim = row[:4]
+            size, start, lengths, target = _lists(row[4:], ndim, 4)
+            source = narrowed(_tensor_at(memory, offset, CODE_DTYPES[dtype], size), start, lengths)
+            self._reads.target(item, target, lengths).detach().copy_(source)
+
+    def _memory(self, number: int) -> torch.Tensor:
+        return self._memories[number % MEMORIES]
+
+
+def _memory(size: int) -> torch.Tensor:
+    """Bytes that start at a page."""
+    raw = torch.empty(size + _PAGE, dtype=torch.uint8)
+    start = -raw.data_ptr() % _PAGE
+    return raw[start : start + size]
+
+
+def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    size = torch.Size(size)
+    return memory[offset : offset + size.numel() * dtype.itemsize].view(dtype).view(size)
+
+
+def _rows(table: memoryview, head: int, lists: int) -> Iterator[list[int]]:
+    """Rows of `head` numbers, the last of which counts dimensions, and so many lists of a number a dimension."""
+    at = 0
+    while at < len(table):
+        end = at + head + lists * table[at + head - 1]
+        yield table[at:end].tolist()
+        at = end
+
+
+def _lists(numbers: Sequence[int], ndim: int, count: int) -> list[Sequence[int]]:
+    return [numbers[at * ndim : (at + 1) * ndim] for at in range(count)]

@@ -1,0 +1,117 @@
+"""Who reads what for whom: planned by the coordinator from what all ranks need, kept for the next load of that form."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+from . import _C, settings
+from .errors import LoadFailedError
+from .exchange import Exchange
+from .message import pack, unpack
+from .packed import words
+
+MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
+_MOST_KEPT = 4
+_UNKNOWN = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a rank does in one round: tables of csrc/plan/routes.h, `RouteRound`."""
+
+    memory_bytes: int
+    staged: memoryview
+    packs: memoryview
+    sends: memoryview
+    receives: memoryview
+    places: memoryview
+
+    def messages(self, table: memoryview) -> list[tuple[int, int, int]]:
+        """Peer, offset and bytes of those in `sends` or `receives`."""
+        return [(table[at], table[at + 1], table[at + 2]) for at in range(0, len(table), 3)]
+
+
+class Routes:
+    """One rank's."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._words = words(packed)
+        self._rounds, self.shared_bytes, own, trial = self._words[:4]
+        self._first = 4 + own + trial
+        self.own = bytes(self._words[4 : 4 + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
+        self.trial = bytes(self._words[4 + own : self._first])  #: those that give what the second round gives
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """As many on all ranks."""
+        table, at, rounds = self._words, self._first, []
+        for _ in range(self._rounds):
+            memory_bytes, *lengths = table[at : at + 6]
+            at += 6
+            tables = []
+            for length in lengths:
+                tables.append(table[at : at + length])
+                at += length
+            rounds.append(Round(memory_bytes, *tables))
+        return rounds
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a rank would read by itself: `LoadPlan.reads`, and the names of the files; nothing if it tells nobody."""
+
+    rows: bytes = b""
+    files: tuple[str, ...] = ()
+
+
+_kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they were made for: number of the plan, routes
+_kept_lock = threading.Lock()
+
+
+def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
+    """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
+
+    Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
+    """
+    names = json.dumps(reads.files).encode()
+    limits = f"{exchange.rank} {exchange.size} {verify} {settings.number('broadcast_bytes')}".encode()
+    form = blake2b(pack(reads.rows, names, limits), digest_size=16).digest()
+    with _kept_lock:
+        number, routes = _kept.get(form, (_UNKNOWN, None))
+    least, not_most = exchange.agree((number, ~number), phase)
+    if routes is None or not least == ~not_most != _UNKNOWN:
+        number, routes = _plan(exchange, reads.rows, names, verify, phase)
+    with _kept_lock:
+        _kept[form] = number, routes
+        _kept.move_to_end(form)
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
+    return routes
+
+
+def _plan(exchange: Exchange, rows: bytes, names: bytes, verify: bool, phase: str) -> tuple[int, Routes]:
+    gathered = exchange.gather(pack(rows, names), phase)
+    planned, error = None, None
+    if gathered is not None:
+        try:
+            planned = _plan_for(gathered, verify)
+        except Exception as raised:
+            error = raised
+    exchange.fail_together(error, phase, LoadFailedError)
+    number, packed = unpack(exchange.scatter(planned, phase))
+    return int.from_bytes(number, "little"), Routes(packed)
+
+
+def _plan_for(gathered: list[bytes], verify: bool) -> list[bytes]:
+    needs = [unpack(message) for message in gathered]
+    files = [json.loads(names) for _, names in needs]
+    budget = settings.number("broadcast_bytes") // MEMORIES
+    routes = _C.plan_routes([rows for rows, _ in needs], files, [0] * len(needs), verify, budget_bytes=budget)
+    number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
+    return [pack(number, packed) for packed in routes]

@@ -1,0 +1,83 @@
+"""`SaveHandle`: what the caller of a save holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any
+
+from .errors import SaveInProgressError
+from .stats import SaveStats
+
+
+class SaveHandle:
+    """A save that is going on, or done."""
+
+    def __init__(
+        self, result: Future[SaveStats], staged: Future[None], progress: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        self.staged = staged  #: done when the state may change again
+        self.skipped = False  #: whether nothing was saved, because a save was going on; `result` raises then
+        self.failure_was_seen = False
+        self._result = result
+        self._progress = progress
+
+    @staticmethod
+    def of_finished(stats: SaveStats) -> SaveHandle:
+        result: Future[SaveStats] = Future()
+        result.set_result(stats)
+        return SaveHandle(result, _done())
+
+    @staticmethod
+    def of_skipped(error: SaveInProgressError) -> SaveHandle:
+        result: Future[SaveStats] = Future()
+        result.set_exception(error)
+        handle = SaveHandle(result, _done())
+        handle.skipped = True
+        return handle
+
+    def done(self) -> bool:
+        """Whether the checkpoint is durable, or the save has failed."""
+        return self._result.done()
+
+    def result(self, timeout: float | None = None) -> SaveStats:
+        """This rank's statistics once the checkpoint is durable. Raises what went wrong, on any rank, or `TimeoutError`
+        after `timeout` seconds: the save goes on then."""
+        if self.exception(timeout) is not None:
+            self.failure_was_seen = True
+        return self._result.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, once that is known; does not count as seen: the next save still raises it."""
+        try:
+            return self._result.exception(timeout)
+        except futures.TimeoutError as late:  # a class of its own before Python 3.11
+            raise TimeoutError(f"the save is not done after {timeout:g} s") from late
+
+    def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
+        """Calls `function(handle)` when done, on the thread that is done, or now."""
+        self._result.add_done_callback(lambda _: function(self))
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that this rank has written, and has to write."""
+        if self._progress is not None and not self.done():
+            return self._progress()
+        total = self._result.result().bytes if self.done() and self._result.exception() is None else 0
+        return total, total
+
+    def __await__(self) -> Generator[Any, None, SaveStats]:
+        def seen(future: asyncio.Future[SaveStats]) -> None:
+            self.failure_was_seen |= not future.cancelled() and future.exception() is not None
+
+        # Shielded: a cancelled task does not cancel a save that other ranks take part in.
+        waiting = asyncio.shield(asyncio.wrap_future(self._result))
+        waiting.add_done_callback(seen)
+        return waiting.__await__()
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

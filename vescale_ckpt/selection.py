@@ -1,0 +1,75 @@
+"""Which keys of a checkpoint are loaded, and under which names the state knows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import translate
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+class Selection:
+    """Keys by names or patterns: a key is selected if it is one of them, lies under one (`model` selects
+    `model.layers.0.weight`), or matches one as `fnmatch` does (`*.exp_avg`). None selects all."""
+
+    def __init__(self, names: str | Iterable[str] | None) -> None:
+        self.names = [names] if isinstance(names, str) else list(names) if names is not None else None
+        if self.names is not None and not all(isinstance(name, str) for name in self.names):
+            raise TypeError("keys: names or patterns are wanted, as text")
+        self._exact = frozenset(self.names or ())
+        patterns = [name for name in self._exact if any(sign in name for sign in "*?[")]
+        under = [re.escape(name) + r"\..*" for name in self._exact if name]
+        self._pattern = re.compile("|".join([*map(translate, patterns), *under]) or "(?!)", re.DOTALL)
+
+    def __contains__(self, key: str) -> bool:
+        return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
+
+    def without_match(self, keys: Iterable[str]) -> list[str]:
+        """The names and patterns that select none of `keys`."""
+        present = {key for key in keys if key in self}
+        return [name for name in self.names or () if name not in present and not _selects_any(Selection(name), present)]
+
+
+def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:
+    return any(key in selection for key in keys)
+
+
+def renaming(rename: Rename | None) -> Callable[[str], str]:
+    """From a key of the state to the checkpoint's.
+
+    A mapping is from keys of the state, or prefixes of them up to a dot, to those of the checkpoint: the longest that
+    fits counts, an empty one stands before every key.
+    """
+    if rename is None:
+        return lambda key: key
+    return rename if callable(rename) else _by_prefix(rename)
+
+
+def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
+    """For each key of the state the checkpoint's. Raises `ValueError` if two keys would be one."""
+    result = {}
+    back: dict[str, str] = {}
+    for key in keys:
+        name = of(key)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"rename gives {name!r} as the checkpoint's key of {key!r}")
+        first = back.setdefault(name, key)
+        if first != key:
+            raise ValueError(f"rename gives {first!r} and {key!r} the same key of the checkpoint, {name!r}")
+        result[key] = name
+    return result
+
+
+def _by_prefix(mapping: Mapping[str, str]) -> Callable[[str], str]:
+    def of(key: str) -> str:
+        end = len(key)
+        while True:
+            old = key[:end]
+            if old in mapping:
+                return ".".join(part for part in (mapping[old], key[end:].removeprefix(".")) if part)
+            if not end:
+                return key
+            end = max(key.rfind(".", 0, end), 0)
+
+    return of

@@ -1,0 +1,287 @@
+"""`verify`: whether a checkpoint is whole, without loading it anywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from . import _C, directory_lock, engine, layout, metadata_file
+from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from .odd_record import wrong_form
+from .overlap import GROUP_TENSORS, overlap
+from .stock import StorageInfo
+
+
+class Damage(NamedTuple):
+    """One thing that is wrong. A load of `key` raises."""
+
+    key: str | None  #: name of the tensor or object; None: it concerns all of the file
+    file: str
+    offset: int  #: bytes from the start of the file
+    reason: str
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+    quick: bool
+    damaged: list[Damage] = field(default_factory=list)
+    keys: int = 0  #: tensors and objects that the metadata names
+    files: int = 0  #: data files that it names
+    bytes: int = 0  #: of records that were read
+    unverified_bytes: int = 0  #: of these, written without checksums or in a form that nothing here can check
+    indexed: bool = False  #: an index that belongs to the metadata lies beside it; without one loads begin slower
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damaged
+
+
+def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
+    """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
+
+    With `quick`, that the metadata is sound, and that each data file it names is a regular file, long enough for what
+    it is said to hold: the cost is one small file and one `stat` a data file. Otherwise also every byte of every tensor
+    and object, against its checksums. Of data no more than `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
+
+    Damage is not raised but listed, all of it; so is what cannot be read, and a directory without a checkpoint. A
+    checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest.
+
+    Raises ValueError for a URL that is no `file://`.
+    """
+    directory = layout.local_path(path)
+    report = VerifyReport(directory, quick)
+    try:
+        ranks = layout.metadata_ranks(directory) or [None]
+    except OSError:
+        ranks = [None]
+    for rank in ranks:
+        lock = directory_lock.while_reading(directory, rank)
+        try:
+            _verify_metadata_file(directory, rank, report)
+        except CheckpointError as error:
+            report.damaged.append(_damage(error, os.path.join(directory, layout.metadata_name(rank))))
+        finally:
+            if lock is not None:
+                lock.release()
+    return report
+
+
+def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport) -> None:
+    ends = _ends_by_index(directory, rank, report)
+    if report.quick and ends is not None:
+        report.files += len(ends)
+        _check_files(directory, ends, report)
+        return
+    contents = _Contents(directory, layout.read_metadata(directory, rank), rank, report)
+    bad_files = _check_files(directory, contents.ends, report)
+    if not report.quick:
+        _check_records(directory, contents, bad_files, report)
+
+
+def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
+    """How long each data file is at least, if that can be had without building the metadata, which is then checked."""
+    index = layout.read_index(directory, rank)
+    if index is None:
+        return None
+    path = os.path.join(directory, layout.metadata_name(rank))
+    metadata_file.check(layout.metadata_bytes(directory, rank), path)  # against its checksum, which the index repeats
+    try:
+        files, ends = index.files, index.file_ends()
+    except _C.EngineError:  # a damaged index harms nobody: the metadata rules
+        return None
+    report.indexed = True
+    if report.quick:
+        report.keys += len(index)
+    return {layout.check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
+
+
+def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
+    """Looks at each data file. Returns those that are not there; records that do not fit are left to who reads them."""
+    bad = set()
+    for name, end in ends.items():
+        path = os.path.join(directory, name)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            bad.add(name)
+            report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            bad.add(name)
+            report.damaged.append(Damage(None, path, 0, f"{path} is not a regular file"))
+        elif found.st_size < end and report.quick:
+            reason = f"file {path} is truncated: it has {found.st_size} bytes, its last record ends at {end}"
+            report.damaged.append(Damage(None, path, found.st_size, reason))
+    return bad
+
+
+@dataclass(slots=True)
+class _Record:
+    key: str
+    file: str  #: as the metadata names it
+    offset: int
+    length: int
+    crc: int  #: CRC-32 of a tensor's bytes or of all of an object's record, -1 if the metadata has none
+    transformed: bool
+    dtype: torch.dtype | None = None  #: None: an object
+    sizes: tuple[int, ...] = ()
+
+
+class _Contents:
+    """What the metadata says there is, as far as it makes sense. What does not is added to the report."""
+
+    def __init__(self, directory: str, metadata: Metadata, rank: int | None, report: VerifyReport) -> None:
+        self.path = os.path.join(directory, layout.metadata_name(rank))
+        self.ends: dict[str, int] = {}
+        self.tensors: list[_Record] = []
+        self.objects: list[_Record] = []
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(f"{self.path} does not say where anything is stored", key=None, file=self.path)
+        places = self._places(metadata.storage_data, report)
+        for key, stored in metadata.state_dict_metadata.items():
+            try:
+                self._add(key, stored, places.pop(key, {}), whole=rank is None)
+            except CheckpointError as error:
+                report.damaged.append(_damage(error, self.path, key))
+        report.keys += len(metadata.state_dict_metadata)
+        report.files += len(self.ends)
+
+    def _places(self, storage: dict[Any, Any], report: VerifyReport) -> dict[str, dict[tuple[int, ...], Any]]:
+        places: dict[str, dict[tuple[int, ...], Any]] = {}
+        for index, info in storage.items():
+            if type(index) is not MetadataIndex or type(index.fqn) is not str:
+                report.damaged.append(Damage(None, self.path, 0, f"the metadata places {index!r}, which is no name"))
+                continue
+            places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+        return places
+
+    def _add(self, key: str, stored: Any, places: dict[tuple[int, ...], Any], *, whole: bool) -> None:
+        if isinstance(stored, BytesStorageMetadata):
+            self.objects.append(self._record(key, places.get(())))
+            return
+        assert isinstance(stored, TensorStorageMetadata)  # by metadata_file
+        records = [
+            self._record(key, places.get(tuple(chunk.offsets), places.get(())), stored.properties.dtype, chunk.sizes)
+            for chunk in stored.chunks
+        ]
+        elements = sum(math.prod(chunk.sizes) for chunk in stored.chunks)  # they do not overlap
+        if whole and elements != math.prod(stored.size):
+            raise CorruptCheckpointError(
+                f"{key}: {elements} of its {math.prod(stored.size)} elements are stored", key=key, file=self.path
+            )
+        self.tensors += records
+
+    def _record(self, key: str, info: Any, dtype: torch.dtype | None = None, sizes: tuple[int, ...] = ()) -> _Record:
+        if info is None:
+            raise CorruptCheckpointError(
+                f"{key}: the metadata does not say where it is stored", key=key, file=self.path
+            )
+        if type(info) is not StorageInfo:
+            raise UntrustedCheckpointError(f"{key}: the metadata does not name a file for it", key=key)
+        name = layout.check_relative(getattr(info, "relative_path", None), key)
+        offset, length, crc = info.offset, info.length, getattr(info, "crc", -1)
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (offset, length)):
+            raise UntrustedCheckpointError(f"{key}: the metadata places it at {offset!r}, {length!r} bytes", key=key)
+        if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
+            raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
+        self.ends[name] = max(self.ends.get(name, 0), offset + length)
+        crc = crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
+        return _Record(key, name, offset, length, crc, bool(info.transform_descriptors), dtype, sizes)
+
+
+# --- Reading all of it
+
+
+def _check_records(directory: str, contents: _Contents, bad_files: set[str], report: VerifyReport) -> None:
+    def readable(record: _Record) -> bool:
+        if record.file not in bad_files:
+            return True
+        _add(report, directory, record, record.offset, "its data file is missing")
+        return False
+
+    archives = []
+    tensors = []
+    for record in filter(readable, contents.tensors + contents.objects):
+        report.bytes += record.length
+        if record.transformed:  # compressed by a stream transform of stock DCP
+            report.unverified_bytes += record.length
+        elif record.dtype in engine.DTYPE_CODES:
+            tensors.append(record)
+        else:
+            archives.append(record)
+    options = engine.options(None, engine.direct_io_setting("auto"))
+    names = list(contents.ends)
+    numbers = {name: number for number, name in enumerate(names)}
+    paths = [os.path.join(directory, name) for name in names]
+
+    def check(group: _Group) -> tuple[list[tuple[int, int, str]], list[int], int]:
+        with engine.named_errors(lambda row: group.records[row].key, directory):
+            return _C.check_tensors(paths, group.table, options)
+
+    for group, (damaged, unread, unverified) in overlap(_groups(tensors, numbers), check):
+        report.unverified_bytes += unverified
+        for row, offset, reason in damaged:
+            _add(report, directory, group.records[row], offset, reason)
+        archives += [group.records[row] for row in unread]
+    for record in archives:
+        _check_archive(directory, record, report)
+
+
+@dataclass
+class _Group:
+    """Tensors that are checked together, and their rows in the engine's table."""
+
+    records: list[_Record] = field(default_factory=list)
+    table: array[int] = field(default_factory=engine.int_table)
+
+
+def _groups(records: list[_Record], numbers: dict[str, int]) -> Iterator[_Group]:
+    # In the order of the files: neighbours are read in one go.
+    records = sorted(records, key=lambda record: (numbers[record.file], record.offset))
+    for first in range(0, len(records), GROUP_TENSORS):
+        group = _Group(records[first : first + GROUP_TENSORS])
+        for record in group.records:
+            assert record.dtype is not None
+            code = engine.dtype_code(record.dtype, record.key)
+            group.table.extend((numbers[record.file], record.offset, record.length, record.crc, code))
+            group.table.extend((len(record.sizes), *record.sizes))
+        yield group
+
+
+def _check_archive(directory: str, record: _Record, report: VerifyReport) -> None:
+    """An object, or a tensor whose record is not what torch writes for a plain one (of a transposed one, say)."""
+    path = os.path.join(directory, record.file)
+    crc = record.crc if record.dtype is None else -1  # of a tensor it is of the plain bytes
+    try:
+        wrong, offset, unverified = _C.check_archive_at(path, record.offset, record.length, crc)
+        if not wrong and record.dtype is not None:
+            wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes)
+    except (_C.EngineError, OSError) as error:
+        wrong, offset, unverified = str(error), record.offset, 0
+    report.unverified_bytes += unverified
+    if wrong:
+        _add(report, directory, record, offset, wrong)
+
+
+# --- Telling
+
+
+def _add(report: VerifyReport, directory: str, record: _Record, offset: int, reason: str) -> None:
+    report.damaged.append(Damage(record.key, os.path.join(directory, record.file), offset, reason))
+
+
+def _damage(error: CheckpointError, file: str, key: str | None = None) -> Damage:
+    """An error in the words of a report."""
+    return Damage(getattr(error, "key", key), getattr(error, "file", file), getattr(error, "offset", 0), str(error))
