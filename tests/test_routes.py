@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +27,11 @@ from vescale_ckpt import (
     CheckpointTimeoutError,
     CorruptCheckpointError,
     LoadFailedError,
+    round_memory,
     routed_read,
     routes,
 )
+from vescale_ckpt.round_memory import RoundMemory
 
 FOREVER = 60.0
 
@@ -46,6 +50,11 @@ def _load(directory: Path, state: dict[str, Any], **options: Any) -> tuple[int, 
     """Bytes that this rank read, and that it was to get."""
     report = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER, **options)
     return report.stats.read_bytes, report.stats.bytes
+
+
+def _live_on_nodes(nodes: list[int]) -> None:
+    """Ranks of different nodes send messages, those of one look at each other's memory."""
+    os.environ["VESCALE_CKPT_NODE"] = str(nodes[dist.get_rank()])
 
 
 def _assert_filled(value: torch.Tensor, full: torch.Tensor) -> None:
@@ -97,7 +106,8 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
 # --- Layouts
 
 
-def _layouts(directory: Path) -> None:
+def _layouts(directory: Path, nodes: list[int]) -> None:
+    _live_on_nodes(nodes)
     full = {
         "uneven": _numbers(7, 5, 3, dtype=torch.bfloat16),
         "empty": _numbers(2, 9, dtype=torch.int64),
@@ -156,34 +166,37 @@ def _partly(directory: Path, full: dict[str, torch.Tensor]) -> None:
     assert_same(state["flags0"], full["flags"])
 
 
-def test_any_layout_arrives(checkpoint: Path) -> None:
-    run_ranks(4, _layouts, checkpoint)
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 2, 3, 4], [1, 2, 1, 2]])
+def test_any_layout_arrives(checkpoint: Path, nodes: list[int]) -> None:
+    run_ranks(4, _layouts, checkpoint, nodes)
 
 
 # --- Memory
 
 
-def _much_with_little_memory(directory: Path) -> tuple[int, int]:
+def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
+    _live_on_nodes(nodes)
     full = {"a": _numbers(4096, 1024), "b": _numbers(1024, 4096, dtype=torch.int16)}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(6 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": _sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
 
-    def memory(size: int) -> torch.Tensor:
-        taken.append(size)
-        return torch.empty(size + 4096, dtype=torch.uint8)[:size]
+    def memory(sizes: list[int]) -> RoundMemory:
+        taken.extend(sizes)
+        return RoundMemory(sizes)
 
-    with mock.patch.object(routed_read, "_memory", memory):
+    with mock.patch.object(routed_read, "RoundMemory", memory):
         read, _ = _load(directory, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
     return sum(taken), read
 
 
-def test_memory_is_bounded(checkpoint: Path) -> None:
-    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint):
-        assert 3 * MiB < taken <= 6 * MiB and read > 8 * MiB
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
+def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
+    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
+        assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
 
 
 # --- Failures
@@ -205,8 +218,9 @@ def _flip(file: Path) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def _fail_to_read(directory: Path) -> tuple[list[tuple[type, str]], float]:
+def _fail_to_read(directory: Path, nodes: list[int]) -> tuple[list[tuple[type, str]], float]:
     """On one rank, of what it reads for all, early in many rounds. The exchange is used on after each failure."""
+    _live_on_nodes(nodes)
     full = {"w": _numbers(1024, 2048), "v": _numbers(512, 1024)}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
@@ -218,7 +232,8 @@ def _fail_to_read(directory: Path) -> tuple[list[tuple[type, str]], float]:
     for call, errno in (("read", 5), ("open", 24)):
         if mine:
             _C.inject_fault(call, errno, skip=1, times=1000)
-        with mock.patch.dict(os.environ, VESCALE_CKPT_DIRECT_IO="off"):
+        looking_often = mock.patch.object(routed_read, "_ROUNDS_BETWEEN_LOOKS", 1)
+        with mock.patch.dict(os.environ, VESCALE_CKPT_DIRECT_IO="off"), looking_often:
             errors.append(_error(directory, state))
         _C.clear_faults()
         dist.barrier()
@@ -241,8 +256,9 @@ def _fail_to_read(directory: Path) -> tuple[list[tuple[type, str]], float]:
     return [(type(error), str(error)) for error in errors], time.monotonic() - begin
 
 
-def test_what_one_reader_cannot_read_is_raised_on_all(checkpoint: Path) -> None:
-    results = run_ranks(4, _fail_to_read, checkpoint)
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 2, 1, 2]])
+def test_what_one_reader_cannot_read_is_raised_on_all(checkpoint: Path, nodes: list[int]) -> None:
+    results = run_ranks(4, _fail_to_read, checkpoint, nodes)
     assert all(errors == results[0][0] for errors, _ in results)
     assert max(seconds for _, seconds in results) < FOREVER
     kinds, texts = zip(*results[0][0], strict=True)
@@ -254,8 +270,9 @@ def test_what_one_reader_cannot_read_is_raised_on_all(checkpoint: Path) -> None:
     assert "rank 0" in texts[4] and "no room to plan" in texts[4]
 
 
-def _one_dies_between_rounds(directory: Path) -> float:
-    full = _numbers(1024, 1024)
+def _one_dies_between_rounds(directory: Path, nodes: list[int]) -> float:
+    _live_on_nodes(nodes)
+    full = _numbers(4096, 1024)
     vescale_ckpt.save(directory, {"w": full})
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
     state = {"w": torch.zeros_like(full)}
@@ -276,7 +293,7 @@ def _one_dies_between_rounds(directory: Path) -> float:
 
 
 def test_a_rank_that_dies_between_rounds_is_named(checkpoint: Path) -> None:
-    *survivors, dead, last = run_ranks(4, _one_dies_between_rounds, checkpoint, check=False)
+    *survivors, dead, last = run_ranks(4, _one_dies_between_rounds, checkpoint, [1, 1, 2, 2], check=False)
     assert "died" in str(dead)
     assert max(*survivors, last) < FOREVER
 
@@ -321,6 +338,33 @@ def _decide(directory: Path, slow: str) -> tuple[bool, int]:
 @pytest.mark.parametrize(("slow", "shares"), [("_read_trial", True), ("_send", False), ("_place", False)])
 def test_all_ranks_take_the_way_that_was_faster(checkpoint: Path, slow: str, shares: bool) -> None:
     assert run_ranks(2, _decide, checkpoint, slow) == [(shares, 4 * MiB)] * 2
+
+
+def _blind(directory: Path) -> tuple[int, list[str]]:
+    full = _numbers(512, 1024)
+    vescale_ckpt.save(directory, {"w": full})
+    state = {"w": torch.zeros_like(full)}
+    blind = mock.patch.object(round_memory, "_open", side_effect=PermissionError(13, "not yours"))
+    with blind if dist.get_rank() == 1 else contextlib.nullcontext(), _warnings() as texts:
+        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state["w"], full)
+    return stats.shared_bytes, texts
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    routed_read.logger.addHandler(handler)
+    yield texts
+    routed_read.logger.removeHandler(handler)
+
+
+def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
+    (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
+    assert shared == also_shared == 0 and none == []
+    assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
 
 
 def test_one_rank_shares_nothing(checkpoint: Path) -> None:

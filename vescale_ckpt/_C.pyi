@@ -133,6 +133,7 @@ def plan_routes(
     reads: Sequence[Any],
     files: Sequence[Sequence[str]],
     groups: Sequence[int],
+    nodes: Sequence[int],
     verify: bool = True,
     piece_bytes: int = ...,
     whole_bytes: int = ...,
@@ -146,8 +147,7 @@ def place_table(
     sources: builtins.bytes,
     tensors: builtins.bytes,
     ready: builtins.bytes,
-    address: int,
-    bytes: int,
+    memories: Any,
 ) -> tuple[builtins.bytes, list[int]]: ...
 def copy_boxes(table: Any, threads: int) -> None: ...
 

@@ -28,3 +28,12 @@ def node_of_this_process() -> int:
     except OSError:
         machine = socket.gethostname().encode()
     return int.from_bytes(hashlib.blake2b(machine, digest_size=8).digest(), "big") >> 1
+
+
+def memory_domain() -> str:
+    """Equal for processes that may open each other's files in /proc: of one machine, process namespace and user."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = f"of {os.getpid()} alone"
+    return f"{node_of_this_process()} {namespace} {os.getuid()}"

@@ -17,6 +17,7 @@ from .connections import Connections
 from .engine import CODE_DTYPES
 from .exchange import Exchange
 from .packed import PackedReads, narrowed
+from .round_memory import RoundMemory
 from .routes import MEMORIES, Round, Routes
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAGE = 4096
 # A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
 _ROUNDS_BETWEEN_LOOKS = 16
 
@@ -55,12 +55,29 @@ class RoutedRead:
         self._load, self._reads = load, reads
         self._threads = load.reader.thread_count or settings.number("threads")
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
-        self._memories = [_memory(size) for size in sizes]
+        self._memory = RoundMemory(sizes)
+        if not self._meet():
+            return Outcome.stood_down
         with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
             outcome = self._run(pool, len(rounds))
         if self._error is not None:
             raise self._error
         return outcome
+
+    def _meet(self) -> bool:
+        """Whether all ranks see what they have to see of each other's memory."""
+        rounds = self.routes.rounds
+        near = {peer for of in rounds for table in (of.sends, of.receives) for peer in of.near(table)}
+        try:
+            with self._exchange.peers("meet", self._phase) as peers:
+                error = self._memory.meet(peers, near)
+            if self._exchange.agree([int(error is None)], self._phase) == [1]:
+                return True
+        finally:
+            self._memory.close()
+        if error is not None:
+            logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
+        return False
 
     def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
         start = 0
@@ -76,8 +93,9 @@ class RoutedRead:
             with self._peers(start, stop - 1) as peers:
                 for number in range(start, stop):
                     read.pop(number).result()
-                    if number - 2 in placed:  # in the memory that the next round is read into
+                    if number - 2 in placed:  # out of the memories that the next round is read into
                         placed.pop(number - 2).result()
+                        self._give_back(peers, number - 2)
                     if number + 1 < count:
                         read[number + 1] = pool.submit(self._read, number + 1)
                     self._send(peers, number)
@@ -90,7 +108,6 @@ class RoutedRead:
     def _try_both_ways(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
         """The first round as it is, and what the second would give by reading it alone: which way goes on, all ranks
         take. What the steps of a round take at a time lies between the longest of them and their sum."""
-        self._memories[0].zero_()  # no page faults in what is timed
         steps = [self._read(0)]
         with self._peers(0, 0) as peers:
             steps.append(self._send(peers, 0))
@@ -128,7 +145,7 @@ class RoutedRead:
 
     def _read(self, number: int) -> float:
         def read() -> None:
-            of, memory = self.routes.rounds[number], self._memory(number)
+            of, memory = self.routes.rounds[number], self._memory[number]
             if len(of.staged):
                 self._read_pieces(of, memory)
             if len(of.packs):
@@ -138,27 +155,39 @@ class RoutedRead:
 
     def _send(self, peers: Connections, number: int) -> float:
         started = time.perf_counter()
-        of, memory = self.routes.rounds[number], self._memory(number)
+        of, memory = self.routes.rounds[number], self._memory[number]
         for peer, offset, size in of.messages(of.receives):
-            peers.receive(peer, memory[offset : offset + size])
+            peers.receive(peer, memory[offset : offset + size] if size else _word())
         for peer, offset, size in of.messages(of.sends):
-            peers.send(peer, memory[offset : offset + size])
+            peers.send(peer, memory[offset : offset + size] if size else _word())
         peers.wait()
         return time.perf_counter() - started
 
+    def _give_back(self, peers: Connections, number: int) -> None:
+        """Tells those whose memory was looked at in a round, and hears from those who looked at this rank's."""
+        of = self.routes.rounds[number]
+        for peer in of.near(of.sends):
+            peers.receive(peer, _word())
+        for peer in of.near(of.receives):
+            peers.send(peer, _word())
+        peers.wait()
+
     def _place(self, number: int) -> float:
         def place() -> None:
-            of, memory = self.routes.rounds[number], self._memory(number)
+            of = self.routes.rounds[number]
             if not len(of.places):
                 return
             assert self._reads is not None
+            memories = {-1: self._memory[number]}
+            memories.update((peer, self._memory.of_peer(peer, number)) for peer in of.near(of.receives))
+            table = engine.int_table()
+            for peer, memory in memories.items():
+                table.extend((peer, memory.data_ptr(), len(memory)))
             state = self._reads.description
-            table, rest = _C.place_table(
-                state.inventory, of.places, state.sources, state.table, state.ready, memory.data_ptr(), len(memory)
-            )
-            _C.copy_boxes(table, self._threads)
+            copies, rest = _C.place_table(state.inventory, of.places, state.sources, state.table, state.ready, table)
+            _C.copy_boxes(copies, self._threads)
             if rest:
-                self._copy_by_torch(of.places, set(rest), memory)
+                self._copy_by_torch(of.places, set(rest), memories)
 
         return self._guarded(place)
 
@@ -190,26 +219,21 @@ class RoutedRead:
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
             load.read_odd_piece(names[item], record, chunk, start, piece)
 
-    def _copy_by_torch(self, places: memoryview, wanted: set[int], memory: torch.Tensor) -> None:
+    def _copy_by_torch(self, places: memoryview, wanted: set[int], memories: dict[int, torch.Tensor]) -> None:
         """To tensors on other devices, or of another dtype than the stored one."""
         assert self._reads is not None
-        for number, row in enumerate(_rows(places, 4, 4)):
+        for number, row in enumerate(_rows(places, 5, 4)):
             if number not in wanted:
                 continue
-            offset, item, dtype, ndim = row[:4]
-            size, start, lengths, target = _lists(row[4:], ndim, 4)
-            source = narrowed(_tensor_at(memory, offset, CODE_DTYPES[dtype], size), start, lengths)
+            peer, offset, item, dtype, ndim = row[:5]
+            size, start, lengths, target = _lists(row[5:], ndim, 4)
+            source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
 
-    def _memory(self, number: int) -> torch.Tensor:
-        return self._memories[number % MEMORIES]
 
-
-def _memory(size: int) -> torch.Tensor:
-    """Bytes that start at a page."""
-    raw = torch.empty(size + _PAGE, dtype=torch.uint8)
-    start = -raw.data_ptr() % _PAGE
-    return raw[start : start + size]
+def _word() -> torch.Tensor:
+    """A message that says no more than that it came."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from . import _C, settings
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
+from .node import memory_domain
 from .packed import words
 
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
@@ -35,6 +36,10 @@ class Round:
     def messages(self, table: memoryview) -> list[tuple[int, int, int]]:
         """Peer, offset and bytes of those in `sends` or `receives`."""
         return [(table[at], table[at + 1], table[at + 2]) for at in range(0, len(table), 3)]
+
+    def near(self, table: memoryview) -> list[int]:
+        """The peers among them that have no message, but memory that both see."""
+        return [peer for peer, _, size in self.messages(table) if size == 0]
 
 
 class Routes:
@@ -81,12 +86,13 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str) ->
     """
     names = json.dumps(reads.files).encode()
     limits = f"{exchange.rank} {exchange.size} {verify} {settings.number('broadcast_bytes')}".encode()
-    form = blake2b(pack(reads.rows, names, limits), digest_size=16).digest()
+    domain = memory_domain().encode()
+    form = blake2b(pack(reads.rows, names, limits, domain), digest_size=16).digest()
     with _kept_lock:
         number, routes = _kept.get(form, (_UNKNOWN, None))
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, reads.rows, names, verify, phase)
+        number, routes = _plan(exchange, pack(reads.rows, names, domain), verify, phase)
     with _kept_lock:
         _kept[form] = number, routes
         _kept.move_to_end(form)
@@ -95,8 +101,8 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str) ->
     return routes
 
 
-def _plan(exchange: Exchange, rows: bytes, names: bytes, verify: bool, phase: str) -> tuple[int, Routes]:
-    gathered = exchange.gather(pack(rows, names), phase)
+def _plan(exchange: Exchange, needs: bytes, verify: bool, phase: str) -> tuple[int, Routes]:
+    gathered = exchange.gather(needs, phase)
     planned, error = None, None
     if gathered is not None:
         try:
@@ -110,8 +116,11 @@ def _plan(exchange: Exchange, rows: bytes, names: bytes, verify: bool, phase: st
 
 def _plan_for(gathered: list[bytes], verify: bool) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
-    files = [json.loads(names) for _, names in needs]
+    files = [json.loads(names) for _, names, _ in needs]
+    domains: dict[bytes, int] = {}
+    nodes = [domains.setdefault(domain, len(domains)) for _, _, domain in needs]
     budget = settings.number("broadcast_bytes") // MEMORIES
-    routes = _C.plan_routes([rows for rows, _ in needs], files, [0] * len(needs), verify, budget_bytes=budget)
+    reads = [rows for rows, _, _ in needs]
+    routes = _C.plan_routes(reads, files, [0] * len(needs), nodes, verify, budget_bytes=budget)
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     return [pack(number, packed) for packed in routes]

@@ -23,9 +23,10 @@ std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
 }
 
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
-                            const std::vector<uint32_t>& groups, const RouteOptions& options) {
-  if (files.size() != reads.size() || groups.size() != reads.size()) {
-    throw py::value_error("as many lists of files, and groups, as ranks are wanted");
+                            const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
+                            const RouteOptions& options) {
+  if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
+    throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
   }
   std::vector<Table> tables;
   tables.reserve(reads.size());
@@ -34,7 +35,7 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   {
     const py::gil_scoped_release release;
     std::vector<RankReads> ranks;
-    for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i]});
+    for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i], nodes[i]});
     const std::vector<RankRoutes> routes = plan_routes(ranks, options);
     for (size_t i = 0; i < routes.size(); ++i) packed[i] = pack_routes(routes[i]);
   }
@@ -45,11 +46,11 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
 
 std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, const py::buffer& rows,
                                                   const py::buffer& sources, const py::buffer& tensors,
-                                                  const py::bytes& ready, uintptr_t address, uint64_t bytes) {
-  const Table row_words(rows), source_words(sources), tensor_words(tensors);
+                                                  const py::bytes& ready, const py::buffer& memories) {
+  const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
   const Inventory items(view(inventory));
   PlaceTable table = make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
-                                      row_words.values(), memory_at(address, bytes));
+                                      row_words.values(), memory_words.values());
   return {bytes_of(table.copies), std::move(table.rest)};
 }
 
@@ -60,11 +61,11 @@ void bind_routes(py::module_& module) {
   module.def(
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
-         const std::vector<uint32_t>& groups, bool verify, uint64_t piece_bytes, uint64_t whole_bytes,
-         uint64_t budget_bytes) {
-        return plan(reads, files, groups, {piece_bytes, budget_bytes, verify, whole_bytes});
+         const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes, bool verify, uint64_t piece_bytes,
+         uint64_t whole_bytes, uint64_t budget_bytes) {
+        return plan(reads, files, groups, nodes, {piece_bytes, budget_bytes, verify, whole_bytes});
       },
-      py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("verify") = standard.verify,
+      py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("nodes"), py::arg("verify") = standard.verify,
       py::arg("piece_bytes") = standard.piece_bytes, py::arg("whole_bytes") = standard.whole_bytes,
       py::arg("budget_bytes") = standard.budget_bytes, "each rank's routes, packed");
   module.def(
@@ -80,8 +81,7 @@ void bind_routes(py::module_& module) {
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
   module.def("place_table", &places, py::arg("inventory"), py::arg("places"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), py::arg("address"), py::arg("bytes"),
-             "the table of copies, and the numbers of rows that are not in it");
+             py::arg("ready"), py::arg("memories"), "the table of copies, and the numbers of rows that are not in it");
   module.def(
       "copy_boxes",
       [](const py::buffer& buffer, unsigned threads) {

@@ -48,8 +48,8 @@ void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
 
 class Cutter {
  public:
-  Cutter(size_t members, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
-      : limit_(most_bytes_at_once(members, options)), options_(options), routes_(routes), own_bytes_(own_bytes) {}
+  Cutter(size_t senders, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
+      : limit_(most_bytes_at_once(senders, options)), options_(options), routes_(routes), own_bytes_(own_bytes) {}
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
@@ -262,12 +262,12 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   return rest;
 }
 
-uint64_t most_bytes_at_once(size_t members, const RouteOptions& options) {
+uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   constexpr uint64_t kLeast = 4 << 20;  // where the budget has no room for all ranks', they read in turns
   constexpr uint64_t kElement = 64;     // of the largest dtype, and more
   const uint64_t most = std::max(options.piece_bytes, kElement);
   const uint64_t least = std::min({kLeast, most, std::max(options.budget_bytes / 2, kElement)});
-  return std::clamp(options.budget_bytes / (members + 1), least, most);
+  return std::clamp(options.budget_bytes / (senders + 2), least, most);
 }
 
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
@@ -294,9 +294,9 @@ std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uin
   return needs;
 }
 
-Pieces cut_pieces(std::span<const Need> needs, size_t members, const RouteOptions& options,
+Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
                   std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
-  Cutter cutter(members, options, routes, own_bytes);
+  Cutter cutter(senders, options, routes, own_bytes);
   for (size_t begin = 0; begin < needs.size();) {
     size_t end = begin + 1;
     while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;

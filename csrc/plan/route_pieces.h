@@ -78,15 +78,15 @@ struct Pieces {
   std::vector<std::vector<uint32_t>> sets;  // rising ranks
 };
 
-// Cuts what `members` need; what one alone needs is added to its `own` reads instead, and their bytes to `own_bytes`
-// (by rank). `needs` holds all their needs, and must outlive the pieces.
-Pieces cut_pieces(std::span<const Need> needs, size_t members, const RouteOptions& options,
+// Cuts what is needed; what one alone needs is added to its `own` reads instead, and their bytes to `own_bytes`
+// (by rank). `needs` holds all their needs, and must outlive the pieces. `senders` as below.
+Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
                   std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
 // The rows of `members`, in the order of files, checked. Throws Error (invalid, with the rank as item).
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members);
 
-// Of a piece, or of all that a reader has in a round.
-uint64_t most_bytes_at_once(size_t members, const RouteOptions& options);
+// Of a piece, or of all that a reader has in a round. `senders`: whose messages a rank may get at a time.
+uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
 
 }  // namespace vescale_ckpt

@@ -11,7 +11,8 @@ namespace {
 
 constexpr uint64_t kPage = 4096, kAlignment = 64;
 constexpr uint64_t kLargeBytes = 64 << 10;  // worth a place in memory from which it can be read directly
-constexpr uint64_t kBodyInPage = 64;        // where in a page of its file a large tensor's data starts
+constexpr int64_t kOwnMemory = -1;
+constexpr uint64_t kBodyInPage = 64;  // where in a page of its file a large tensor's data starts
 
 uint64_t align_up(uint64_t value, uint64_t to) {
   return (value + to - 1) / to * to;
@@ -38,14 +39,6 @@ uint64_t staging_offset(const Piece& piece, uint64_t cursor) {
   return page + within >= cursor ? page + within : page + kPage + within;
 }
 
-uint64_t bytes_to_pack(const Piece& piece) {
-  uint64_t bytes = 0;
-  for (const Piece::Receiver& to : piece.receivers) {
-    if (to.need->rank != piece.reader) bytes += align_up(to.box.elements() * item_bytes(*piece.like), kAlignment);
-  }
-  return bytes;
-}
-
 void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
   to.insert(to.end(), words.begin(), words.end());
 }
@@ -56,10 +49,10 @@ void append_difference(std::vector<int64_t>& to, std::span<const int64_t> at, st
 
 class Rounds {
  public:
-  Rounds(const Pieces& pieces, std::span<const uint32_t> members, const RouteOptions& options,
-         std::span<RankRoutes> routes)
-      : members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
-    const uint64_t most = most_bytes_at_once(members.size(), options);
+  Rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members, size_t senders,
+         const RouteOptions& options, std::span<RankRoutes> routes)
+      : ranks_(ranks), members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
+    const uint64_t most = most_bytes_at_once(senders, options);
     for (const Piece& piece : pieces.pieces) fill(piece, most);
   }
 
@@ -98,9 +91,21 @@ class Rounds {
       const Piece::Receiver* to;
     };
     std::vector<Part> parts;
+    bool near = false;    // the peer sees the staging memory
     bool packed = false;  // else it is the staging memory itself
     uint64_t bytes = 0;
   };
+
+  bool near(uint32_t left, uint32_t right) const { return ranks_[left].node == ranks_[right].node; }
+
+  uint64_t bytes_to_pack(const Piece& piece) const {
+    uint64_t bytes = 0;
+    for (const Piece::Receiver& to : piece.receivers) {
+      if (near(to.need->rank, piece.reader)) continue;
+      bytes += align_up(to.box.elements() * item_bytes(*piece.like), kAlignment);
+    }
+    return bytes;
+  }
 
   void fill(const Piece& piece, uint64_t most) {
     std::vector<Bucket>& of_reader = buckets_[piece.reader];
@@ -127,7 +132,7 @@ class Rounds {
     bucket.packed_bytes += packed_bytes;
   }
 
-  static std::map<uint32_t, Message> messages_of(const Bucket& bucket, uint32_t reader) {
+  std::map<uint32_t, Message> messages_of(const Bucket& bucket, uint32_t reader) const {
     std::map<uint32_t, Message> messages;
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       for (const Piece::Receiver& to : bucket.pieces[i]->receivers) {
@@ -135,6 +140,8 @@ class Rounds {
       }
     }
     for (auto& [peer, message] : messages) {
+      message.near = near(peer, reader);
+      if (message.near) continue;
       message.packed = message.parts.size() != bucket.pieces.size();  // a second box of a piece is a part of its own
       for (const Message::Part& part : message.parts) {
         const Piece& piece = *bucket.pieces[part.piece];
@@ -153,6 +160,7 @@ class Rounds {
     };
     uint64_t mine = bucket.staging_bytes;
     for (const auto& [peer, message] : messages) {
+      if (message.near) continue;
       if (after(peer, message.bytes, kAlignment) > options_.budget_bytes) return false;
       if (message.packed) mine = align_up(mine, kAlignment) + message.bytes;
     }
@@ -179,6 +187,14 @@ class Rounds {
     }
     for (const auto& [peer, message] : messages) {
       RouteRound& theirs = routes_[peer].rounds[round];
+      if (message.near) {
+        append(mine.sends, std::array{int64_t{peer}, int64_t{0}, int64_t{0}});
+        append(theirs.receives, std::array{int64_t{reader}, int64_t{0}, int64_t{0}});
+        for (const auto& [number, receiver] : message.parts) {
+          place(theirs, reader, staging + bucket.offsets[number], *receiver, bucket.pieces[number]->box);
+        }
+        continue;
+      }
       const auto bytes = static_cast<int64_t>(message.bytes);
       const uint64_t from = message.packed ? take_memory(mine, message.bytes, kAlignment) : staging;
       const uint64_t to = take_memory(theirs, message.bytes, kAlignment);
@@ -188,12 +204,12 @@ class Rounds {
       for (const auto& [number, receiver] : message.parts) {
         const Piece& piece = *bucket.pieces[number];
         if (!message.packed) {
-          place(theirs, to + bucket.offsets[number], *receiver, piece.box);
+          place(theirs, kOwnMemory, to + bucket.offsets[number], *receiver, piece.box);
           continue;
         }
         at = align_up(at, kAlignment);
         pack(mine, staging + bucket.offsets[number], from + at, piece, receiver->box);
-        place(theirs, to + at, *receiver, receiver->box);
+        place(theirs, kOwnMemory, to + at, *receiver, receiver->box);
         at += receiver->box.elements() * item_bytes(*piece.like);
       }
     }
@@ -205,7 +221,7 @@ class Rounds {
     for (const Piece::Receiver& to : piece.receivers) {
       if (to.need->rank != reader) continue;
       own = to.need;
-      place(round, offset, to, piece.box);
+      place(round, kOwnMemory, offset, to, piece.box);
     }
     round.staged.push_back(static_cast<int64_t>(offset));
     append(round.staged, own->row.first(Need::kHead));
@@ -223,10 +239,10 @@ class Rounds {
   }
 
   // `lies`: the region that lies contiguously at the offset.
-  static void place(RouteRound& round, uint64_t from, const Piece::Receiver& to, const Region& lies) {
+  static void place(RouteRound& round, int64_t peer, uint64_t from, const Piece::Receiver& to, const Region& lies) {
     const Need& need = *to.need;
-    append(round.places,
-           std::array{static_cast<int64_t>(from), need.item(), need.dtype(), static_cast<int64_t>(to.box.size.size())});
+    append(round.places, std::array{peer, static_cast<int64_t>(from), need.item(), need.dtype(),
+                                    static_cast<int64_t>(to.box.size.size())});
     append(round.places, lies.size);
     append_difference(round.places, to.box.offset, lies.offset);
     append(round.places, to.box.size);
@@ -235,6 +251,7 @@ class Rounds {
     }
   }
 
+  const std::span<const RankReads> ranks_;
   const std::span<const uint32_t> members_;
   const RouteOptions options_;
   const std::span<RankRoutes> routes_;
@@ -243,9 +260,9 @@ class Rounds {
 
 }  // namespace
 
-void make_rounds(const Pieces& pieces, std::span<const uint32_t> members, const RouteOptions& options,
-                 std::span<RankRoutes> routes) {
-  Rounds(pieces, members, options, routes).run();
+void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
+                 size_t senders, const RouteOptions& options, std::span<RankRoutes> routes) {
+  Rounds(pieces, ranks, members, senders, options, routes).run();
 }
 
 }  // namespace vescale_ckpt

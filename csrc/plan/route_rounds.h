@@ -8,8 +8,9 @@
 
 namespace vescale_ckpt {
 
-// Adds rounds to the routes of `members`, in which all pieces are read and delivered.
-void make_rounds(const Pieces& pieces, std::span<const uint32_t> members, const RouteOptions& options,
-                 std::span<RankRoutes> routes);
+// Adds rounds to the routes of `members`, in which all pieces are read and delivered. `senders` as for
+// most_bytes_at_once.
+void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
+                 size_t senders, const RouteOptions& options, std::span<RankRoutes> routes);
 
 }  // namespace vescale_ckpt

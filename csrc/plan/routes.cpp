@@ -9,6 +9,19 @@
 
 namespace vescale_ckpt {
 
+namespace {
+
+// Ranks that are not on the node of some rank.
+size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
+  std::map<uint32_t, size_t> on_node;
+  for (const uint32_t rank : members) ++on_node[ranks[rank].node];
+  size_t most = 0;
+  for (const auto& [node, count] : on_node) most = std::max(most, members.size() - count);
+  return most;
+}
+
+}  // namespace
+
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options) {
   std::map<uint32_t, std::vector<uint32_t>> groups;
   for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
@@ -16,9 +29,10 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
   std::vector<uint64_t> bytes(ranks.size());  // that each reads
   for (const auto& [group, members] : groups) {
     const std::vector<Need> needs = needs_of(ranks, members);
-    Pieces pieces = cut_pieces(needs, members.size(), options, routes, bytes);
+    const size_t senders = most_senders(ranks, members);
+    Pieces pieces = cut_pieces(needs, senders, options, routes, bytes);
     choose_readers(pieces, bytes);
-    make_rounds(pieces, members, options, routes);
+    make_rounds(pieces, ranks, members, senders, options, routes);
   }
   size_t rounds = 0;
   for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());

@@ -1,9 +1,10 @@
 // Who reads what for whom, so that of what several ranks need each stored byte is read once.
 //
-// Pieces of records are each read by one of the ranks that need them and sent to the others, in rounds that all ranks
-// take together. In a round a rank has one stretch of memory: pieces are read into it, boxes of them are packed into
-// messages there, messages of others arrive there, and from there all goes to where it belongs. What one rank alone
-// needs it reads itself, straight to its place.
+// Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
+// ranks take together. In a round a rank has one stretch of memory: pieces are read into it, boxes of them are packed
+// into messages there, and messages of others arrive there; ranks of the same node look at each other's pieces where
+// they were read. From there all goes to where it belongs. What one rank alone needs it reads itself, straight to its
+// place.
 #pragma once
 
 #include <cstdint>
@@ -26,20 +27,22 @@ struct RouteOptions {
 struct RankReads {
   std::span<const int64_t> reads;
   std::vector<std::string> files;
-  uint32_t group = 0;  // ranks of different groups (nodes, say) send each other nothing
+  uint32_t group = 0;  // ranks of different groups deliver each other nothing
+  uint32_t node = 0;   // ranks of one node see each other's memory
 };
 
-// What a rank does in one round, in tables of rows of 64-bit integers. Offsets are bytes in the round's memory, which
-// has to start at a page; pieces and parts of messages lie in it contiguously.
+// What a rank does in one round, in tables of rows of 64-bit integers. Offsets are bytes in a rank's memory of the
+// round, which has to start at a page; pieces and parts of messages lie in it contiguously.
 struct RouteRound {
   // To read. Rows: offset, item that wants it, file, record offset, record length, crc, dtype, dimensions n, n sizes of
   // the chunk, n offsets in it, n sizes of the piece.
   std::vector<int64_t> staged;
   // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
   std::vector<int64_t> packs;
-  std::vector<int64_t> sends, receives;  // rows: peer, offset, bytes; at most one of a peer
-  // To where it belongs. Rows: from offset, item, dtype, dimensions n, n sizes of what lies there, n offsets in it, n
-  // sizes, n offsets in the item's box.
+  // Rows: peer, offset, bytes; at most one of a peer. Without bytes it only says that pieces are there to be looked at.
+  std::vector<int64_t> sends, receives;
+  // To where it belongs. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions n,
+  // n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
   std::vector<int64_t> places;
   uint64_t memory_bytes = 0;
 };

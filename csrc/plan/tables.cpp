@@ -1,6 +1,7 @@
 #include "plan/tables.h"
 
 #include <algorithm>
+#include <map>
 #include <string>
 
 #include "error.h"
@@ -10,7 +11,7 @@
 namespace vescale_ckpt {
 namespace {
 
-constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 4;
+constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 5, kMemoryRow = 3;
 
 [[noreturn]] void malformed(const char* what, int64_t row = Error::kNoItem) {
   throw Error::invalid(what, row);
@@ -278,7 +279,13 @@ std::vector<int64_t> make_read_table(const StateTables& state, std::span<const i
 }
 
 PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
-                            std::span<const std::byte> memory) {
+                            std::span<const int64_t> memories) {
+  std::map<int64_t, std::span<const std::byte>> memory_of;
+  if (memories.size() % kMemoryRow != 0) malformed("a table of memories is malformed");
+  for (size_t at = 0; at < memories.size(); at += kMemoryRow) {
+    const auto* address = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(memories[at + 1]));
+    memory_of[memories[at]] = {address, static_cast<size_t>(memories[at + 2])};
+  }
   PlaceTable table;
   table.copies.reserve(places.size());
   int64_t row = 0;
@@ -287,15 +294,17 @@ PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> p
     const auto head = places.subspan(at, kPlaceHead), boxes = places.subspan(at + kPlaceHead, 4 * dims);
     const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
     at += kPlaceHead + 4 * dims;
-    Region region(state, head[1], row);
+    const auto memory = memory_of.find(head[0]);
+    if (memory == memory_of.end()) malformed("a place is in no memory", row);
+    Region region(state, head[2], row);
     if (region.box().size() != dims) malformed("an item and its place differ in dimensions", row);
     for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
-    if (!region.usable() || region.dtype() != head[2]) {
+    if (!region.usable() || region.dtype() != head[3]) {
       table.rest.push_back(row);
       continue;
     }
     table.copies.push_back(region.dtype());
-    table.copies.push_back(address_in(memory, head[0], region.dtype(), boxes.first(dims), row));
+    table.copies.push_back(address_in(memory->second, head[1], region.dtype(), boxes.first(dims), row));
     table.copies.push_back(static_cast<int64_t>(dims));
     append(table.copies, boxes.first(3 * dims));
     table.copies.push_back(region.address());

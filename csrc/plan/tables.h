@@ -93,9 +93,9 @@ struct PlaceTable {
   std::vector<int64_t> rest;    // numbers of rows whose tensor is not of the stored dtype, or not the engine's to fill
 };
 
-// For RouteRound::places (routes.h), and the memory that their offsets are in. Throws as above, also for rows that
-// leave that memory.
+// For RouteRound::places (routes.h), given the memories that they are in: rows of peer (-1: this rank), address, bytes.
+// Throws as above, also for rows that leave a memory.
 PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
-                            std::span<const std::byte> memory);
+                            std::span<const int64_t> memories);
 
 }  // namespace vescale_ckpt

@@ -40,7 +40,9 @@ struct Want {
 // Ranks with what they want, and what becomes of it.
 class Job {
  public:
-  explicit Job(uint32_t ranks) : files_(ranks), reads_(ranks), groups_(ranks, 0), items_(ranks) {}
+  explicit Job(uint32_t ranks) : files_(ranks), reads_(ranks), groups_(ranks, 0), nodes_(ranks), items_(ranks) {
+    std::iota(nodes_.begin(), nodes_.end(), 0);
+  }
 
   size_t record(std::string_view dtype, const Sizes& sizes, int64_t crc = 7) {
     const auto number = static_cast<int64_t>(records_.size());
@@ -74,10 +76,13 @@ class Job {
   }
 
   void group(uint32_t rank, uint32_t group) { groups_[rank] = group; }
+  void node(uint32_t rank, uint32_t node) { nodes_[rank] = node; }
 
   std::vector<RankRoutes> plan(const RouteOptions& options) const {
     std::vector<RankReads> ranks;
-    for (size_t rank = 0; rank < reads_.size(); ++rank) ranks.push_back({reads_[rank], files_[rank], groups_[rank]});
+    for (size_t rank = 0; rank < reads_.size(); ++rank) {
+      ranks.push_back({reads_[rank], files_[rank], groups_[rank], nodes_[rank]});
+    }
     return plan_routes(ranks, options);
   }
 
@@ -107,7 +112,7 @@ class Job {
         copy_boxes(parse_copy_table(table), 1 + rank % 2);
       }
       exchange(routes, round, memories);
-      for (uint32_t rank = 0; rank < ranks; ++rank) place(rank, routes[rank].rounds[round].places, memories[rank]);
+      for (uint32_t rank = 0; rank < ranks; ++rank) place(rank, routes[rank].rounds[round].places, memories);
     }
     std::vector<uint64_t> bytes(ranks);  // that each wants
     for (const Want& want : wants_) {
@@ -248,12 +253,14 @@ class Job {
     EXPECT_EQ(received, 3 * sent);
   }
 
-  void place(uint32_t rank, const Words& places, const Memory& memory) {
+  void place(uint32_t rank, const Words& places, const std::vector<Memory>& memories) {
     for (size_t at = 0; at < places.size();) {
       const size_t row = at;
-      const auto [piece, offset, size, target] = lists(places, at, 4, 4);
-      const std::byte* from = memory.bytes().subspan(static_cast<size_t>(places[row])).data();
-      put(rank, places[row + 1], static_cast<uint32_t>(places[row + 2]), from, piece, offset, size, target);
+      const auto [piece, offset, size, target] = lists(places, at, 5, 4);
+      const size_t in = places[row] < 0 ? rank : static_cast<size_t>(places[row]);
+      EXPECT_EQ(nodes_[in], nodes_[rank]);
+      const std::byte* from = memories.at(in).bytes().subspan(static_cast<size_t>(places[row + 1])).data();
+      put(rank, places[row + 2], static_cast<uint32_t>(places[row + 3]), from, piece, offset, size, target);
     }
   }
 
@@ -277,7 +284,7 @@ class Job {
   std::vector<Want> wants_;
   std::vector<std::vector<std::string>> files_;  // by rank
   std::vector<Words> reads_;
-  std::vector<uint32_t> groups_;
+  std::vector<uint32_t> groups_, nodes_;
   std::vector<std::vector<Memory>> items_;
   std::vector<std::vector<std::set<uint32_t>>> read_;  // by record, of each byte: the ranks that read it
 };
@@ -305,7 +312,10 @@ TEST(Routes, RandomBoxesArriveAndAreReadOnce) {
     SCOPED_TRACE(trial);
     const auto ranks = static_cast<uint32_t>(pick(1, 6));
     Job job(ranks);
-    for (uint32_t rank = 0; rank < ranks; ++rank) job.group(rank, static_cast<uint32_t>(pick(0, trial % 3 == 0)));
+    for (uint32_t rank = 0; rank < ranks; ++rank) {
+      job.group(rank, static_cast<uint32_t>(pick(0, trial % 3 == 0)));
+      if (trial % 2 == 0) job.node(rank, static_cast<uint32_t>(pick(0, 1)));
+    }
     const RouteOptions options = small(static_cast<uint64_t>(pick(1, 600)), ranks);
     const char* const kinds[] = {"bool", "int16", "float32", "complex128"};
     std::vector<bool> split_is_costly;
@@ -355,6 +365,24 @@ TEST(Routes, BudgetsHold) {
     }
     job.carry_out(routes);
   }
+}
+
+TEST(Routes, RanksOfANodeLookAtEachOthersPieces) {
+  Job job(3);
+  const size_t record = job.record("int16", {90, 60});
+  for (uint32_t rank = 0; rank < 3; ++rank) {
+    job.node(rank, 5);
+    job.want(rank, record, {0, 20 * rank}, {90, 20});
+  }
+  for (const RankRoutes& of_rank : job.run(small(1024, 3))) {
+    EXPECT_FALSE(of_rank.rounds.empty());
+    for (const RouteRound& round : of_rank.rounds) {
+      EXPECT_TRUE(round.packs.empty());
+      EXPECT_LE(round.memory_bytes, 1024u) << "only what it reads itself";
+      for (size_t at = 0; at < round.sends.size(); at += 3) EXPECT_EQ(round.sends[at + 2], 0);
+    }
+  }
+  EXPECT_EQ(job.most_readers(record), 1u);
 }
 
 TEST(Routes, TightBudgetsMakeRanksTakeTurns) {

@@ -353,36 +353,38 @@ TEST(MakeTables, SurviveRandomNumbers) {
 
 TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   State state;
-  const Memory memory(100);
-  const auto at = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()));
+  const Memory own(100), of_peer(50);
+  const auto at = [](const Memory& memory) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data())); };
+  const Words memories = {-1, at(own), 100, 7, at(of_peer), 50};
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
   // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's box; the scalar.
-  const Words places = {10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 40, 2, float64, 0};
-  const PlaceTable table = make_place_table(state.tables(), places, memory.bytes());
+  const Words places = {-1, 10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 7, 40, 2, float64, 0};
+  const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
   const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);
-  EXPECT_EQ(table.copies, (Words{int16, at + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
-                                 float64, at + 40, 0, 5000}));
-  EXPECT_TRUE(table.rest.empty());
+  EXPECT_EQ(make(places).copies, (Words{int16, at(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
+                                        float64, at(of_peer) + 40, 0, 5000}));
+  EXPECT_TRUE(make(places).rest.empty());
 
   Words other = places;
-  other[2] = code_of("float16");  // as it is stored: what is to be filled is of another dtype
-  EXPECT_EQ(make_place_table(state.tables(), other, memory.bytes()).rest, (Words{0}));
+  other[3] = code_of("float16");  // as it is stored: what is to be filled is of another dtype
+  EXPECT_EQ(make(other).rest, (Words{0}));
   state.ready[1] = std::byte{0};
-  EXPECT_EQ(make_place_table(state.tables(), places, memory.bytes()).rest, (Words{1}));
+  EXPECT_EQ(make(places).rest, (Words{1}));
   state.ready[1] = std::byte{1};
 
   const auto changed = [&](size_t word, int64_t value) {
     Words bad = places;
     bad[word] = value;
-    return row_of_error([&] { make_place_table(state.tables(), bad, memory.bytes()); });
+    return row_of_error([&] { make(bad); });
   };
-  EXPECT_EQ(changed(0, 83), 0);  // leaves the memory
-  EXPECT_EQ(changed(12, 93), 1);
-  EXPECT_EQ(changed(1, 1), 0);                // an object
-  EXPECT_EQ(changed(13, 3), 1);               // no such item
-  EXPECT_EQ(changed(10, 3), 0);               // leaves the item
-  EXPECT_EQ(changed(3, 1), 0);                // dimensions
-  EXPECT_EQ(changed(15, 1), Error::kNoItem);  // ends early
+  EXPECT_EQ(changed(1, 83), 0);  // leaves the memory
+  EXPECT_EQ(changed(14, 43), 1);
+  EXPECT_EQ(changed(0, 3), 0);                // in no memory
+  EXPECT_EQ(changed(2, 1), 0);                // an object
+  EXPECT_EQ(changed(15, 3), 1);               // no such item
+  EXPECT_EQ(changed(11, 3), 0);               // leaves the item
+  EXPECT_EQ(changed(4, 1), 0);                // dimensions
+  EXPECT_EQ(changed(17, 1), Error::kNoItem);  // ends early
 }
 
 }  // namespace

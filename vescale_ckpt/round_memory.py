@@ -1,0 +1,88 @@
+"""Memory of the rounds of a load, which other ranks of the node may look at.
+
+Anonymous files (memfd), which no quota of /dev/shm limits and which vanish with the last process that maps them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .connections import Connections, tensor_over
+from .errors import CheckpointError
+
+_PAGE = 4096
+_HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
+
+
+class RoundMemory:
+    """This rank's memories, one for each of `sizes`, and those of its neighbours on the node. Each starts at a page."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
+        self._token = secrets.token_bytes(16)
+        self._file = os.memfd_create("vescale_ckpt")
+        try:
+            os.ftruncate(self._file, sum(self._sizes) + _PAGE)
+            self._own = _Mapped(self._file, self._sizes)
+        except BaseException:
+            self.close()
+            raise
+        self._own.end[: len(self._token)] = tensor_over(bytearray(self._token))
+        self._of_peers: dict[int, _Mapped] = {}
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self._own.memories[number % len(self._sizes)]
+
+    def of_peer(self, peer: int, number: int) -> torch.Tensor:
+        memories = self._of_peers[peer].memories
+        return memories[number % len(memories)]
+
+    def close(self) -> None:
+        """Nobody else can open it from now on; who has it keeps it."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def meet(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
+        """Opens the memories of `near` ranks, which do the same within the same collective. What went wrong, if any."""
+        hello = _HELLO.pack(os.getpid(), self._file, len(self._sizes), self._token)
+        said = tensor_over(bytearray(hello + struct.pack(f"<{len(self._sizes)}q", *self._sizes)))
+        heard = {peer: bytearray(len(said)) for peer in near}
+        for peer, buffer in heard.items():
+            peers.receive(peer, tensor_over(buffer))
+            peers.send(peer, said)
+        peers.wait()
+        for peer, buffer in heard.items():
+            try:
+                self._of_peers[peer] = _open(buffer)
+            except (OSError, ValueError) as error:
+                return CheckpointError(f"the memory of rank {peer}, of the same node, cannot be seen: {error}")
+        return None
+
+
+class _Mapped:
+    """A file of memories, one behind another, and a page with their token."""
+
+    def __init__(self, file: int, sizes: Sequence[int]) -> None:
+        whole = torch.frombuffer(mmap.mmap(file, sum(sizes) + _PAGE), dtype=torch.uint8)
+        self.memories: list[torch.Tensor] = list(torch.split(whole[:-_PAGE], list(sizes)))
+        self.end = whole[-_PAGE:]
+
+
+def _open(hello: bytearray) -> _Mapped:
+    process, number, count, token = _HELLO.unpack_from(hello)
+    sizes = struct.unpack_from(f"<{count}q", hello, _HELLO.size)
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapped = _Mapped(file, sizes)
+    finally:
+        os.close(file)
+    if bytes(mapped.end[: len(token)].tolist()) != token:
+        raise ValueError("another file is in its place")
+    return mapped
