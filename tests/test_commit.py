@@ -458,3 +458,20 @@ def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeyp
     monkeypatch.setattr(DataFiles, "finish", cleaned)
     save(checkpoint, state(1), single_file_per_rank=False)
     assert not removed and same(load(checkpoint, state(0)), state(1))
+
+
+def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save commits between this one's look at what is named and its look at what is locked."""
+    save(checkpoint, state(1))
+    named = layout._named_by_any
+    looks: list[set[str]] = []
+
+    def outdated(directory: str) -> set[str]:
+        looks.append(named(directory))
+        return set() if len(looks) == 1 else looks[-1]
+
+    monkeypatch.setattr(layout, "_named_by_any", outdated)
+    assert layout.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
+    assert same(load(checkpoint, state(0)), state(1))

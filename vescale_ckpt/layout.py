@@ -265,7 +265,10 @@ def _try_lock_alone(descriptor: int) -> bool:
 
 
 def _remove_unless_locked(directory: str, name: str) -> bool:
-    """Removes a data file unless the save that it is part of goes on. Without locks only after a day."""
+    """Removes a data file unless the save that it is part of goes on. Without locks only after a day.
+
+    Raises `CheckpointError` if a metadata file cannot be read.
+    """
     path = os.path.join(directory, name)
     leader = os.path.join(directory, _PART.sub(rf"_0{DEFAULT_SUFFIX}", name))  # of several files a save locks the first
     try:
@@ -279,6 +282,8 @@ def _remove_unless_locked(directory: str, name: str) -> bool:
         except OSError:
             if time.time() - os.fstat(descriptor).st_mtime < 24 * 3600:
                 return False
+        if name in _named_by_any(directory):  # its save has committed, and then let go of it, since names were read
+            return False
         os.unlink(path)
         return True
     finally:
@@ -293,6 +298,16 @@ def named_files(directory: str, rank: int | None) -> set[str]:
         return _named_files(directory, rank)
     except CheckpointError:
         return set()
+
+
+def _named_by_any(directory: str) -> set[str]:
+    """Data files that some metadata file of the directory names now. Raises `CheckpointError` if one cannot be read."""
+    named: set[str] = set()
+    for name in os.listdir(directory):
+        if _METADATA_FILE.fullmatch(name):
+            rank = None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
+            named |= _named_files(directory, rank)
+    return named
 
 
 def _may_be_committing(temporary: str) -> bool:
@@ -323,15 +338,11 @@ def remove_leftovers(
     ]
     if not candidates:
         return []
-    named: set[str] = set()
-    for name in names:
-        if _METADATA_FILE.fullmatch(name):
-            try:
-                rank = None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
-                named |= _named_files(directory, rank)
-            except CheckpointError as error:
-                logger.warning("leftovers in %s are kept, because %s", directory, error)
-                return []
+    try:
+        named = _named_by_any(directory)
+    except CheckpointError as error:
+        logger.warning("leftovers in %s are kept, because %s", directory, error)
+        return []
     removed = []
     for name in candidates:
         if name in named:
@@ -347,6 +358,8 @@ def remove_leftovers(
             elif not _remove_unless_locked(directory, name):
                 continue
             removed.append(name)
+        except CheckpointError as error:
+            logger.warning("leftover %s is kept, because %s", path, error)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 logger.warning("cannot remove leftover %s: %s", path, error)
