@@ -243,14 +243,14 @@ def only_named_files(directory: Path) -> bool:
 @contextlib.contextmanager
 def flipped(path: Path, bit: int) -> Iterator[None]:
     """One bit of a file turned around; turned back at the end."""
-    _flip(path, bit)
+    flip(path, bit)
     try:
         yield
     finally:
-        _flip(path, bit)
+        flip(path, bit)
 
 
-def _flip(path: Path, bit: int) -> None:
+def flip(path: Path, bit: int) -> None:
     with open(path, "r+b") as file:
         file.seek(bit // 8)
         (byte,) = file.read(1)

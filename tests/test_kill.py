@@ -87,11 +87,7 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(checkpoint: Path
         time.sleep(rng.random() * 0.02)
         kill(pid)
 
-        sure = committed[0]
-        values = load(checkpoint, state(0))
-        last = values["step"]
-        assert last in (sure, sure + 1), f"save {sure} had returned, {last} was loaded"
-        assert same(values, state(last)), "a mixture of two saves"
+        last = old_or_new(checkpoint, committed[0])
         left_something += not only_named_files(checkpoint)
         if number % 4 == 0:
             last += 1
@@ -100,6 +96,15 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(checkpoint: Path
             assert outcome(checkpoint, state(last)) is None
     if kills >= 50:
         assert left_something > kills // 20, "hardly any process was killed while it saved"
+
+
+def old_or_new(checkpoint: Path, sure: int) -> int:
+    """Which save was loaded: the one that is known to be durable, or the next, and nothing of another."""
+    values = load(checkpoint, state(0))
+    last: int = values["step"]
+    assert last in (sure, sure + 1), f"save {sure} was durable, {last} was loaded"
+    assert same(values, state(last)), "a mixture of two saves, or of a save and what came after it"
+    return last
 
 
 def save_on_and_on(directory: Path, committed: Shared, options: dict[str, bool]) -> NoReturn:

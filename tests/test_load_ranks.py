@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from damage import flip
 from ranks import run_ranks
 from states import KiB, MiB, assert_same
 from torch import nn
@@ -197,14 +198,6 @@ def _error(directory: Path, state: dict[str, Any], **options: Any) -> Checkpoint
     return caught.value
 
 
-def _flip(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        (byte,) = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte ^ 1]))
-
-
 def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     """On rank 1 only. The exchange is used on after each failure."""
     state = _state()
@@ -223,12 +216,12 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     dist.barrier()
     (file,) = directory.glob("__1_*.distcp")
     if mine:  # whose own shard is in it
-        _flip(file)
+        flip(file, file.stat().st_size // 2 * 8)
     dist.barrier()
     errors.append(_error(directory, state))
     dist.barrier()
     if mine:
-        _flip(file)
+        flip(file, file.stat().st_size // 2 * 8)
     dist.barrier()
 
     errors.append(_error(directory, {**state, "witness": Witness(fails=mine)}))

@@ -35,6 +35,7 @@ from vescale_ckpt import (
     manager,
 )
 from vescale_ckpt.lane import Lane
+from vescale_ckpt.process_groups import PerGroup
 from vescale_ckpt.running_save import RunningSave
 from vescale_ckpt.staged_part import StagedPart
 
@@ -272,7 +273,7 @@ def test_the_first_save_after_restoring_plans_nothing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, prepare: bool
 ) -> None:
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(api, "_planner_alone", SavePlanner())  # knows no plans
+    monkeypatch.setattr(api, "_planners", PerGroup(SavePlanner))  # knows no plans
     with CheckpointManager(checkpoint) as saver, counted_plans() as plans:
         values = blank(small_state(0))
         saver.restore(values, prepare=prepare)
@@ -314,7 +315,7 @@ def save_for_another_run(directory: Path) -> None:
 
 def restore_and_save(directory: Path) -> tuple[int, int]:
     """How many plans were made then."""
-    api._default_planners.clear()
+    api._planners.forget()
     with CheckpointManager(directory) as saver, counted_plans() as plans:
         values = {**blank(small_state(0)), "of rank": vescale_ckpt.PerRank(torch.zeros(50 + dist.get_rank()))}
         assert saver.restore(values) == 1

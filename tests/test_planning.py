@@ -350,7 +350,7 @@ def test_a_planner_that_fails_on_one_rank_fails_all(checkpoint: Path) -> None:
 
 def _keep_default_plan(directory: str) -> list[int]:
     vescale_ckpt.save(f"{directory}/0", replicated(0))
-    planner = api._default_planner(None)
+    planner = api._planners.of(None)
     made = plans_made(planner)
     other = {"b": torch.ones(3)}
     for k in (1, 2):

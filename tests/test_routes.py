@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from damage import flip
 from ranks import run_ranks
 from states import MiB, assert_same
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,14 +211,6 @@ def _error(directory: Path, state: dict[str, Any]) -> CheckpointError:
     raise AssertionError("nothing was raised")
 
 
-def _flip(file: Path) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        (byte,) = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte ^ 1]))
-
-
 def _fail_to_read(directory: Path, nodes: list[int]) -> tuple[list[tuple[type, str]], float]:
     """On one rank, of what it reads for all, early in many rounds. The exchange is used on after each failure."""
     _live_on_nodes(nodes)
@@ -242,7 +235,7 @@ def _fail_to_read(directory: Path, nodes: list[int]) -> tuple[list[tuple[type, s
     for _ in range(2):  # damages it, and undoes that
         dist.barrier()
         if mine:
-            _flip(file)
+            flip(file, file.stat().st_size // 2 * 8)
         dist.barrier()
         if len(errors) == 2:
             errors.append(_error(directory, state))

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -21,23 +20,15 @@ from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
 from .packed import words
 from .pause import garbage_collector_paused
+from .process_groups import PerGroup
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
 from .tensors import NOT_READY, device_number
 
 logger = logging.getLogger(__name__)
 
-# One for each process group, and one for saves without any. What they keep is compared exactly before it is used.
-_default_planners: WeakKeyDictionary[dist.ProcessGroup, SavePlanner] = WeakKeyDictionary()
-_planner_alone = SavePlanner()
-
-
-def _default_planner(process_group: dist.ProcessGroup | None) -> SavePlanner:
-    if not (dist.is_available() and dist.is_initialized()):
-        return _planner_alone
-    group = dist.group.WORLD if process_group is None else process_group
-    assert group is not None
-    return _default_planners.setdefault(group, SavePlanner())
+# What they keep is compared exactly before it is used.
+_planners = PerGroup(SavePlanner)
 
 
 def save(
@@ -98,7 +89,7 @@ def save(
         failed_before = lane.take_failure()
         exchange = Exchange.of(process_group, limit)
         if planner is None:
-            planner = _default_planner(process_group)
+            planner = _planners.of(process_group)
         save = CollectiveSave(exchange, planner, path, overwrite, process_group)
         try:
             with garbage_collector_paused():
@@ -130,7 +121,7 @@ def prepare(
     False only plans. `state`, `timeout` and errors are those of `save`; what went wrong with the save before is left to
     the next one.
     """
-    planner = _default_planner(process_group)
+    planner = _planners.of(process_group)
     lane = Lane.of(process_group)
     with lane.lock:
         limit = settings.timeout(timeout)

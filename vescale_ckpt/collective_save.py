@@ -45,6 +45,7 @@ class CollectiveSave:
         self.overwrite = overwrite
         self.process_group = process_group
         self.placement = planner.placement
+        self._doing = f"saving to {os.fspath(path)}"
         self.error: BaseException | None = None
         self.part: StagedPart | None = None
         self._items: PackedItems | None = None
@@ -55,7 +56,7 @@ class CollectiveSave:
         nothing here. `error`: why this rank cannot take part. Raises on all ranks if one has failed."""
         values: dict[str, Any] = {}
         # Ranks that save to different places, or are a save apart, are told so.
-        plan = CollectivePlan(self.exchange, self.planner, self._phase("")[:-2])
+        plan = CollectivePlan(self.exchange, self.planner, self._doing)
         try:
             if error is not None:
                 raise error
@@ -103,7 +104,7 @@ class CollectiveSave:
             writer.prepare_global_plan([])  # cleans up: nobody writes before the plan is made
 
     def _phase(self, step: str) -> str:
-        return f"saving to {os.fspath(self.path)}: {step}"
+        return f"{self._doing}: {step}"
 
     def _write(self) -> PackedResults:
         if self.error is not None:

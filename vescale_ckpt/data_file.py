@@ -226,14 +226,3 @@ def _makes_tensors(planner: SavePlanner) -> bool:
         and not getattr(getattr(kind, name), "keeps_memory", False)
         for name in ("resolve_data", "lookup_object", "transform_object")
     )
-
-
-def body_bytes(items: Sequence[WriteItem]) -> array[int]:
-    """Bytes of each tensor."""
-    sizes = engine.int_table()
-    for item in items:
-        data = item.tensor_data
-        if data is None:
-            raise CheckpointError(f"{item.index.fqn}: its write item has no tensor data", key=item.index.fqn)
-        sizes.append(data.chunk.sizes.numel() * data.properties.dtype.itemsize)
-    return sizes

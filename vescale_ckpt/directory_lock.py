@@ -73,7 +73,7 @@ def alone(directory: str) -> Iterator[bool | None]:
                 break
             with ExitStack() as file:
                 file.callback(os.close, descriptor)
-                taken = _try_alone(descriptor)
+                taken = layout.try_lock_alone(descriptor)
                 if taken is False or not _is_at(descriptor, path):
                     answer = False
                     break
@@ -91,16 +91,6 @@ def _lock_files(directory: str) -> list[str]:
         names = []
     metadata = [layout.METADATA_NAME] if layout.METADATA_NAME in names else []
     return [LOCK_NAME, *metadata, *filter(layout.is_data_file, names)]
-
-
-def _try_alone(descriptor: int) -> bool | None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _share(descriptor: int, path: str) -> FileLock | None:

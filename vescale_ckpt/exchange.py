@@ -21,6 +21,7 @@ import torch.distributed as dist
 from . import settings
 from .connections import Connections, tensor_over
 from .errors import CheckpointError, RankFailedError, SaveFailedError, of_rank
+from .process_groups import resolved
 from .roll_call import RollCall, StoreGoneError
 from .stock import new_store_client
 
@@ -58,10 +59,9 @@ class Exchange:
         group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
         """
         limit = settings.timeout(timeout)
-        if not (dist.is_available() and dist.is_initialized()):
+        group = resolved(process_group)
+        if group is None:
             return Exchange(None, limit)
-        group = dist.group.WORLD if process_group is None else process_group
-        assert group is not None
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a rank of the process group")
         if dist.get_world_size(group) == 1:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, get_args
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -18,7 +18,8 @@ from . import settings
 from .collective_save import CollectiveSave
 from .errors import CheckpointTimeoutError, SaveFailedError
 from .exchange import Exchange
-from .save_handle import SaveHandle
+from .process_groups import PerGroup
+from .save_handle import SaveHandle, settled
 from .stats import SaveStats
 
 _SECONDS_TO_GIVE_UP = 10.0  # other ranks are told meanwhile
@@ -42,12 +43,7 @@ class Lane:
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> Lane:
-        """The lane of a group; one for saves without torch.distributed."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return _lane_alone
-        group = dist.group.WORLD if process_group is None else process_group
-        assert group is not None
-        return _lanes.setdefault(group, Lane())
+        return _lanes.of(process_group)
 
     @property
     def busy(self) -> bool:
@@ -80,7 +76,7 @@ class Lane:
     def go_on(self, save: CollectiveSave) -> SaveHandle:
         """Finishes a staged save on a thread of its own."""
         result: Future[SaveStats] = Future()
-        staged = save.part.staged if save.part is not None else _failed(save.error)
+        staged = save.part.staged if save.part is not None else settled(error=save.error)
         handle = SaveHandle(result, staged, progress_of(save))
         self._last, self._save, self._path = handle, save, os.fspath(save.path)
         self._rank = save.exchange.rank
@@ -116,15 +112,7 @@ def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
     return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
 
 
-def _failed(error: BaseException | None) -> Future[None]:
-    staged: Future[None] = Future()
-    if error is not None:
-        staged.set_exception(error)
-    return staged
-
-
-_lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
-_lane_alone = Lane()
+_lanes = PerGroup(Lane)
 _going_on: WeakSet[Lane] = WeakSet()
 
 
@@ -144,9 +132,7 @@ def _finish_before_exit() -> None:
 
 def _forget_after_fork() -> None:
     """Saves that go on are the parent's."""
-    global _lane_alone
-    _lane_alone = Lane()
-    _lanes.clear()
+    _lanes.forget()
     _going_on.clear()
 
 

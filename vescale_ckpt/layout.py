@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from . import _C, metadata_file
 from .errors import CheckpointError, UntrustedCheckpointError
-from .stock import DEFAULT_SUFFIX
+from .stock import DEFAULT_SUFFIX, StorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,24 @@ def check_relative(name: object, key: str) -> str:
     return name
 
 
+def checked_place(info: object, key: str) -> StorageInfo:
+    """Where metadata says that something is stored, its name not looked at; raises `UntrustedCheckpointError` if it
+    says nothing of the kind."""
+    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
+        raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
+    for name in ("offset", "length"):
+        number = getattr(info, name, None)
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
+    return info
+
+
+def crc_of(info: StorageInfo) -> int:
+    """The CRC-32 that our saves add to it, -1 if it has none."""
+    crc = getattr(info, "crc", -1)
+    return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
+
+
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
     """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
     path = os.path.join(directory, metadata_name(rank))
@@ -255,12 +273,14 @@ def drop_dead_locks(directory: str) -> None:
         gc.collect()
 
 
-def _try_lock_alone(descriptor: int) -> bool:
-    """Raises OSError where the file system has no locks."""
+def try_lock_alone(descriptor: int) -> bool | None:
+    """Whether nobody else has locked the file. None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -276,12 +296,9 @@ def _remove_unless_locked(directory: str, name: str) -> bool:
     except OSError:
         return False
     try:
-        try:
-            if not _try_lock_alone(descriptor):
-                return False
-        except OSError:
-            if time.time() - os.fstat(descriptor).st_mtime < 24 * 3600:
-                return False
+        alone = try_lock_alone(descriptor)
+        if alone is False or (alone is None and time.time() - os.fstat(descriptor).st_mtime < 24 * 3600):
+            return False
         if name in _named_by_any(directory):  # its save has committed, and then let go of it, since names were read
             return False
         os.unlink(path)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from . import _C, engine, layout, objects, settings
-from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
+from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
 from .overlap import GROUP_TENSORS, overlap
@@ -192,9 +192,7 @@ class Load:
 
     def _record(self, item: ReadItem, info: StorageInfo) -> _Record:
         key = item.storage_index.fqn
-        crc = getattr(info, "crc", -1)
-        crc = crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
-        return _Record(key, self._file(info, key), info.offset, info.length, crc)
+        return _Record(key, self._file(info, key), info.offset, info.length, layout.crc_of(info))
 
     def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
         record = self._record(item, info)
@@ -221,20 +219,14 @@ class Load:
 
     def _info(self, item: ReadItem) -> StorageInfo:
         key = item.storage_index.fqn
-        info: StorageInfo | None = self.metadata.storage_data.get(item.storage_index)
+        info = self.metadata.storage_data.get(item.storage_index)
         if info is None:
             raise CorruptCheckpointError(
                 f"{key}: the metadata of {self.reader.path} does not say where it is stored",
                 key=key,
                 file=self.reader.path,
             )
-        if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
-            raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
-        for name in ("offset", "length"):
-            number = getattr(info, name, None)
-            if type(number) is not int or not 0 <= number < 1 << 62:
-                raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
-        return info
+        return layout.checked_place(info, key)
 
     def _file(self, info: StorageInfo, key: str) -> int:
         index = self.path_index.get(info.relative_path)

@@ -24,6 +24,7 @@ from .exchange import Exchange
 from .lane import Lane
 from .loading import load
 from .preemption import SignalFlag
+from .process_groups import resolved
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .save_handle import SaveHandle
@@ -290,7 +291,8 @@ class CheckpointManager:
     # --- Between ranks
 
     def _is_coordinator(self) -> bool:
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.process_group) == 0
+        group = resolved(self.process_group)
+        return group is None or dist.get_rank(group) == 0
 
     def _exchange(self) -> Exchange:
         return Exchange.of(self.process_group, self.timeout, purpose="manager")

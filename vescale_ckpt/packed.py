@@ -201,10 +201,7 @@ class PackedItems(_Lazy):
         """64-bit integers: the bytes of each tensor in it."""
         if NOT_READY not in self.description.ready:
             return _C.body_bytes(self.copy_table()[0])
-        sizes = array("q")
-        for item in self[: self.count_tensors()]:
-            sizes.append(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
-        return sizes.tobytes()
+        return body_bytes(self[: self.count_tensors()]).tobytes()
 
     def _build(self) -> list[WriteItem]:
         inventory = self.description.items
@@ -256,6 +253,17 @@ def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> Wri
             size=torch.Size(shape),
         ),
     )
+
+
+def body_bytes(items: Sequence[WriteItem]) -> array[int]:
+    """Bytes of each tensor."""
+    sizes = array("q")
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            raise CheckpointError(f"{item.index.fqn}: its write item has no tensor data", key=item.index.fqn)
+        sizes.append(data.chunk.sizes.numel() * data.properties.dtype.itemsize)
+    return sizes
 
 
 class PackedResults(_Lazy):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import _C, engine, settings
+from . import _C, engine
 from .connections import Connections
 from .engine import CODE_DTYPES
 from .exchange import Exchange
@@ -53,7 +53,7 @@ class RoutedRead:
         if not rounds:
             return Outcome.delivered
         self._load, self._reads = load, reads
-        self._threads = load.reader.thread_count or settings.number("threads")
+        self._threads = engine.thread_count(load.reader.thread_count)
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
         self._memory = RoundMemory(sizes)
         if not self._meet():

@@ -26,15 +26,11 @@ class SaveHandle:
 
     @staticmethod
     def of_finished(stats: SaveStats) -> SaveHandle:
-        result: Future[SaveStats] = Future()
-        result.set_result(stats)
-        return SaveHandle(result, _done())
+        return SaveHandle(settled(stats), settled(None))
 
     @staticmethod
     def of_skipped(error: SaveInProgressError) -> SaveHandle:
-        result: Future[SaveStats] = Future()
-        result.set_exception(error)
-        handle = SaveHandle(result, _done())
+        handle = SaveHandle(settled(error=error), settled(None))
         handle.skipped = True
         return handle
 
@@ -77,7 +73,11 @@ class SaveHandle:
         return waiting.__await__()
 
 
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
+def settled(value: Any = None, error: BaseException | None = None) -> Future[Any]:
+    """A future that is done: with an error, if there is one."""
+    future: Future[Any] = Future()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
     return future

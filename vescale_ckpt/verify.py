@@ -17,7 +17,6 @@ from . import _C, directory_lock, engine, layout, metadata_file
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
 from .overlap import GROUP_TENSORS, overlap
-from .stock import StorageInfo
 
 
 class Damage(NamedTuple):
@@ -188,17 +187,13 @@ class _Contents:
             raise CorruptCheckpointError(
                 f"{key}: the metadata does not say where it is stored", key=key, file=self.path
             )
-        if type(info) is not StorageInfo:
-            raise UntrustedCheckpointError(f"{key}: the metadata does not name a file for it", key=key)
-        name = layout.check_relative(getattr(info, "relative_path", None), key)
-        offset, length, crc = info.offset, info.length, getattr(info, "crc", -1)
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (offset, length)):
-            raise UntrustedCheckpointError(f"{key}: the metadata places it at {offset!r}, {length!r} bytes", key=key)
+        place = layout.checked_place(info, key)
+        name, offset, length = layout.check_relative(place.relative_path, key), place.offset, place.length
         if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
             raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
         self.ends[name] = max(self.ends.get(name, 0), offset + length)
-        crc = crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
-        return _Record(key, name, offset, length, crc, bool(info.transform_descriptors), dtype, sizes)
+        transformed = bool(place.transform_descriptors)
+        return _Record(key, name, offset, length, layout.crc_of(place), transformed, dtype, sizes)
 
 
 # --- Reading all of it

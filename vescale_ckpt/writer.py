@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from . import _C, engine, layout, metadata_file, objects, packed
-from .data_file import DataFiles, body_bytes
+from .data_file import DataFiles
 from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
-from .packed import PackedItems, PackedResults, write_result
+from .packed import PackedItems, PackedResults, body_bytes, write_result
 from .pause import garbage_collector_paused
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
