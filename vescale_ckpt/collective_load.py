@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -11,9 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
 
-from . import _C
+from . import _C, layout
 from .application import Application
 from .errors import (
     CheckpointError,
@@ -26,18 +26,15 @@ from .errors import (
 from .exchange import Exchange
 from .fill_planner import FillPlanner
 from .flatten import Path, flatten
-from .layout import check_relative
-from .lazy_metadata import LazyMetadata
+from .lazy_metadata import LazyMetadata, save_id
 from .memory import with_memory
 from .nesting import nested, place
-from .packed import PackedReads
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring
 from .reader import StorageReader
-from .routed_read import RoutedRead
-from .routes import Reads, routes_of_all
 from .selection import Rename, Selection, renamed, renaming
 from .settings import Broadcast
+from .shared_reading import SharedReading
 from .stats import LoadReport, LoadStats
 
 _Result = TypeVar("_Result")
@@ -99,7 +96,8 @@ class CollectiveLoad:
         """Fills `state`."""
         filling = _Filling(state, renaming(rename), rename is None)
         try:
-            planner, fit = self._plan(lambda: filling.plan(self._metadata(), self._selection, allow_cast))
+            metadata = self._metadata()
+            planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
             stats = self._read(planner)
             self._together(lambda: filling.hand_over(planner), "hand over")
         except BaseException:
@@ -109,7 +107,8 @@ class CollectiveLoad:
 
     def all(self) -> dict[str, Any]:
         """New tensors and objects, nested as they were saved."""
-        planner, _ = self._plan(lambda: _plan_all(self._metadata(), self._selection))
+        metadata = self._metadata()
+        planner, _ = self._plan(lambda: _plan_all(metadata, self._selection))
         self._read(planner)
 
         def result() -> dict[str, Any]:
@@ -120,13 +119,43 @@ class CollectiveLoad:
         return self._together(result, "hand over")
 
     def _metadata(self) -> Metadata:
+        """Read by the coordinator for all ranks, if all see the same file. Raises on all ranks if one has none."""
         exchange, reader = self._exchange, self._reader
         try:
-            metadata = reader.read_metadata()
-        except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error below
-            metadata = reader.read_metadata(rank=exchange.rank)
-        reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
+            mark = layout.metadata_mark(reader.path)
+        except OSError:
+            mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
+        digest = _digest(mark.encode())
+        least, not_most, all_have_it = exchange.agree((digest, ~digest, int(mark != "")), self._phase("metadata"))
+        shared = b""
+        if least == ~not_most and all_have_it and exchange.size > 1:
+            packed = b""
+            if exchange.is_coordinator:
+                with suppress(CheckpointError, OSError):  # all raise it below
+                    packed = reader.pack_metadata()
+            shared = exchange.broadcast(packed, self._phase("share metadata"))
+
+        def read() -> Metadata:
+            metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
+            reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
+            return metadata
+
+        metadata = self._together(read, "read metadata")
+        if not shared and all_have_it and not self._all_have(save_id(metadata).encode(), "compare metadata"):
+            raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
         return metadata
+
+    def _own_metadata(self) -> Metadata:
+        try:
+            return self._reader.read_metadata()
+        except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error later
+            return self._reader.read_metadata(rank=self._exchange.rank)
+
+    def _all_have(self, data: bytes, step: str) -> bool:
+        """Whether all ranks have the same bytes."""
+        digest = _digest(data)
+        least, not_most = self._exchange.agree((digest, ~digest), self._phase(step))
+        return least == ~not_most
 
     def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
         with garbage_collector_paused():
@@ -141,34 +170,25 @@ class CollectiveLoad:
     def _fit_of_all(self, own: _Fit) -> _Fit:
         """Ranks mostly want and find the same: then one reduction says so."""
         packed = own.pack()
-        digest = int.from_bytes(blake2b(packed, digest_size=7).digest(), "little")
-        least, not_most = self._exchange.agree((digest, ~digest), self._phase("compare"))
-        if least == ~not_most:
+        if self._all_have(packed, "compare"):
             return own
         gathered = self._exchange.gather(packed, self._phase("gather differences"))
         merged = None if gathered is None else _Fit.of_all([_Fit.unpack(data) for data in gathered]).pack()
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
     def _read(self, planner: FillPlanner) -> LoadStats:
-        routed, plan = None, self._together(lambda: self._finish_plan(planner), "plan reading")
-        if self._broadcast and self._exchange.size > 1:
-            phase = self._phase("read for each other")
-            routes = routes_of_all(self._exchange, _told(plan), self._reader.verify, phase)
-            routed = RoutedRead(self._exchange, routes, phase, measure=self._broadcast == "auto")
+        with garbage_collector_paused():
+            plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
+        sharing = None
+        if self._broadcast is not False and self._exchange.size > 1:
+            sharing = SharedReading(self._exchange, self._broadcast, self._phase("read for each other"))
 
         def read() -> LoadStats:
-            self._reader.read(plan, planner, routed)
+            self._reader.read(plan, planner, sharing)
             assert self._reader.last_stats is not None
             return self._reader.last_stats
 
         return self._together(read, "read")
-
-    def _finish_plan(self, planner: FillPlanner) -> LoadPlan:
-        with garbage_collector_paused():
-            plan = planner.finish_plan(planner.create_local_plan())
-        for name in _told(plan).files:
-            check_relative(name, self._reader.path)
-        return plan
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
         """Takes a step on all ranks; raises on all if it fails on one."""
@@ -233,10 +253,8 @@ class _Filling:
             place(self._state, path, value)
 
 
-def _told(plan: LoadPlan) -> Reads:
-    """What other ranks may read too."""
-    items = plan.items
-    return Reads(items.reads, tuple(items.plan.files)) if isinstance(items, PackedReads) else Reads()
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=7).digest(), "little")
 
 
 def _stored_keys(metadata: Metadata) -> list[str]:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 METADATA_NAME = ".metadata"
 INDEX_SUFFIX = ".index"
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO of that name would wait for a writer
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
@@ -116,8 +117,7 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
     """What is in the metadata file, not looked at. Raises as `read_metadata`."""
     path = os.path.join(directory, metadata_name(rank))
     try:
-        # Not blocking: a FIFO of that name would wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(os.open(path, _READ), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
             return file.read()
@@ -162,17 +162,48 @@ def crc_of(info: StorageInfo) -> int:
     return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1
 
 
+def metadata_mark(directory: str) -> str:
+    """Tells the metadata of one save from that of another: its length and end, which holds a checksum; empty if there
+    is none. Raises OSError if it cannot be read."""
+    try:
+        with open(os.open(os.path.join(directory, METADATA_NAME), _READ), "rb") as file:
+            status = os.fstat(file.fileno())
+            end = _end_of(file.fileno(), status.st_size)
+    except FileNotFoundError:
+        return ""
+    # Files of stock DCP have no checksum: a copy on another disk passes for another.
+    known = "" if end.startswith(metadata_file.TRAILER_MAGIC) else f":{status.st_mtime_ns}"
+    return f"{status.st_size}:{end.hex()}{known}"
+
+
+def _end_of(descriptor: int, length: int) -> bytes:
+    return os.pread(descriptor, metadata_file.TRAILER_BYTES, max(0, length - metadata_file.TRAILER_BYTES))
+
+
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
     """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
     path = os.path.join(directory, metadata_name(rank))
     try:
-        index = _C.Index.open(path + INDEX_SUFFIX)
-        # Not blocking: a FIFO of that name would wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            end = os.pread(file.fileno(), metadata_file.TRAILER_BYTES, max(0, length - metadata_file.TRAILER_BYTES))
+        return _matching(_C.Index.open(path + INDEX_SUFFIX), path)
     except (OSError, _C.EngineError):
         return None
+
+
+def index_bytes(directory: str) -> bytes | None:
+    """What is in the index's file. None as of `read_index`."""
+    path = os.path.join(directory, METADATA_NAME)
+    try:
+        with open(os.open(path + INDEX_SUFFIX, _READ), "rb") as file:
+            data = file.read()
+        return None if _matching(_C.Index.from_bytes(data), path) is None else data
+    except (OSError, _C.EngineError):
+        return None
+
+
+def _matching(index: _C.Index, metadata_path: str) -> _C.Index | None:
+    with open(os.open(metadata_path, _READ), "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        end = _end_of(file.fileno(), length)
     return index if index.matches(end, length) else None
 
 

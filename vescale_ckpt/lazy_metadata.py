@@ -63,6 +63,14 @@ class LazyMetadata(Metadata):
         return Metadata, tuple(getattr(self.built(), name) for name in _FIELDS)
 
 
+def save_id(metadata: Metadata) -> str:
+    """Which save it is of; empty if it does not say."""
+    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
+        return metadata.index.save_id
+    told = getattr(metadata.storage_meta, "save_id", None)
+    return told if isinstance(told, str) else ""
+
+
 def _rebuild(build: Callable[..., Metadata], arguments: tuple[Any, ...]) -> LazyMetadata:
     metadata = LazyMetadata(build=lambda: build(*arguments))
     metadata.become(build, *arguments)

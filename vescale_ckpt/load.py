@@ -6,7 +6,8 @@ import io
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from . import _C, engine, layout, objects, settings
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from .item_reads import PlacedItem, Record, item_reads, resolves_views
+from .lazy_metadata import save_id
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
-from .routed_read import Outcome, RoutedRead
+from .routed_read import Outcome
+from .shared_reading import SharedReading
 from .stats import LoadStats
 from .stock import StorageInfo
 
@@ -31,23 +35,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Record:
-    """Where a tensor's chunk or an object is stored, and as what."""
-
-    key: str
-    file: int  #: index into the load's paths
-    offset: int
-    length: int
-    crc: int  #: CRC-32 of the tensor's bytes or of the whole object, -1 if metadata has none
-    dtype: torch.dtype = torch.uint8
-    sizes: Sequence[int] = ()
-
-
-@dataclass(slots=True)
 class _Target:
     """A tensor to fill, from where, and the host memory that is filled: its own where the engine can use that."""
 
-    record: _Record
+    record: Record
     storage_offset: Sequence[int]
     lengths: Sequence[int]
     tensor: torch.Tensor
@@ -60,11 +51,24 @@ class _Target:
 
 
 @dataclass
+class _Items:
+    """What is to be read, by how."""
+
+    transformed: list[ReadItem] = field(default_factory=list)
+    objects: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
+    tensors: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
+
+
+@dataclass
 class _Group:
     """Tensors that are read together, and their rows in the engine's table."""
 
     targets: list[_Target] = field(default_factory=list)
     table: array[int] = field(default_factory=engine.int_table)
+
+
+class _FailedElsewhereError(Exception):
+    """Another rank has an error to tell."""
 
 
 class Load:
@@ -91,16 +95,18 @@ class Load:
         self.unverified = 0
         self.fallbacks = 0
 
-    def run(self, items: Sequence[ReadItem], routed: RoutedRead | None = None) -> None:
-        """With `routed` in step with other ranks, which read some of it; the items, if in packed form, are those that
-        it was planned for."""
+    def run(self, items: Sequence[ReadItem], sharing: SharedReading | None = None) -> None:
+        """With `sharing` in step with other ranks, which read some of it. If one of those fails in that, this returns
+        without an error, and without all that is wanted."""
         started = time.perf_counter()
-        if isinstance(items, PackedReads) and (planner := items.planner()) is self.planner and planner is not None:
-            tensors, read_objects = self._run_packed(items, planner, routed)
-        else:
-            if routed is not None:
-                routed.deliver(self, None)
-            tensors, read_objects = self._run_items(items)
+        tensors = read_objects = 0
+        with suppress(_FailedElsewhereError):
+            planner = self.planner
+            packed = items if isinstance(items, PackedReads) and items.planner() is planner else None
+            if packed is not None and isinstance(planner, OurLoadPlanner):
+                tensors, read_objects = self._run_packed(packed, planner, sharing)
+            else:
+                tensors, read_objects = self._run_items(items, sharing)
         if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.reader.path} could not be read past the page cache "
@@ -121,25 +127,35 @@ class Load:
 
     # --- What our planner planned on the index
 
-    def _run_packed(self, reads: PackedReads, planner: OurLoadPlanner, routed: RoutedRead | None) -> tuple[int, int]:
+    def _run_packed(
+        self, reads: PackedReads, planner: OurLoadPlanner, sharing: SharedReading | None
+    ) -> tuple[int, int]:
         names = reads.description.names
-        for name in reads.plan.files:
-            layout.check_relative(name, self.reader.path)
-            self.paths.append(os.path.join(self.reader.path, name))
-        alone = reads
-        if routed is not None:
-            outcome = routed.deliver(self, reads)
-            if outcome is Outcome.failed_elsewhere:
-                return 0, 0
-            if outcome is Outcome.delivered:
-                self.shared_bytes = routed.routes.shared_bytes
-                alone = reads.only(routed.routes.own)
-        self.bytes = self.shared_bytes
-        records = [_Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
+
+        def checked() -> PackedReads:
+            for name in reads.plan.files:
+                self._add_file(name, self.reader.path)
+            return reads
+
+        alone = checked() if sharing is None else self._share(sharing, checked)
+        records = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
         for record, data in self._objects(records):
             planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
-        self.read_packed(alone)
+        if alone is not None:
+            self.read_packed(alone)
         return reads.count_tensors(), len(records)
+
+    def _share(self, sharing: SharedReading, reads_of: Callable[[], PackedReads | None]) -> PackedReads | None:
+        """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says."""
+        reads, routed = sharing.begin(reads_of, save_id(self.metadata), self.reader.verify)
+        outcome = routed.deliver(self, reads)
+        if outcome is Outcome.failed_elsewhere:
+            raise _FailedElsewhereError
+        self.bytes = 0  # what was read to try it is read again
+        if outcome is Outcome.delivered:
+            self.bytes = self.shared_bytes = routed.routes.shared_bytes
+            return None if reads is None else reads.only(routed.routes.own)
+        return reads
 
     def read_packed(self, reads: PackedReads) -> None:
         """The tensors."""
@@ -162,7 +178,7 @@ class Load:
             self._read_targets(self._target_of(reads, row) for row in reads.rows())
 
     def _target_of(self, reads: PackedReads, row: ReadRow) -> _Target:
-        record = _Record(
+        record = Record(
             reads.description.names[row.item], row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size
         )
         tensor = reads.target(row.item, row.dest_offset, row.lengths).detach()
@@ -170,36 +186,69 @@ class Load:
 
     # --- What any planner planned on metadata
 
-    def _run_items(self, items: Sequence[ReadItem]) -> tuple[int, int]:
-        transformed, byte_items, tensor_items = [], [], []
-        for item in items:
-            info = self._info(item)
-            if info.transform_descriptors:
-                transformed.append(item)
-            elif item.type == LoadItemType.BYTE_IO:
-                byte_items.append((item, info))
-            else:
-                tensor_items.append((item, info))
-        self._check_coverage(items)
-        records = [self._record(item, info) for item, info in byte_items]
-        for (item, _), (_, data) in zip(byte_items, self._objects(records), strict=True):
+    def _run_items(self, items: Sequence[ReadItem], sharing: SharedReading | None) -> tuple[int, int]:
+        sorts: list[_Items] = []
+
+        def sort() -> PackedReads | None:
+            sorts.append(self._sorted(items))
+            return self._packed(sorts[0].tensors)
+
+        if sharing is None:
+            sorts.append(self._sorted(items))
+            packed = None
+        else:
+            packed = self._share(sharing, sort)
+        (of,) = sorts
+        records = [self._record(item, info) for item, info in of.objects]
+        for (item, _), (_, data) in zip(of.objects, self._objects(records), strict=True):
             self.set_object(item, data)
-        self._read_targets(self._resolved(item, info) for item, info in tensor_items)
-        if transformed:
-            self._read_transformed(transformed)
+        if packed is not None:
+            self.read_packed(packed)
+        else:
+            self._read_targets(self._resolved(item, info) for item, info in of.tensors)
+        if of.transformed:
+            self._read_transformed(of.transformed)
         tensors = sum(item.type == LoadItemType.TENSOR for item in items)
         return tensors, len(items) - tensors
 
-    def _record(self, item: ReadItem, info: StorageInfo) -> _Record:
+    def _sorted(self, items: Sequence[ReadItem]) -> _Items:
+        of = _Items()
+        for item in items:
+            info = self._info(item)
+            if info.transform_descriptors:
+                of.transformed.append(item)
+            elif item.type == LoadItemType.BYTE_IO:
+                of.objects.append((item, info))
+            else:
+                of.tensors.append((item, info))
+        self._check_coverage(items)
+        return of
+
+    def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]]) -> PackedReads | None:
+        """What other ranks may read, where the planner lets tensors be filled in any order."""
+        if not resolves_views(self.planner):
+            return None
+        placed = []
+        for item, info in tensors:
+            record, tensor = self._resolved_item(item, info)
+            placed.append(PlacedItem(item, tensor, record))
+        placed.sort(key=lambda entry: (entry.record.file, entry.record.offset))
+        return item_reads(self.planner, placed, list(self.path_index))
+
+    def _record(self, item: ReadItem, info: StorageInfo) -> Record:
         key = item.storage_index.fqn
-        return _Record(key, self._file(info, key), info.offset, info.length, layout.crc_of(info))
+        return Record(key, self._file(info, key), info.offset, info.length, layout.crc_of(info))
 
     def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
+        record, tensor = self._resolved_item(item, info)
+        return self._target(record, item.storage_offsets, item.lengths, tensor, item)
+
+    def _resolved_item(self, item: ReadItem, info: StorageInfo) -> tuple[Record, torch.Tensor]:
         record = self._record(item, info)
         record.dtype, record.sizes = self.chunk(item.storage_index)
         tensor = self.planner.resolve_tensor(item).detach()
         self.check_fit(item, tensor, record.dtype)
-        return self._target(record, item.storage_offsets, item.lengths, tensor, item)
+        return record, tensor
 
     # --- What metadata says, checked
 
@@ -230,10 +279,12 @@ class Load:
 
     def _file(self, info: StorageInfo, key: str) -> int:
         index = self.path_index.get(info.relative_path)
-        if index is None:
-            name = layout.check_relative(info.relative_path, key)
-            index = self.path_index[name] = len(self.paths)
-            self.paths.append(os.path.join(self.reader.path, name))
+        return self._add_file(info.relative_path, key) if index is None else index
+
+    def _add_file(self, name: str, key: str) -> int:
+        layout.check_relative(name, key)
+        index = self.path_index[name] = len(self.paths)
+        self.paths.append(os.path.join(self.reader.path, name))
         return index
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
@@ -263,7 +314,7 @@ class Load:
 
     # --- Objects
 
-    def _objects(self, records: list[_Record]) -> Iterator[tuple[_Record, bytes]]:
+    def _objects(self, records: list[Record]) -> Iterator[tuple[Record, bytes]]:
         """Each object's bytes, checked."""
         if records:
             for record, data in zip(records, self._read_whole(records), strict=True):
@@ -283,7 +334,7 @@ class Load:
             # Stock planners load bytes without any restriction: they get bytes of our own making.
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value)))
 
-    def _read_whole(self, records: list[_Record]) -> list[bytes]:
+    def _read_whole(self, records: list[Record]) -> list[bytes]:
         self._check_ranges(records)
         table = engine.int_table()
         for record in records:
@@ -291,7 +342,7 @@ class Load:
         with engine.named_errors(lambda row: records[row].key, self.reader.path):
             return _C.read_objects(self.paths, table, self.options)
 
-    def _check_ranges(self, records: list[_Record]) -> None:
+    def _check_ranges(self, records: list[Record]) -> None:
         """Before memory is taken for them."""
         sizes: dict[str, int] = {}
         for record in records:
@@ -312,7 +363,7 @@ class Load:
                     offset=record.offset,
                 )
 
-    def _check_archive(self, data: bytes, record: _Record, *, whole: bool) -> None:
+    def _check_archive(self, data: bytes, record: Record, *, whole: bool) -> None:
         """That an archive is sound and, where the checksum in metadata is of the `whole`, the one that was saved."""
         damage = _C.check_archive(data, self.reader.verify)
         if not damage and whole and self.reader.verify and record.crc not in (-1, _C.crc32(data)):
@@ -338,7 +389,7 @@ class Load:
 
     def _target(
         self,
-        record: _Record,
+        record: Record,
         storage_offset: Sequence[int],
         lengths: Sequence[int],
         tensor: torch.Tensor,
@@ -389,7 +440,7 @@ class Load:
         """Fills `piece` with what starts at `start` in a chunk of `sizes`; `record`: file, offset, length, CRC-32 and
         dtype code of one that the engine left unread."""
         file, offset, length, crc, code = record
-        stored = _Record(key, file, offset, length, crc, engine.CODE_DTYPES[code], sizes)
+        stored = Record(key, file, offset, length, crc, engine.CODE_DTYPES[code], sizes)
         self._read_odd_record(_Target(stored, start, piece.shape, piece, piece, None))
 
     def _read_odd_record(self, target: _Target) -> None:

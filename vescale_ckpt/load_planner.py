@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         # Plans of ours go to the coordinator empty: nothing is decided there.
-        return central_plan if self._reads is None else LoadPlan(self._reads)  # type: ignore[arg-type]
+        return central_plan if self._reads is None else replace(central_plan, items=self._reads)  # type: ignore[arg-type]
 
     def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
         """None if it takes DCP's own planning, because of what the state holds or how keys are named."""

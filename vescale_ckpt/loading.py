@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from . import settings
 from .application import Application
 from .collective_load import CollectiveLoad
 from .exchange import Exchange
@@ -100,8 +101,7 @@ def load(
     any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
     optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
     """
-    if broadcast_checkpoint not in ("auto", True, False):
-        raise ValueError(f"broadcast_checkpoint={broadcast_checkpoint!r}: 'auto', True or False is wanted")
+    settings.broadcast(broadcast_checkpoint)
     if state is None and (rename is not None or allow_cast or planner is not None):
         raise ValueError("rename, allow_cast and planner are for loading into a state")
     if planner is not None:

@@ -48,11 +48,12 @@ _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torc
 
 
 TRAILER_BYTES = 16
+TRAILER_MAGIC = b"VSCKMDT1"
 
 
 def _trailer(pickled: bytes) -> bytes:
     """What stands behind our pickle, where unpicklers do not look: magic, low 32 bits of its length, its CRC-32."""
-    return struct.pack("<8sII", b"VSCKMDT1", len(pickled) & 0xFFFFFFFF, _C.crc32(pickled))
+    return struct.pack("<8sII", TRAILER_MAGIC, len(pickled) & 0xFFFFFFFF, _C.crc32(pickled))
 
 
 class _LenientProperties(TensorProperties):

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -36,7 +36,8 @@ from .stock import StorageInfo
 from .tensors import NOT_READY
 
 if TYPE_CHECKING:
-    from .load_planner import LoadPlanner
+    from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+
     from .save_planner import SavePlanner
 
 PART_ROW = 4  # item, dim (-1: the whole box), start, length
@@ -323,11 +324,22 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
     return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)
 
 
+class PlannedReads(Protocol):
+    """What `_C.LoadPlan` says by the same names."""
+
+    @property
+    def reads(self) -> bytes: ...
+    @property
+    def objects(self) -> bytes: ...
+    @property
+    def files(self) -> list[str]: ...
+
+
 class PackedReads(_Lazy):
     """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
 
     def __init__(
-        self, planner: LoadPlanner, description: Description, plan: _C.LoadPlan, reads: bytes | None = None
+        self, planner: DcpLoadPlanner, description: Description, plan: PlannedReads, reads: bytes | None = None
     ) -> None:
         self._planner = weakref.ref(planner)
         self.description = description
@@ -352,7 +364,7 @@ class PackedReads(_Lazy):
             at += 4 * ndim
             yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
 
-    def planner(self) -> LoadPlanner | None:
+    def planner(self) -> DcpLoadPlanner | None:
         return self._planner()
 
     def count_tensors(self) -> int:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import directory_lock, engine, layout
+from . import _C, directory_lock, engine, layout, metadata_file, settings
 from .errors import CheckpointError, CorruptCheckpointError
+from .exchange import Exchange
 from .lazy_metadata import LazyMetadata
 from .load import Load
+from .message import pack, unpack
 from .pause import garbage_collector_paused
-from .routed_read import RoutedRead
-from .settings import DirectIO
+from .process_groups import resolved
+from .settings import Broadcast, DirectIO
+from .shared_reading import SharedReading
 from .stats import LoadStats
+
+logger = logging.getLogger(__name__)
+
+_MOST_INDEX_BYTES = 16 << 20  # of larger ones each rank reads the few pages that it needs
+
+
+@dataclass(frozen=True)
+class _ReadTogether:
+    """The coordinator's word to all ranks that they read for each other."""
 
 
 class StorageReader(DcpStorageReader):
@@ -30,8 +46,12 @@ class StorageReader(DcpStorageReader):
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
         verify: False skips checksums of data (never the checks of sizes, paths and pickles).
         weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
+        broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
+            others; "auto" does so if the first pieces show that it is faster. For loads that all ranks of the group
+            make together. See docs/loading.md.
         direct_io: "auto" goes past the page cache unless the file is in it, False never does, True raises where it
             cannot.
+        process_group: whose ranks read for each other: the group of the load. None: the default group.
 
     Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
     for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
@@ -43,8 +63,10 @@ class StorageReader(DcpStorageReader):
         *,
         thread_count: int | None = None,
         verify: bool = True,
+        broadcast_checkpoint: Broadcast = False,
         weights_only: bool = True,
         direct_io: DirectIO = "auto",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if thread_count is not None and thread_count < 1:
@@ -52,6 +74,8 @@ class StorageReader(DcpStorageReader):
         self.path = layout.local_path(path)
         self.thread_count = thread_count
         self.verify = verify
+        self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
+        self.process_group = process_group
         self.weights_only = weights_only
         self.direct_io = engine.direct_io_setting(direct_io)
         self.last_stats: LoadStats | None = None
@@ -61,7 +85,7 @@ class StorageReader(DcpStorageReader):
         self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
+        return {**self.__dict__, "_lock": None, "process_group": None}
 
     # --- DCP's calls, in the order in which they come
 
@@ -105,13 +129,37 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        self._unlock()
-        self._lock = directory_lock.while_reading(self.path, rank)
+        self._lock_checkpoint(rank)
         index = layout.read_index(self.path, rank) if type(self) is StorageReader else None
         if index is None:
             return _whole_metadata(self.path, rank, self._load_id)
-        metadata = LazyMetadata(build=partial(_whole_metadata, self.path, rank, self._load_id))
-        metadata.index = index
+        return self._on_index(index, rank)
+
+    def pack_metadata(self) -> bytes:
+        """The checkpoint's metadata for readers of other ranks: its index, or all of it if it has none. Empty if it is
+        better that each reads what it needs of it."""
+        with suppress(OSError):
+            if os.stat(os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)).st_size > _MOST_INDEX_BYTES:
+                return b""
+        index = layout.index_bytes(self.path)
+        return pack(b"", layout.metadata_bytes(self.path, None)) if index is None else pack(index, b"")
+
+    def unpack_metadata(self, message: bytes) -> Metadata:
+        """The metadata that another rank has packed, of this very checkpoint. Raises as `read_metadata` does."""
+        self._lock_checkpoint(None)
+        index, whole = unpack(message)
+        if not index:
+            path = os.path.join(self.path, layout.METADATA_NAME)
+            return _with_load_id(metadata_file.loads(whole, path), self._load_id)
+        return self._on_index(_C.Index.from_bytes(index), None)
+
+    def _lock_checkpoint(self, rank: int | None) -> None:
+        self._unlock()
+        self._lock = directory_lock.while_reading(self.path, rank)
+
+    def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
+        metadata = LazyMetadata(build=partial(_whole_metadata, self.path, rank, self._load_id))  # without the reader:
+        metadata.index = index  # together they would be a cycle that keeps files open
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -130,21 +178,37 @@ class StorageReader(DcpStorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
+        # Only here it is known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
+        if self.broadcast_checkpoint is False or len(plans) == 1:
+            return plans
+        group = resolved(self.process_group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if len(plans) != ranks:
+            logger.warning(
+                "loading %s: each rank reads all for itself: %d ranks load, but the reader's process group has %d",
+                self.path, len(plans), ranks,
+            )  # fmt: skip
+            return plans
+        return [replace(plan, storage_data=_ReadTogether()) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self.read(plan, planner, None)
+        sharing = None
+        if isinstance(plan.storage_data, _ReadTogether) and self.broadcast_checkpoint is not False:
+            exchange = Exchange.of(self.process_group, purpose="load")
+            phase = f"loading {self.path}: read for each other"
+            sharing = SharedReading(exchange, self.broadcast_checkpoint, phase)
+        self.read(plan, planner, sharing)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, routed: RoutedRead | None) -> None:
-        """The same with other ranks, where `routed` says who reads what for whom."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: SharedReading | None) -> None:
+        """The same, with the ranks of `sharing` if they read for each other."""
         if self._metadata is None:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         try:
             with garbage_collector_paused():
-                Load(self, self._metadata, planner).run(plan.items, routed)
+                Load(self, self._metadata, planner).run(plan.items, sharing)
         finally:
             self._unlock()
 
@@ -155,7 +219,10 @@ class StorageReader(DcpStorageReader):
 
 
 def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:
-    metadata = layout.read_metadata(directory, rank)
+    return _with_load_id(layout.read_metadata(directory, rank), load_id)
+
+
+def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:
     if not isinstance(metadata.storage_meta, StorageMeta):
         metadata.storage_meta = StorageMeta()
     metadata.storage_meta.load_id = load_id

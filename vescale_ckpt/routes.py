@@ -69,10 +69,13 @@ class Routes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank would read by itself: `LoadPlan.reads`, and the names of the files; nothing if it tells nobody."""
+    """What a rank would read by itself: `LoadPlan.reads`, the names of the files, and of which save they are.
+
+    Nothing if it tells nobody."""
 
     rows: bytes = b""
     files: tuple[str, ...] = ()
+    save: str = ""
 
 
 _kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they were made for: number of the plan, routes
@@ -87,12 +90,14 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str) ->
     names = json.dumps(reads.files).encode()
     limits = f"{exchange.rank} {exchange.size} {verify} {settings.number('broadcast_bytes')}".encode()
     domain = memory_domain().encode()
-    form = blake2b(pack(reads.rows, names, limits, domain), digest_size=16).digest()
+    # Ranks of different groups deliver each other nothing.
+    group = pack(reads.save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
+    form = blake2b(pack(reads.rows, names, limits, domain, group), digest_size=16).digest()
     with _kept_lock:
         number, routes = _kept.get(form, (_UNKNOWN, None))
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, pack(reads.rows, names, domain), verify, phase)
+        number, routes = _plan(exchange, pack(reads.rows, names, domain, group), verify, phase)
     with _kept_lock:
         _kept[form] = number, routes
         _kept.move_to_end(form)
@@ -116,11 +121,15 @@ def _plan(exchange: Exchange, needs: bytes, verify: bool, phase: str) -> tuple[i
 
 def _plan_for(gathered: list[bytes], verify: bool) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
-    files = [json.loads(names) for _, names, _ in needs]
-    domains: dict[bytes, int] = {}
-    nodes = [domains.setdefault(domain, len(domains)) for _, _, domain in needs]
+    rows, names, domains, groups = ([need[column] for need in needs] for column in range(4))
+    files = [json.loads(of_rank) for of_rank in names]
     budget = settings.number("broadcast_bytes") // MEMORIES
-    reads = [rows for rows, _, _ in needs]
-    routes = _C.plan_routes(reads, files, [0] * len(needs), nodes, verify, budget_bytes=budget)
+    routes = _C.plan_routes(rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget)
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     return [pack(number, packed) for packed in routes]
+
+
+def _numbered(values: list[bytes]) -> list[int]:
+    """A number for each that equal ones have in common."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

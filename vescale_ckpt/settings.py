@@ -56,6 +56,7 @@ SETTINGS = {
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
         Setting("broadcast_bytes", 256 * MiB, "most memory for reading for other ranks", least=4 * MiB),
+        Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
         Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
@@ -88,3 +89,10 @@ def number(name: str) -> int:
 def timeout(argument: float | None) -> float:
     """Seconds to wait for other ranks: the argument of a call, else the setting."""
     return float(number("timeout")) if argument is None else argument
+
+
+def broadcast(argument: Broadcast) -> Broadcast:
+    """An argument `broadcast_checkpoint`, checked."""
+    if argument not in ("auto", True, False):
+        raise ValueError(f"broadcast_checkpoint={argument!r}: 'auto', True or False is wanted")
+    return argument

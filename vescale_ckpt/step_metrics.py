@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _C, layout
-from .metadata_file import TRAILER_BYTES
 
 FILE_NAME = "metrics.json"
 
@@ -31,7 +30,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
             os.unlink(path)
         return
     values = {name: value if math.isfinite(value) else None for name, value in as_numbers(metrics).items()}
-    record = {"step": step, "metrics": values, "replaces": _mark_of_metadata(directory)}
+    record = {"step": step, "metrics": values, "replaces": layout.metadata_mark(directory)}
     _C.commit_file(directory, FILE_NAME, json.dumps(record, indent=1).encode())
 
 
@@ -45,19 +44,8 @@ def read(directory: str) -> dict[str, float]:
     try:
         with open(os.path.join(directory, FILE_NAME), "rb") as file:
             record = json.loads(file.read())
-        if record["replaces"] == _mark_of_metadata(directory):
+        if record["replaces"] == layout.metadata_mark(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-
-
-def _mark_of_metadata(directory: str) -> str:
-    """Tells the metadata of one save from that of another: its length and end, which holds a checksum; or nothing."""
-    try:
-        with open(os.path.join(directory, layout.METADATA_NAME), "rb") as file:
-            length = file.seek(0, os.SEEK_END)
-            file.seek(max(0, length - TRAILER_BYTES))
-            return f"{length}:{file.read().hex()}"
-    except FileNotFoundError:
-        return ""

@@ -169,6 +169,13 @@ void bind_index(py::module_& module) {
       .def_static(
           "open", [](const std::string& path) { return std::make_unique<Index>(path); }, py::arg("path"),
           py::call_guard<py::gil_scoped_release>())
+      .def_static(
+          "from_bytes",
+          [](const py::bytes& image) {
+            const auto raw = view(image);
+            return std::make_unique<Index>(std::vector<std::byte>(raw.begin(), raw.end()));
+          },
+          py::arg("image"))
       .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"))
       .def_property_readonly("save_id", [](const Index& index) { return decoded(index.save_id()); })
       .def(

@@ -1,0 +1,321 @@
+"""Ranks that read for each other inside plain `dcp.load`, of any checkpoint; metadata read once; what is not shared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import flip
+from ranks import run_ranks
+from states import assert_same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, layout
+from vescale_ckpt.shared_reading import SharedReading
+
+FOREVER = 60.0
+PLANNERS = (DefaultLoadPlanner, LoadPlanner)
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 8191).to(dtype).view(shape)
+
+
+def _full() -> dict[str, Any]:
+    return {
+        "w": _numbers(2048, 512),
+        "nested": {"v": _numbers(300, 7, dtype=torch.int16), "step": 7},
+        "few": [_numbers(i + 1, 3) for i in range(5)],
+    }
+
+
+def _zeros(full: dict[str, Any]) -> dict[str, Any]:
+    def zero(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.zeros_like(value)
+        if isinstance(value, dict):
+            return {key: zero(item) for key, item in value.items()}
+        return [zero(item) for item in value] if isinstance(value, list) else 0
+
+    result: dict[str, Any] = zero(full)
+    return result
+
+
+def _save(directory: Path, state: dict[str, Any], by: str) -> None:
+    if by == "stock":
+        dcp.save(state, storage_writer=FileSystemWriter(directory))
+    else:
+        vescale_ckpt.save(directory, state)
+
+
+# --- dcp.load
+
+
+def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
+    """Bytes read and needed with each planner, of replicas, then of rows loaded as columns."""
+    full = _full()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(full["w"], mesh, [Shard(0)], src_data_rank=None)
+    _save(directory, {**full, "rows": rows}, by)
+    results = []
+    for planner in PLANNERS:
+        reader = StorageReader(directory, broadcast_checkpoint=True)
+        state = _zeros(full)
+        dcp.load(state, storage_reader=reader, planner=planner())
+        assert_same(state, full)
+        assert reader.last_stats is not None
+        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
+
+        reader = StorageReader(directory, broadcast_checkpoint=True)
+        columns = distribute_tensor(torch.zeros_like(full["w"]), mesh, [Shard(1)], src_data_rank=None)
+        dcp.load({"rows": columns}, storage_reader=reader, planner=planner())
+        wanted = distribute_tensor(full["w"], mesh, [Shard(1)], src_data_rank=None)
+        assert_same(columns.to_local(), wanted.to_local())
+        assert reader.last_stats is not None
+        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
+    return results
+
+
+@pytest.mark.parametrize("by", ["us", "stock"])
+def test_dcp_load_reads_each_byte_once(checkpoint: Path, by: str) -> None:
+    full = _full()
+    w = full["w"].nbytes
+    replicated = w + full["nested"]["v"].nbytes + sum(tensor.nbytes for tensor in full["few"])
+    results = run_ranks(4, _load_by_dcp, checkpoint, by)
+    for number, stored in enumerate([replicated, w, replicated, w]):
+        read, shared = (sum(result[number][column] for result in results) for column in (0, 1))
+        assert read <= 1.05 * stored, number
+        assert shared == (4 * stored if stored == replicated else stored), number
+
+
+def _load_stock_files(directory: Path) -> tuple[int, int]:
+    full = _full()
+    _save(directory, full, "stock")
+    state = _zeros(full)
+    stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state, full)
+    everything = vescale_ckpt.load(directory, broadcast_checkpoint=True, timeout=FOREVER)
+    assert_same(everything, full)
+    return stats.read_bytes, stats.bytes
+
+
+def test_load_of_a_stock_checkpoint_reads_each_byte_once(checkpoint: Path) -> None:
+    results = run_ranks(2, _load_stock_files, checkpoint)
+    read, got = (sum(result[column] for result in results) for column in (0, 1))
+    assert read <= 1.05 * got / 2
+
+
+def _without_others(directory: Path) -> list[str]:
+    """Loads in which not all ranks of the reader's group take part share nothing, and wait for nobody."""
+    full = _full()
+    _save(directory, full, "us")
+    texts: list[str] = []
+    with mock.patch.object(SharedReading, "begin", side_effect=AssertionError("nothing is to be shared")):
+        for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
+            if "no_dist" not in options or dist.get_rank() == 0:
+                state = _zeros(full)
+                reader = StorageReader(directory, broadcast_checkpoint=True)
+                dcp.load(state, storage_reader=reader, planner=LoadPlanner(), **options)  # type: ignore[arg-type]
+                assert_same(state, full)
+        state = _zeros(full)
+        reader = StorageReader(directory, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
+        with mock.patch("vescale_ckpt.reader.logger.warning", side_effect=lambda text, *a: texts.append(text % a)):
+            dcp.load(state, storage_reader=reader)
+        assert_same(state, full)
+    return texts
+
+
+def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
+    texts, none = run_ranks(2, _without_others, checkpoint)
+    assert len(texts) == 1 and "2 ranks load, but the reader's process group has 1" in texts[0] and not none
+
+
+class _Committing(DefaultLoadPlanner):
+    """Hands out memory of its own, as planners that convert do."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.target = super().resolve_tensor(read_item)
+        return torch.empty_like(self.target)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+def _with_a_planner_that_commits(directory: Path) -> int:
+    full = _full()
+    _save(directory, full, "us")
+    state = _zeros(full)
+    reader = StorageReader(directory, broadcast_checkpoint=True)
+    dcp.load(state, storage_reader=reader, planner=_Committing())
+    assert_same(state, full)
+    assert reader.last_stats is not None
+    return reader.last_stats.shared_bytes
+
+
+def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
+    assert run_ranks(2, _with_a_planner_that_commits, checkpoint) == [0, 0]
+
+
+def _damaged(directory: Path, planner: Callable[[], Any]) -> tuple[list[str], float]:
+    full = _full()
+    _save(directory, full, "us")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        flip(file, file.stat().st_size // 2 * 8)
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True), planner=planner())
+    errors = [error for error, _ in caught.value.failures.values()]
+    assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
+    return [str(error) for error in errors], time.monotonic() - begin
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_damage_is_raised_on_all_ranks(checkpoint: Path, planner: Callable[[], Any]) -> None:
+    results = run_ranks(4, _damaged, checkpoint, planner)
+    assert len({str(texts) for texts, _ in results}) == 1
+    assert "checksum mismatch" in results[0][0][0] and max(seconds for _, seconds in results) < FOREVER
+
+
+def _one_cannot_plan(directory: Path) -> str:
+    """An error of one rank between DCP's planning and our exchange."""
+    full = _full()
+    _save(directory, full, "us")
+    fails = mock.patch("vescale_ckpt.load.Load._packed", side_effect=MemoryError("no room for its plan"))
+    with (
+        fails if dist.get_rank() == 1 else contextlib.nullcontext(),
+        pytest.raises(dcp.api.CheckpointException) as caught,
+    ):
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None:
+    for text in run_ranks(2, _one_cannot_plan, checkpoint):
+        assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
+
+
+# --- Scope
+
+
+def _in_scope(directory: Path, scope: str) -> int:
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // 2)
+    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
+    full = {"w": _numbers(2048, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    state = {"w": torch.zeros(2048, 1024)}
+    stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state, full)
+    return stats.read_bytes
+
+
+@pytest.mark.parametrize(("scope", "times"), [("job", 1), ("node", 2)])
+def test_nodes_may_keep_to_themselves(checkpoint: Path, scope: str, times: int) -> None:
+    stored = 2048 * 1024 * 4
+    reads = run_ranks(4, _in_scope, checkpoint, scope)
+    assert times * stored <= sum(reads) <= 1.02 * times * stored
+    assert max(reads) < 0.6 * times * stored / 2, "all take part"
+
+
+# --- Metadata
+
+
+def _counted(directory: Path, by: str) -> tuple[int, ...]:
+    """How often this rank read the index whole and in part, and the metadata, parsed and as bytes."""
+    full = _full()
+    _save(directory, full, by)
+    state = _zeros(full)
+    names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(mock.patch.object(layout, name, wraps=getattr(layout, name))) for name in names]
+        vescale_ckpt.load(directory, state, timeout=FOREVER)
+    assert_same(state, full)
+    return tuple(of.call_count for of in calls)
+
+
+@pytest.mark.parametrize(("by", "coordinator"), [("us", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
+def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
+    first, *others = run_ranks(4, _counted, checkpoint, by)
+    assert first == coordinator and others == [(0, 0, 0, 0)] * 3
+
+
+def _large_index(directory: Path) -> tuple[int, ...]:
+    with mock.patch("vescale_ckpt.reader._MOST_INDEX_BYTES", 100):
+        return _counted(directory, "us")
+
+
+def test_of_a_large_index_each_rank_reads_what_it_needs(checkpoint: Path) -> None:
+    assert run_ranks(2, _large_index, checkpoint) == [(0, 1, 0, 0)] * 2
+
+
+def _different_disks(directory: Path) -> list[str]:
+    """The same path on each rank, but not the same disk."""
+    rank, full = dist.get_rank(), _full()
+    for name in ("first", "second"):
+        vescale_ckpt.save(directory / name, full)
+    state, own, texts = _zeros(full), directory / f"disk{rank}", []
+    for name in ("first", "first" if rank == 0 else "second"):
+        shutil.rmtree(own, ignore_errors=True)
+        shutil.copytree(directory / name, own / "checkpoint")
+        dist.barrier()
+        with contextlib.chdir(own):
+            try:
+                vescale_ckpt.load("checkpoint", state, broadcast_checkpoint=True, timeout=FOREVER)
+                assert_same(state, full)
+            except CheckpointError as error:
+                texts.append(str(error))
+    return texts
+
+
+def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
+    for texts in run_ranks(2, _different_disks, tmp_path):
+        assert len(texts) == 1 and "different saves" in texts[0], texts
+
+
+def _damaged_index(directory: Path) -> bool:
+    full = _full()
+    vescale_ckpt.save(directory, full)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        index = directory / ".metadata.index"
+        flip(index, index.stat().st_size * 4)  # in its middle: found when that is looked at
+    dist.barrier()
+    state = _zeros(full)
+    vescale_ckpt.load(directory, state, timeout=FOREVER)
+    assert_same(state, full)
+    reference = _zeros(full)
+    dcp.load(reference, storage_reader=FileSystemReader(directory))
+    assert_same(reference, state)
+    return True
+
+
+def test_a_damaged_index_is_done_without(checkpoint: Path) -> None:
+    assert run_ranks(2, _damaged_index, checkpoint) == [True, True]
+
+
+def _no_checkpoint(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.load(directory / "nothing", _zeros(_full()), timeout=FOREVER)
+    return str(caught.value)
+
+
+def test_no_checkpoint_is_told_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _no_checkpoint, tmp_path)
+    assert first == second and "not a checkpoint" in first

@@ -1,0 +1,41 @@
+"""Ranks that read for each other: what it takes to begin, taken by all of them or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import LoadFailedError
+from .exchange import Exchange
+from .packed import PackedReads
+from .routed_read import RoutedRead
+from .routes import Reads, routes_of_all
+
+
+@dataclass(frozen=True)
+class SharedReading:
+    """The ranks of one load. `way`: whether to share in any case, or if it turns out to be faster."""
+
+    exchange: Exchange
+    way: Literal["auto", True]
+    phase: str
+
+    def begin(
+        self, reads_of: Callable[[], PackedReads | None], save: str, verify: bool
+    ) -> tuple[PackedReads | None, RoutedRead]:
+        """What `reads_of` says that this rank needs (None: nothing that others may read), and who reads it.
+
+        `save` names the save that this rank loads: ranks that look at different ones share nothing. Raises on all ranks
+        if it fails on one.
+        """
+        reads, told, error = None, Reads(), None
+        try:
+            reads = reads_of()
+            if reads is not None:
+                told = Reads(reads.reads, tuple(reads.plan.files), save)
+        except Exception as raised:
+            error = raised
+        self.exchange.fail_together(error, self.phase, LoadFailedError)
+        routes = routes_of_all(self.exchange, told, verify, self.phase)
+        return reads, RoutedRead(self.exchange, routes, self.phase, measure=self.way == "auto")
