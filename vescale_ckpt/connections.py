@@ -20,6 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from . import device_group
+from .device_group import Device, DeviceGroup
 from .roll_call import PATIENCE, Notes, RollCall, StoreGoneError, Verdict
 
 FANOUT = 16  # children of a rank in the tree
@@ -58,6 +60,8 @@ class Connections:
         self.children = range(self.rank * FANOUT + 1, min((self.rank + 1) * FANOUT + 1, self.size))
         self.calls = 0
         self.verdict: Verdict | None = None
+        self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
+        self.devices_tried = False
         self._ranks = ranks
         self._roll = roll
         self._lock = threading.Lock()
@@ -71,6 +75,11 @@ class Connections:
             )
         except RuntimeError as error:
             raise self._end(_CONNECTING, _CONNECTING, timeout, error).error() from error
+
+    def make_devices(self, device: Device, timeout: float) -> None:
+        """Makes `devices`, which connects when they first swap."""
+        backend = device_group.nccl_backend(self._roll.store_for_devices(), self.rank, self.size, timeout)
+        self.devices = DeviceGroup(device, backend, timeout)
 
     @contextmanager
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
@@ -151,6 +160,8 @@ class Connections:
         self.verdict = verdict
         self._pending.clear()
         self._gloo = None
+        if self.devices is not None:
+            self.devices.end()
         return verdict
 
     def _judge(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> Verdict:

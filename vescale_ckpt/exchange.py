@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import pickle
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -20,10 +21,13 @@ import torch.distributed as dist
 
 from . import settings
 from .connections import Connections, tensor_over
+from .device_group import Device, DeviceGroup
 from .errors import CheckpointError, RankFailedError, SaveFailedError, of_rank
 from .process_groups import resolved
 from .roll_call import RollCall, StoreGoneError
 from .stock import new_store_client
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_TEXT = 2000  # characters of each rank's error that reach the other ranks
 _NO_ERROR = 1
@@ -160,6 +164,42 @@ class Exchange:
         with self._links.collective(kind, phase, self.timeout):
             yield self._links
 
+    def may_swap_on(self, device: Device | None) -> bool:
+        """Whether this rank is for `device_group`."""
+        links = self._links
+        if device is None or links is None:
+            return False
+        if links.devices_tried:
+            return links.devices is not None and links.devices.usable and links.devices.device.device == device.device
+        return True
+
+    def device_group(self, device: Device, phase: str) -> DeviceGroup | None:
+        """The connections among the devices of all ranks, made at the first call. None on all if they cannot be made:
+        ranks that share a device, for instance. All ranks must be for it (`may_swap_on`)."""
+        links = self._links
+        assert links is not None
+        if links.devices_tried:
+            return links.devices
+        gathered = self.gather(device.identity().encode(), phase)
+        distinct = None if gathered is None else bytes([len(set(gathered)) == self.size])
+        if self.broadcast(distinct, phase) == b"\1":
+            steps = (lambda: links.make_devices(device, self.timeout), lambda: _first_swap(links))
+            if not all(self._succeed(step, phase) for step in steps) and links.devices is not None:
+                links.devices.end()
+                links.devices = None
+        links.devices_tried = True
+        return links.devices
+
+    def _succeed(self, step: Callable[[], None], phase: str) -> bool:
+        """Whether a step towards the devices succeeds on all ranks."""
+        done = True
+        try:
+            step()
+        except Exception as error:
+            done = False
+            logger.warning("%s: no connection to the devices of other ranks: %s", phase, error)
+        return self.agree([int(done)], phase) == [1]
+
     def fail_together(
         self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> None:
@@ -231,6 +271,12 @@ _places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakr
 _places_lock = threading.Lock()
 # gloo's threads must have ended before the process's destructors run.
 atexit.register(_places.clear)
+
+
+def _first_swap(links: Connections) -> None:
+    assert links.devices is not None
+    sent = torch.zeros(links.size, dtype=torch.uint8, device=links.devices.device.device)
+    links.devices.swap(torch.split(torch.zeros_like(sent), 1), torch.split(sent, 1))
 
 
 def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:

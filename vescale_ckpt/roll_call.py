@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+from . import stock
 from .errors import CheckpointError, CheckpointTimeoutError
 from .stock import PrefixStore, Store
 
@@ -111,6 +112,10 @@ class RollCall:
 
     def store_for_connections(self) -> Store:
         return PrefixStore(self._key("connections"), self._store)
+
+    def store_for_devices(self) -> Store:
+        """A client of its own: the ranks' devices wait for each other in it."""
+        return PrefixStore(self._key("devices"), stock.clone_of(self._store))
 
     def note(self, calls: int, step: str) -> None:
         """Says where this rank is: in its `calls`-th collective, a `step`. Costs a few microseconds."""

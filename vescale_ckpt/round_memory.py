@@ -15,6 +15,7 @@ import torch
 
 from .connections import Connections, tensor_over
 from .errors import CheckpointError
+from .routes import Round
 
 _PAGE = 4096
 _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
@@ -39,9 +40,31 @@ class RoundMemory:
     def __getitem__(self, number: int) -> torch.Tensor:
         return self._own.memories[number % len(self._sizes)]
 
-    def of_peer(self, peer: int, number: int) -> torch.Tensor:
-        memories = self._of_peers[peer].memories
-        return memories[number % len(memories)]
+    def swap(self, peers: Connections, number: int, of: Round) -> CheckpointError | None:
+        """Sends and receives the messages of a round."""
+        memory = self[number]
+        for peer, offset, size in of.messages(of.receives):
+            peers.receive(peer, memory[offset : offset + size] if size else _word())
+        for peer, offset, size in of.messages(of.sends):
+            peers.send(peer, memory[offset : offset + size] if size else _word())
+        peers.wait()
+        return None
+
+    def swapped(self, number: int, of: Round) -> dict[int, torch.Tensor]:
+        """By peer (-1: none), in what memory that lies which the round's places name."""
+        found = {-1: self[number]}
+        for peer in of.near(of.receives):
+            memories = self._of_peers[peer].memories
+            found[peer] = memories[number % len(memories)]
+        return found
+
+    def give_back(self, peers: Connections, of: Round) -> None:
+        """Tells those whose memory was looked at in a round, and hears from those who looked at this rank's."""
+        for peer in of.near(of.sends):
+            peers.receive(peer, _word())
+        for peer in of.near(of.receives):
+            peers.send(peer, _word())
+        peers.wait()
 
     def close(self) -> None:
         """Nobody else can open it from now on; who has it keeps it."""
@@ -64,6 +87,11 @@ class RoundMemory:
             except (OSError, ValueError) as error:
                 return CheckpointError(f"the memory of rank {peer}, of the same node, cannot be seen: {error}")
         return None
+
+
+def _word() -> torch.Tensor:
+    """A message that says no more than that it came."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 class _Mapped:

@@ -14,6 +14,8 @@ import torch
 
 from . import _C, engine
 from .connections import Connections
+from .device_group import DeviceGroup
+from .device_memory import DeviceMemory
 from .engine import CODE_DTYPES
 from .exchange import Exchange
 from .packed import PackedReads, narrowed
@@ -40,11 +42,14 @@ class Outcome(enum.Enum):
 class RoutedRead:
     """For one load. `measure`: stop after the first rounds where they show that it does not pay."""
 
-    def __init__(self, exchange: Exchange, routes: Routes, phase: str, measure: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, routes: Routes, phase: str, measure: bool, devices: DeviceGroup | None
+    ) -> None:
         self.routes = routes
         self._exchange = exchange
         self._phase = phase
         self._measure = measure and len(routes.rounds) > 1
+        self._devices = devices
         self._error: BaseException | None = None
 
     def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
@@ -55,8 +60,7 @@ class RoutedRead:
         self._load, self._reads = load, reads
         self._threads = engine.thread_count(load.reader.thread_count)
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
-        self._memory = RoundMemory(sizes)
-        if not self._meet():
+        if not self._meet(sizes):
             return Outcome.stood_down
         with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
             outcome = self._run(pool, len(rounds))
@@ -64,17 +68,22 @@ class RoutedRead:
             raise self._error
         return outcome
 
-    def _meet(self) -> bool:
-        """Whether all ranks see what they have to see of each other's memory."""
-        rounds = self.routes.rounds
-        near = {peer for of in rounds for table in (of.sends, of.receives) for peer in of.near(table)}
+    def _meet(self, sizes: list[int]) -> bool:
+        """Takes memory; whether all ranks have it, and see what they have to see of each other's."""
+        error: Exception | None = None
         try:
-            with self._exchange.peers("meet", self._phase) as peers:
-                error = self._memory.meet(peers, near)
-            if self._exchange.agree([int(error is None)], self._phase) == [1]:
-                return True
-        finally:
-            self._memory.close()
+            self._memory = RoundMemory(sizes) if self._devices is None else DeviceMemory(sizes, self._devices)
+        except Exception as raised:
+            error = raised
+        if self._exchange.agree([int(error is None)], f"{self._phase}: take memory") == [1]:
+            near = {peer for of in self.routes.rounds for table in (of.sends, of.receives) for peer in of.near(table)}
+            try:
+                with self._exchange.peers("meet", self._phase) as peers:
+                    error = self._memory.meet(peers, near)
+                if self._exchange.agree([int(error is None)], self._phase) == [1]:
+                    return True
+            finally:
+                self._memory.close()
         if error is not None:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
         return False
@@ -95,7 +104,7 @@ class RoutedRead:
                     read.pop(number).result()
                     if number - 2 in placed:  # out of the memories that the next round is read into
                         placed.pop(number - 2).result()
-                        self._give_back(peers, number - 2)
+                        self._memory.give_back(peers, self.routes.rounds[number - 2])
                     if number + 1 < count:
                         read[number + 1] = pool.submit(self._read, number + 1)
                     self._send(peers, number)
@@ -155,22 +164,9 @@ class RoutedRead:
 
     def _send(self, peers: Connections, number: int) -> float:
         started = time.perf_counter()
-        of, memory = self.routes.rounds[number], self._memory[number]
-        for peer, offset, size in of.messages(of.receives):
-            peers.receive(peer, memory[offset : offset + size] if size else _word())
-        for peer, offset, size in of.messages(of.sends):
-            peers.send(peer, memory[offset : offset + size] if size else _word())
-        peers.wait()
+        error = self._memory.swap(peers, number, self.routes.rounds[number])
+        self._error = self._error or error
         return time.perf_counter() - started
-
-    def _give_back(self, peers: Connections, number: int) -> None:
-        """Tells those whose memory was looked at in a round, and hears from those who looked at this rank's."""
-        of = self.routes.rounds[number]
-        for peer in of.near(of.sends):
-            peers.receive(peer, _word())
-        for peer in of.near(of.receives):
-            peers.send(peer, _word())
-        peers.wait()
 
     def _place(self, number: int) -> float:
         def place() -> None:
@@ -178,8 +174,11 @@ class RoutedRead:
             if not len(of.places):
                 return
             assert self._reads is not None
-            memories = {-1: self._memory[number]}
-            memories.update((peer, self._memory.of_peer(peer, number)) for peer in of.near(of.receives))
+            memories = self._memory.swapped(number, of)
+            if isinstance(self._memory, DeviceMemory):
+                with self._memory.placing():
+                    self._copy_by_torch(of.places, None, memories)
+                return
             table = engine.int_table()
             for peer, memory in memories.items():
                 table.extend((peer, memory.data_ptr(), len(memory)))
@@ -219,21 +218,16 @@ class RoutedRead:
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
             load.read_odd_piece(names[item], record, chunk, start, piece)
 
-    def _copy_by_torch(self, places: memoryview, wanted: set[int], memories: dict[int, torch.Tensor]) -> None:
-        """To tensors on other devices, or of another dtype than the stored one."""
+    def _copy_by_torch(self, places: memoryview, wanted: set[int] | None, memories: dict[int, torch.Tensor]) -> None:
+        """To tensors on other devices, or of another dtype than the stored one. `wanted`: which rows, None: all."""
         assert self._reads is not None
         for number, row in enumerate(_rows(places, 5, 4)):
-            if number not in wanted:
+            if wanted is not None and number not in wanted:
                 continue
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
-
-
-def _word() -> torch.Tensor:
-    """A message that says no more than that it came."""
-    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

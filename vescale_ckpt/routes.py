@@ -82,16 +82,19 @@ _kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they we
 _kept_lock = threading.Lock()
 
 
-def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
+def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
     """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
+
+    `through_devices`: nobody looks at the memory of others.
 
     Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
     """
     names = json.dumps(reads.files).encode()
     limits = f"{exchange.rank} {exchange.size} {verify} {settings.number('broadcast_bytes')}".encode()
-    domain = memory_domain().encode()
+    node = memory_domain().encode()
+    domain = f"{exchange.rank} alone".encode() if through_devices else node
     # Ranks of different groups deliver each other nothing.
-    group = pack(reads.save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
+    group = pack(reads.save.encode(), node if settings.value("broadcast_scope") == "node" else b"")
     form = blake2b(pack(reads.rows, names, limits, domain, group), digest_size=16).digest()
     with _kept_lock:
         number, routes = _kept.get(form, (_UNKNOWN, None))

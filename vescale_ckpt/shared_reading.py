@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from . import device_group
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .packed import PackedReads
@@ -36,6 +37,12 @@ class SharedReading:
                 told = Reads(reads.reads, tuple(reads.plan.files), save)
         except Exception as raised:
             error = raised
-        self.exchange.fail_together(error, self.phase, LoadFailedError)
-        routes = routes_of_all(self.exchange, told, verify, self.phase)
-        return reads, RoutedRead(self.exchange, routes, self.phase, measure=self.way == "auto")
+        device = device_group.device_for([] if reads is None else reads.description.tensors)
+        ready, on_devices = self.exchange.agree(
+            [int(error is None), int(self.exchange.may_swap_on(device))], f"{self.phase}: begin"
+        )
+        if not ready:
+            self.exchange.fail_together(error, self.phase, LoadFailedError)
+        devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
+        routes = routes_of_all(self.exchange, told, verify, self.phase, devices is not None)
+        return reads, RoutedRead(self.exchange, routes, self.phase, self.way == "auto", devices)

@@ -37,6 +37,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StridedShard",
+    "clone_of",
     "dtensor_layouts",
     "dtensor_over",
     "flatten_sharded_tensors",
@@ -107,5 +108,10 @@ def new_store_client(prefix: str) -> Store:
 
     Names in it get `prefix`.
     """
-    store: Any = _get_default_store()
-    return PrefixStore(prefix, store.clone())
+    return PrefixStore(prefix, clone_of(_get_default_store()))
+
+
+def clone_of(store: Any) -> Store:
+    """The same store by a connection of its own."""
+    clone: Store = store.clone()
+    return clone
