@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, layout
+from vescale_ckpt import _C, CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader, layout
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -210,6 +210,54 @@ def _one_cannot_plan(directory: Path) -> str:
 def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None:
     for text in run_ranks(2, _one_cannot_plan, checkpoint):
         assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
+
+
+# --- Objects
+
+
+def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -> tuple[int, int]:
+    """How many objects this rank has read, and how many it has loaded."""
+    rank = dist.get_rank()
+    objects = {f"object{i}": "x" * i for i in range(5)}
+    own = {"own": PerRank(f"of {rank}")} if by == "us" else {}
+    _save(directory, {"w": _numbers(100), **objects, **own}, by)
+    state: dict[str, Any] = {"w": torch.zeros(100), **dict.fromkeys(objects), **({"own": PerRank(None)} if own else {})}
+    with mock.patch.object(_C, "read_objects", wraps=_C.read_objects) as read:
+        if planner is None:
+            loaded = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.objects
+        else:
+            reader = StorageReader(directory, broadcast_checkpoint=True)
+            dcp.load(state, storage_reader=reader, planner=planner())
+            assert reader.last_stats is not None
+            loaded = reader.last_stats.objects
+    assert {name: state[name] for name in objects} == objects
+    assert not own or state["own"].obj == f"of {rank}"
+    return sum(len(call.args[1]) // 3 for call in read.call_args_list), loaded
+
+
+@pytest.mark.parametrize(
+    ("by", "planner"), [("us", None), ("us", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
+)
+def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
+    own = int(by == "us")
+    assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
+
+
+def _damaged_object(directory: Path) -> str:
+    vescale_ckpt.save(directory, {"w": _numbers(100), "object": "kept" * 1000})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = [path for path in directory.glob("*.distcp") if b"kept" in path.read_bytes()]
+        flip(file, file.read_bytes().index(b"kept") * 8)
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        vescale_ckpt.load(directory, {"w": torch.zeros(100), "object": ""}, broadcast_checkpoint=True, timeout=FOREVER)
+    return str(caught.value)
+
+
+def test_a_damaged_object_is_told_to_all(checkpoint: Path) -> None:
+    first, second = run_ranks(2, _damaged_object, checkpoint)
+    assert first == second and "object" in first
 
 
 # --- Scope

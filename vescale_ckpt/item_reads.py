@@ -22,8 +22,8 @@ class ItemPlan:
     """Stands where `_C.LoadPlan` does for what was planned on an index."""
 
     reads: bytes
+    objects: bytes
     files: list[str]
-    objects: bytes = b""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,11 @@ def resolves_views(planner: LoadPlanner) -> bool:
     )
 
 
-def item_reads(planner: LoadPlanner, placed: Sequence[PlacedItem], files: list[str]) -> PackedReads | None:
-    """What fills the tensors, each an item with its own number. None if one of them cannot be said so."""
+def item_reads(
+    planner: LoadPlanner, placed: Sequence[PlacedItem], objects: Sequence[Record], files: list[str]
+) -> PackedReads | None:
+    """What fills the tensors, each an item with its own number, and of objects by theirs. None if a tensor cannot be
+    said so."""
     description, _ = Describer().describe({str(number): entry.tensor for number, entry in enumerate(placed)})
     if description.other or len(description.names) != len(placed):
         return None
@@ -68,5 +71,8 @@ def item_reads(planner: LoadPlanner, placed: Sequence[PlacedItem], files: list[s
         code, ndim = engine.dtype_code(of.dtype, of.key), len(of.sizes)
         table.extend((number, of.file, of.offset, of.length, of.crc, code, ndim, *of.sizes))
         table.extend((*entry.item.storage_offsets, *entry.item.lengths, *[0] * ndim))
+    object_table = engine.int_table()
+    for number, of in enumerate(objects):
+        object_table.extend((number, of.file, of.offset, of.length, of.crc))
     described = replace(description, names=[entry.record.key for entry in placed])
-    return PackedReads(planner, described, ItemPlan(table.tobytes(), files))
+    return PackedReads(planner, described, ItemPlan(table.tobytes(), object_table.tobytes(), files))

@@ -92,6 +92,7 @@ class Load:
         )
         self.bytes = 0
         self.shared_bytes = 0
+        self._objects_of_all: dict[int, bytes] = {}  # by number, of those that one rank has read for all
         self.unverified = 0
         self.fallbacks = 0
 
@@ -137,17 +138,28 @@ class Load:
                 self._add_file(name, self.reader.path)
             return reads
 
-        alone = checked() if sharing is None else self._share(sharing, checked)
-        records = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
+        def object_records() -> list[Record]:
+            return [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
+
+        alone = checked() if sharing is None else self._share(sharing, checked, object_records)
+        records = object_records()
         for record, data in self._objects(records):
             planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
         if alone is not None:
             self.read_packed(alone)
         return reads.count_tensors(), len(records)
 
-    def _share(self, sharing: SharedReading, reads_of: Callable[[], PackedReads | None]) -> PackedReads | None:
-        """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says."""
+    def _share(
+        self,
+        sharing: SharedReading,
+        reads_of: Callable[[], PackedReads | None],
+        object_records: Callable[[], list[Record]],
+    ) -> PackedReads | None:
+        """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says.
+
+        `object_records` are those of its objects."""
         reads, routed = sharing.begin(reads_of, save_id(self.metadata), self.reader.verify)
+        self._objects_of_all = routed.objects(lambda rows: self._read_whole([object_records()[row] for row in rows]))
         outcome = routed.deliver(self, reads)
         if outcome is Outcome.failed_elsewhere:
             raise _FailedElsewhereError
@@ -191,15 +203,18 @@ class Load:
 
         def sort() -> PackedReads | None:
             sorts.append(self._sorted(items))
-            return self._packed(sorts[0].tensors)
+            return self._packed(sorts[0].tensors, object_records())
+
+        def object_records() -> list[Record]:
+            return [self._record(item, info) for item, info in sorts[0].objects]
 
         if sharing is None:
             sorts.append(self._sorted(items))
             packed = None
         else:
-            packed = self._share(sharing, sort)
+            packed = self._share(sharing, sort, object_records)
         (of,) = sorts
-        records = [self._record(item, info) for item, info in of.objects]
+        records = object_records()
         for (item, _), (_, data) in zip(of.objects, self._objects(records), strict=True):
             self.set_object(item, data)
         if packed is not None:
@@ -224,7 +239,7 @@ class Load:
         self._check_coverage(items)
         return of
 
-    def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]]) -> PackedReads | None:
+    def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]], objects: Sequence[Record]) -> PackedReads | None:
         """What other ranks may read, where the planner lets tensors be filled in any order."""
         if not resolves_views(self.planner):
             return None
@@ -233,7 +248,7 @@ class Load:
             record, tensor = self._resolved_item(item, info)
             placed.append(PlacedItem(item, tensor, record))
         placed.sort(key=lambda entry: (entry.record.file, entry.record.offset))
-        return item_reads(self.planner, placed, list(self.path_index))
+        return item_reads(self.planner, placed, objects, list(self.path_index))
 
     def _record(self, item: ReadItem, info: StorageInfo) -> Record:
         key = item.storage_index.fqn
@@ -316,10 +331,12 @@ class Load:
 
     def _objects(self, records: list[Record]) -> Iterator[tuple[Record, bytes]]:
         """Each object's bytes, checked."""
-        if records:
-            for record, data in zip(records, self._read_whole(records), strict=True):
-                self._check_archive(data, record, whole=True)
-                yield record, data
+        known = self._objects_of_all
+        own = iter(self._read_whole([record for row, record in enumerate(records) if row not in known]))
+        for row, record in enumerate(records):
+            data = known[row] if row in known else next(own)
+            self._check_archive(data, record, whole=True)
+            yield record, data
 
     def set_object(self, item: ReadItem, data: bytes) -> None:
         """Builds an object and gives it to the planner."""
@@ -335,6 +352,8 @@ class Load:
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value)))
 
     def _read_whole(self, records: list[Record]) -> list[bytes]:
+        if not records:
+            return []
         self._check_ranges(records)
         table = engine.int_table()
         for record in records:

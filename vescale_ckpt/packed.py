@@ -324,6 +324,9 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
     return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)
 
 
+OBJECT_ROW = 5  #: words of a row of `LoadPlan.objects`
+
+
 class PlannedReads(Protocol):
     """What `_C.LoadPlan` says by the same names."""
 
@@ -380,8 +383,8 @@ class PackedReads(_Lazy):
 
     def objects(self) -> Iterator[ReadRow]:
         table = words(self.plan.objects)
-        for at in range(0, len(table), 5):
-            item, file, offset, length, crc = table[at : at + 5]
+        for at in range(0, len(table), OBJECT_ROW):
+            item, file, offset, length, crc = table[at : at + OBJECT_ROW]
             yield ReadRow(item, file, offset, length, crc)
 
     def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,9 @@ from .connections import Connections
 from .device_group import DeviceGroup
 from .device_memory import DeviceMemory
 from .engine import CODE_DTYPES
+from .errors import LoadFailedError
 from .exchange import Exchange
+from .message import pack, unpack
 from .packed import PackedReads, narrowed
 from .round_memory import RoundMemory
 from .routes import MEMORIES, Round, Routes
@@ -67,6 +69,20 @@ class RoutedRead:
         if self._error is not None:
             raise self._error
         return outcome
+
+    def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
+        """By row of `Reads.objects`: what all ranks want, which the coordinator reads. Raises on all if it cannot."""
+        rows, data, error = self.routes.objects, b"", None
+        if not rows:
+            return {}
+        if self._exchange.is_coordinator:
+            try:
+                data = pack(*read(rows))
+            except Exception as raised:
+                error = raised
+        phase = f"{self._phase}: objects"
+        self._exchange.fail_together(error, phase, LoadFailedError)
+        return dict(zip(rows, unpack(self._exchange.broadcast(data, phase)), strict=True))
 
     def _meet(self, sizes: list[int]) -> bool:
         """Takes memory; whether all ranks have it, and see what they have to see of each other's."""

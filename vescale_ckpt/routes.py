@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 import threading
+from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from typing import Any
 
 from . import _C, settings
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .node import memory_domain
-from .packed import words
+from .packed import OBJECT_ROW, words
 
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
 _UNKNOWN = 0
+_MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Round:
 class Routes:
     """One rank's."""
 
-    def __init__(self, packed: bytes) -> None:
+    def __init__(self, packed: bytes, objects: bytes = b"") -> None:
+        self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
         self._words = words(packed)
         self._rounds, self.shared_bytes, own, trial = self._words[:4]
         self._first = 4 + own + trial
@@ -69,11 +73,12 @@ class Routes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank would read by itself: `LoadPlan.reads`, the names of the files, and of which save they are.
+    """What a rank would read by itself: `LoadPlan.reads`, `.objects` and `.files`, and of which save they are.
 
     Nothing if it tells nobody."""
 
     rows: bytes = b""
+    objects: bytes = b""
     files: tuple[str, ...] = ()
     save: str = ""
 
@@ -95,12 +100,12 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     domain = f"{exchange.rank} alone".encode() if through_devices else node
     # Ranks of different groups deliver each other nothing.
     group = pack(reads.save.encode(), node if settings.value("broadcast_scope") == "node" else b"")
-    form = blake2b(pack(reads.rows, names, limits, domain, group), digest_size=16).digest()
+    form = blake2b(pack(reads.rows, reads.objects, names, limits, domain, group), digest_size=16).digest()
     with _kept_lock:
         number, routes = _kept.get(form, (_UNKNOWN, None))
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, pack(reads.rows, names, domain, group), verify, phase)
+        number, routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, phase)
     with _kept_lock:
         _kept[form] = number, routes
         _kept.move_to_end(form)
@@ -118,18 +123,31 @@ def _plan(exchange: Exchange, needs: bytes, verify: bool, phase: str) -> tuple[i
         except Exception as raised:
             error = raised
     exchange.fail_together(error, phase, LoadFailedError)
-    number, packed = unpack(exchange.scatter(planned, phase))
-    return int.from_bytes(number, "little"), Routes(packed)
+    number, packed, objects = unpack(exchange.scatter(planned, phase))
+    return int.from_bytes(number, "little"), Routes(packed, objects)
 
 
 def _plan_for(gathered: list[bytes], verify: bool) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
-    rows, names, domains, groups = ([need[column] for need in needs] for column in range(4))
+    rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
     files = [json.loads(of_rank) for of_rank in names]
     budget = settings.number("broadcast_bytes") // MEMORIES
     routes = _C.plan_routes(rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget)
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
-    return [pack(number, packed) for packed in routes]
+    common = _common_objects(objects, files, groups)
+    return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
+
+
+def _common_objects(objects: list[bytes], files: list[list[str]], groups: list[bytes]) -> list[bytes]:
+    """For each rank the rows, in one order for all, of objects that every rank wants."""
+    places: list[dict[tuple[Any, ...], int]] = []
+    for table, names, group in zip(map(words, objects), files, groups, strict=True):
+        rows = [table[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(table), OBJECT_ROW)]
+        places.append({(group, names[file], *where): row for row, (file, *where) in enumerate(rows)})
+    common = sorted(set(places[0]).intersection(*places[1:]))
+    if sum(length for _, _, _, length, _ in common) > _MOST_OBJECT_BYTES:
+        common = []
+    return [array("q", [of_rank[place] for place in common]).tobytes() for of_rank in places]
 
 
 def _numbered(values: list[bytes]) -> list[int]:

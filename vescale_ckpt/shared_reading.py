@@ -34,7 +34,7 @@ class SharedReading:
         try:
             reads = reads_of()
             if reads is not None:
-                told = Reads(reads.reads, tuple(reads.plan.files), save)
+                told = Reads(reads.reads, reads.plan.objects, tuple(reads.plan.files), save)
         except Exception as raised:
             error = raised
         device = device_group.device_for([] if reads is None else reads.description.tensors)
