@@ -322,7 +322,8 @@ def _decide(directory: Path, slow: str) -> tuple[bool, int]:
         return seconds + 1000 * dist.get_rank()  # one rank alone decides for all
 
     state = {"w": torch.zeros_like(full)}
-    with mock.patch.object(routed_read.RoutedRead, slow, slowed):
+    small = mock.patch.object(routes, "_TRIAL_BYTES", MiB)
+    with small, mock.patch.object(routed_read.RoutedRead, slow, slowed):
         stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
     assert_same(state["w"], full)
     return stats.shared_bytes == full.nbytes, stats.bytes
@@ -331,6 +332,22 @@ def _decide(directory: Path, slow: str) -> tuple[bool, int]:
 @pytest.mark.parametrize(("slow", "shares"), [("_read_trial", True), ("_send", False), ("_place", False)])
 def test_all_ranks_take_the_way_that_was_faster(checkpoint: Path, slow: str, shares: bool) -> None:
     assert run_ranks(2, _decide, checkpoint, slow) == [(shares, 4 * MiB)] * 2
+
+
+def _without_trying(directory: Path) -> list[int]:
+    """Rows that each rank needs to itself, but for the blocks at their edges: nothing to gain by going through others."""
+    full = _numbers(2048, 1023)
+    vescale_ckpt.save(directory, {"w": full})
+    shared = []
+    with mock.patch.object(routed_read.RoutedRead, "_run", side_effect=AssertionError("nothing is to be tried")):
+        state = {"w": _sharded(torch.zeros_like(full), Shard(0))}
+        shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)
+        _assert_filled(state["w"], full)
+    return shared
+
+
+def test_where_little_is_to_be_gained_nothing_is_tried(checkpoint: Path) -> None:
+    assert run_ranks(2, _without_trying, checkpoint) == [[0]] * 2
 
 
 def _blind(directory: Path) -> tuple[int, list[str]]:

@@ -31,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 # A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
 _ROUNDS_BETWEEN_LOOKS = 16
+_MOST_SECONDS = 1e9  # that an estimate may come to
+
+
+# Where ranks on their own would read no more than so many times the bytes, going through others is not tried.
+_LEAST_GAIN = 1.3
 
 
 class Outcome(enum.Enum):
@@ -59,6 +64,8 @@ class RoutedRead:
         rounds = self.routes.rounds
         if not rounds:
             return Outcome.delivered
+        if self._measure and self.routes.alone_bytes < _LEAST_GAIN * self.routes.once_bytes:
+            return Outcome.stood_down
         self._load, self._reads = load, reads
         self._threads = engine.thread_count(load.reader.thread_count)
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
@@ -138,9 +145,11 @@ class RoutedRead:
             steps.append(self._send(peers, 0))
         steps.append(pool.submit(self._place, 0).result())
         alone = self._read_trial()
-        scale = self.routes.shared_bytes / max(1, self._trial_bytes())
-        together = (max(steps) + sum(steps)) / 2 * (count - 2)
-        microseconds = [-int(1e6 * seconds) for seconds in (alone * scale, together)]
+        got, tried = _placed_bytes(self.routes.rounds[0]), _trial_bytes(self.routes.trial)
+        left = self.routes.shared_bytes - got - tried
+        together = (max(steps) + sum(steps)) / 2 * left / max(1, got)
+        alone *= self.routes.shared_bytes / max(1, tried)
+        microseconds = [-int(1e6 * min(seconds, _MOST_SECONDS)) for seconds in (alone, together)]
         least, *slowest = self._exchange.agree([int(self._error is None), *microseconds], self._phase)
         alone, together = (-value / 1e6 for value in slowest)
         if self._exchange.is_coordinator:
@@ -158,10 +167,6 @@ class RoutedRead:
                 self._load.read_packed(self._reads.only(self.routes.trial))
 
         return self._guarded(read)
-
-    def _trial_bytes(self) -> int:
-        rows = _rows(memoryview(self.routes.trial).cast("q"), 7, 4)
-        return sum(torch.Size(_lists(row[7:], row[6], 4)[2]).numel() * CODE_DTYPES[row[5]].itemsize for row in rows)
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
         return self._exchange.peers(f"rounds {first} to {last} of {len(self.routes.rounds)}", self._phase)
@@ -244,6 +249,16 @@ class RoutedRead:
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
+
+
+def _trial_bytes(trial: bytes) -> int:
+    rows = _rows(memoryview(trial).cast("q"), 7, 4)
+    return sum(torch.Size(_lists(row[7:], row[6], 4)[2]).numel() * CODE_DTYPES[row[5]].itemsize for row in rows)
+
+
+def _placed_bytes(of: Round) -> int:
+    rows = _rows(of.places, 5, 4)
+    return sum(torch.Size(_lists(row[5:], row[4], 4)[2]).numel() * CODE_DTYPES[row[3]].itemsize for row in rows)
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

@@ -22,6 +22,8 @@ from .packed import OBJECT_ROW, words
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
 _UNKNOWN = 0
+_HEAD = 6  # words of packed routes
+_TRIAL_BYTES = 16 << 20  # of each of two rounds that are tried both ways
 _MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
 
 
@@ -51,10 +53,10 @@ class Routes:
     def __init__(self, packed: bytes, objects: bytes = b"") -> None:
         self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
         self._words = words(packed)
-        self._rounds, self.shared_bytes, own, trial = self._words[:4]
-        self._first = 4 + own + trial
-        self.own = bytes(self._words[4 : 4 + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
-        self.trial = bytes(self._words[4 + own : self._first])  #: those that give what the second round gives
+        self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own, trial = self._words[:_HEAD]
+        self._first = _HEAD + own + trial
+        self.own = bytes(self._words[_HEAD : _HEAD + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
+        self.trial = bytes(self._words[_HEAD + own : self._first])  #: those that give what the second round gives
 
     @cached_property
     def rounds(self) -> list[Round]:
@@ -87,15 +89,17 @@ _kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they we
 _kept_lock = threading.Lock()
 
 
-def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
+def routes_of_all(
+    exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False, measure: bool = False
+) -> Routes:
     """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
 
-    `through_devices`: nobody looks at the memory of others.
+    `through_devices`: nobody looks at the memory of others. `measure`: the first two rounds are small.
 
     Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
     """
     names = json.dumps(reads.files).encode()
-    limits = f"{exchange.rank} {exchange.size} {verify} {settings.number('broadcast_bytes')}".encode()
+    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {settings.number('broadcast_bytes')}".encode()
     node = memory_domain().encode()
     domain = f"{exchange.rank} alone".encode() if through_devices else node
     # Ranks of different groups deliver each other nothing.
@@ -105,7 +109,7 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
         number, routes = _kept.get(form, (_UNKNOWN, None))
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, phase)
+        number, routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, measure, phase)
     with _kept_lock:
         _kept[form] = number, routes
         _kept.move_to_end(form)
@@ -114,12 +118,12 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, phase: str) -> tuple[int, Routes]:
+def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: str) -> tuple[int, Routes]:
     gathered = exchange.gather(needs, phase)
     planned, error = None, None
     if gathered is not None:
         try:
-            planned = _plan_for(gathered, verify)
+            planned = _plan_for(gathered, verify, measure)
         except Exception as raised:
             error = raised
     exchange.fail_together(error, phase, LoadFailedError)
@@ -127,12 +131,15 @@ def _plan(exchange: Exchange, needs: bytes, verify: bool, phase: str) -> tuple[i
     return int.from_bytes(number, "little"), Routes(packed, objects)
 
 
-def _plan_for(gathered: list[bytes], verify: bool) -> list[bytes]:
+def _plan_for(gathered: list[bytes], verify: bool, measure: bool) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
     rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
     files = [json.loads(of_rank) for of_rank in names]
     budget = settings.number("broadcast_bytes") // MEMORIES
-    routes = _C.plan_routes(rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget)
+    trial = _TRIAL_BYTES if measure else 0
+    routes = _C.plan_routes(
+        rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget, trial_bytes=trial
+    )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     common = _common_objects(objects, files, groups)
     return [pack(number, *packed) for packed in zip(routes, common, strict=True)]

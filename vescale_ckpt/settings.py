@@ -55,7 +55,7 @@ SETTINGS = {
         Setting("depth", 4, "transfers in flight a worker, with io_uring", least=1, most=1024),
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
-        Setting("broadcast_bytes", 256 * MiB, "most memory for reading for other ranks", least=4 * MiB),
+        Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB),
         Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
         Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),

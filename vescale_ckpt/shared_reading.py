@@ -44,5 +44,6 @@ class SharedReading:
         if not ready:
             self.exchange.fail_together(error, self.phase, LoadFailedError)
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
-        routes = routes_of_all(self.exchange, told, verify, self.phase, devices is not None)
-        return reads, RoutedRead(self.exchange, routes, self.phase, self.way == "auto", devices)
+        measure = self.way == "auto"
+        routes = routes_of_all(self.exchange, told, verify, self.phase, devices is not None, measure)
+        return reads, RoutedRead(self.exchange, routes, self.phase, measure, devices)

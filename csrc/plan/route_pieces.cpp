@@ -262,12 +262,34 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   return rest;
 }
 
+uint64_t bytes_read_for(const Need& need, const Region& box, bool verify) {
+  constexpr uint64_t kBlock = 256 << 10;  // that has a checksum
+  constexpr uint64_t kGap = 128 << 10;    // what is closer is read in one go
+  uint64_t slice = item_bytes(need);      // of the chunk: all of the dimensions that follow
+  uint64_t outer = box.elements();
+  for (size_t dim = box.size.size(); dim-- > 0;) {
+    const auto size = static_cast<uint64_t>(box.size[dim]), length = static_cast<uint64_t>(need.chunk()[dim]);
+    outer /= std::max<uint64_t>(size, 1);
+    const uint64_t run = size * slice, gap = (length - size) * slice;
+    if (outer <= 1 || gap >= (verify ? kBlock : kGap)) {
+      return outer * (verify && run < length * slice ? run + kBlock : run);
+    }
+    slice *= length;
+  }
+  return slice;
+}
+
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   constexpr uint64_t kLeast = 4 << 20;  // where the budget has no room for all ranks', they read in turns
   constexpr uint64_t kElement = 64;     // of the largest dtype, and more
   const uint64_t most = std::max(options.piece_bytes, kElement);
   const uint64_t least = std::min({kLeast, most, std::max(options.budget_bytes / 2, kElement)});
   return std::clamp(options.budget_bytes / (senders + 2), least, most);
+}
+
+uint64_t first_bytes(size_t readers, const RouteOptions& options) {
+  constexpr uint64_t kLeast = 256 << 10;
+  return std::max(options.trial_bytes / readers, kLeast);
 }
 
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members) {

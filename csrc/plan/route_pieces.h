@@ -83,10 +83,16 @@ struct Pieces {
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
                   std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
+// Bytes that a rank reads of the record if it wants this box, joining ranges that lie close to each other; about.
+uint64_t bytes_read_for(const Need& need, const Region& box, bool verify);
+
 // The rows of `members`, in the order of files, checked. Throws Error (invalid, with the rank as item).
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members);
 
 // Of a piece, or of all that a reader has in a round. `senders`: whose messages a rank may get at a time.
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
+
+// Of all that a reader has in each of the first two rounds, if they are tried.
+uint64_t first_bytes(size_t readers, const RouteOptions& options);
 
 }  // namespace vescale_ckpt

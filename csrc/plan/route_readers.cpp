@@ -1,6 +1,8 @@
 #include "plan/route_readers.h"
 
 #include <algorithm>
+#include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -62,6 +64,12 @@ void share(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<
   }
 }
 
+void in_order(std::vector<Piece>& pieces) {
+  std::ranges::sort(pieces, [](const Piece& left, const Piece& right) {
+    return std::tie(left.set, left.order, left.box.offset) < std::tie(right.set, right.order, right.box.offset);
+  });
+}
+
 }  // namespace
 
 void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
@@ -72,9 +80,25 @@ void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   for (size_t set = 0; set < order.size(); ++set) order[set] = set;
   std::ranges::stable_sort(order, {}, [&](size_t set) { return all.sets[set].size(); });
   for (const size_t set : order) share(all.pieces, groups[set], all.sets[set], bytes);
-  std::ranges::sort(all.pieces, [](const Piece& left, const Piece& right) {
-    return std::tie(left.set, left.order, left.box.offset) < std::tie(right.set, right.order, right.box.offset);
-  });
+  in_order(all.pieces);
+}
+
+void cut_first(Pieces& all, uint64_t bytes) {
+  std::map<uint32_t, unsigned> begun;  // by reader: pieces that are small
+  const size_t count = all.pieces.size();
+  for (size_t number = 0; number < count; ++number) {
+    unsigned& small = begun[all.pieces[number].reader];
+    for (size_t current = number; small < 2; ++small) {
+      std::optional<Piece> rest = all.pieces[current].cut(bytes);
+      if (!rest) {
+        ++small;
+        break;
+      }
+      all.pieces.push_back(std::move(*rest));
+      current = all.pieces.size() - 1;
+    }
+  }
+  in_order(all.pieces);
 }
 
 }  // namespace vescale_ckpt

@@ -52,8 +52,10 @@ class Rounds {
   Rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members, size_t senders,
          const RouteOptions& options, std::span<RankRoutes> routes)
       : ranks_(ranks), members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
-    const uint64_t most = most_bytes_at_once(senders, options);
-    for (const Piece& piece : pieces.pieces) fill(piece, most);
+    // What only ranks of one node want takes no memory of others.
+    const uint64_t most = senders == 0 ? options.budget_bytes : most_bytes_at_once(senders, options);
+    const uint64_t first = options.trial_bytes == 0 ? most : first_bytes(members.size(), options);
+    for (const Piece& piece : pieces.pieces) fill(piece, most, first);
   }
 
   // Readers take turns where messages of all at once would be more than somebody has memory for.
@@ -107,8 +109,9 @@ class Rounds {
     return bytes;
   }
 
-  void fill(const Piece& piece, uint64_t most) {
+  void fill(const Piece& piece, uint64_t most, uint64_t first) {
     std::vector<Bucket>& of_reader = buckets_[piece.reader];
+    if (of_reader.size() <= 2) most = std::min(most, first);
     const uint64_t packed = bytes_to_pack(piece);
     if (!of_reader.empty()) {
       Bucket& last = of_reader.back();

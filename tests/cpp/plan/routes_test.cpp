@@ -378,11 +378,53 @@ TEST(Routes, RanksOfANodeLookAtEachOthersPieces) {
     EXPECT_FALSE(of_rank.rounds.empty());
     for (const RouteRound& round : of_rank.rounds) {
       EXPECT_TRUE(round.packs.empty());
-      EXPECT_LE(round.memory_bytes, 1024u) << "only what it reads itself";
+      EXPECT_LE(round.memory_bytes, small(1024, 3).budget_bytes);
       for (size_t at = 0; at < round.sends.size(); at += 3) EXPECT_EQ(round.sends[at + 2], 0);
     }
   }
   EXPECT_EQ(job.most_readers(record), 1u);
+}
+
+TEST(Routes, RoundsThatAreTriedAreSmall) {
+  constexpr int64_t kBytes = 4 << 20;
+  for (const bool near : {false, true}) {
+    Job job(4);
+    const size_t record = job.record("uint8", {kBytes});
+    for (uint32_t rank = 0; rank < 4; ++rank) {
+      if (near) job.node(rank, 1);
+      job.want_all(rank, record);
+    }
+    RouteOptions options;
+    options.trial_bytes = 1 << 20;
+    const std::vector<RankRoutes> routes = job.run(options);
+    for (const RankRoutes& of_rank : routes) {
+      ASSERT_GT(of_rank.rounds.size(), 2u);
+      EXPECT_LE(Job::bytes_of(of_rank.trial), options.trial_bytes);
+      EXPECT_GE(Job::bytes_of(of_rank.trial), options.trial_bytes / 2);
+      EXPECT_EQ(of_rank.once_bytes, uint64_t{kBytes});
+      EXPECT_EQ(of_rank.alone_bytes, uint64_t{4 * kBytes});
+    }
+    EXPECT_EQ(job.most_readers(record), 1u);
+  }
+}
+
+TEST(Routes, WhatAllWouldReadAloneIsEstimated) {
+  const auto gain = [](const Sizes& sizes, size_t dim) {
+    Job job(4);
+    const size_t record = job.record("uint8", sizes);
+    for (uint32_t rank = 0; rank < 4; ++rank) {
+      Sizes offset(sizes.size(), 0), size = sizes;
+      size[dim] = sizes[dim] / 4;
+      offset[dim] = size[dim] * rank;
+      job.want(rank, record, offset, size);
+    }
+    const RankRoutes routes = job.plan({})[0];
+    return routes.once_bytes == 0 ? 0.0
+                                  : static_cast<double>(routes.alone_bytes) / static_cast<double>(routes.once_bytes);
+  };
+  EXPECT_LT(gain({4096, 4096}, 0), 1.3) << "rows";
+  EXPECT_NEAR(gain({4096, 4096}, 1), 4, 0.3) << "columns lie close together";
+  EXPECT_LT(gain({4, 8192, 512}, 1), 1.5) << "long runs of rows in each layer";
 }
 
 TEST(Routes, TightBudgetsMakeRanksTakeTurns) {
@@ -507,8 +549,8 @@ TEST(Routes, AreTheSameOnEveryRun) {
 }
 
 TEST(Routes, TravelAsWords) {
-  const RankRoutes routes{{7, 8}, {{{1}, {2, 2}, {3}, {}, {5, 5}, 99}}, 44, {9}};
-  EXPECT_EQ(pack_routes(routes), (Words{1, 44, 2, 1, 7, 8, 9, 99, 1, 2, 1, 0, 2, 1, 2, 2, 3, 5, 5}));
+  const RankRoutes routes{{7, 8}, {{{1}, {2, 2}, {3}, {}, {5, 5}, 99}}, 44, 30, 60, {9}};
+  EXPECT_EQ(pack_routes(routes), (Words{1, 44, 30, 60, 2, 1, 7, 8, 9, 99, 1, 2, 1, 0, 2, 1, 2, 2, 3, 5, 5}));
 }
 
 int64_t rank_of_error(const std::vector<Words>& reads) {
