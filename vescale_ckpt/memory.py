@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from .engine import is_plain_tensor, reach
@@ -16,7 +17,10 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     mesh. Storages that were freed, or never filled, are allocated in place."""
     new = {}
     for key, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, ShardedTensor):  # itself it knows what it is made of only if that is one shard
+            for shard in value.local_shards():
+                _allocate(shard.tensor)
+        elif isinstance(value, torch.Tensor):
             if value.is_meta:
                 new[key] = _real(value)
             else:
