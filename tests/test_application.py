@@ -303,6 +303,25 @@ def test_an_optimizer_saved_by_names_and_loaded_without_its_model_says_what_to_d
     assert "by names" not in str(other.value)
 
 
+@pytest.mark.parametrize("by_number", [False, True])
+def test_groups_that_an_optimizer_does_not_have_are_not_forgotten(checkpoint: Path, by_number: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model, "first", "second"))
+    train(model, optimizer)
+    form = saved_form({"model": model, "optimizer": optimizer})
+    vescale_ckpt.save(checkpoint, {**form, "optimizer": optimizer.state_dict()} if by_number else form)
+    fresh = Net()
+    in_one = torch.optim.AdamW([*fresh.first.parameters(), *fresh.second.parameters()])
+    with pytest.raises(IncompatibleStateError, match=r"optimizer.param_groups.0.*groups \[0, 1\]"):
+        vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": in_one})
+    if not by_number:
+        of_second = torch.optim.AdamW(fresh.second.parameters())
+        report = vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": of_second}, strict=False)
+        assert of_second.param_groups[0]["lr"] == 0.2 and len(of_second.param_groups) == 1
+        assert all(key.startswith("optimizer.state.first.") for key in report.unexpected)
+        assert_same(of_second.state[fresh.second.weight], optimizer.state[model.second.weight])
+
+
 class Counter:
     def __init__(self, number: int) -> None:
         self.number = number

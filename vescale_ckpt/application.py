@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Application:
 
         By numbers, where that finds some and names find none: a plain `optimizer.state_dict()` was saved. Without the
         state of parameters that had none when their optimizer was saved, and get one at their first step: themselves
-        they are stored, but none of their state is.
+        they are stored, but none of their state is. And with all groups, so that no parameter's is overlooked.
         """
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
@@ -163,6 +164,10 @@ class _OptimizerPart(_Part):
             self.asked.update(by_number)
         if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
             self._drop_absent(stored)
+        groups = self.asked["param_groups"]
+        while f"{(prefix := f'{self.prefix}param_groups.{len(groups)}.')}params" in stored:
+            settings = {name: deepcopy(value) for name, value in groups[-1].items() if prefix + name in stored}
+            groups.append({**settings, "params": []})
 
     def _drop_absent(self, stored: AbstractSet[str]) -> None:
         for name, values in list(self.asked["state"].items()):
