@@ -24,10 +24,13 @@ from states import DTYPES, MiB
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem
 
 import vescale_ckpt
+from vescale_ckpt import LoadPlanner, StorageReader
 
 RANKS = 4
 FIRST_SEED = int(os.environ.get("LOAD_MODEL_SEED", "1000"))  # for longer runs by hand
@@ -248,3 +251,38 @@ def test_any_boxes_of_any_ranks_come_back_in_any_others(checkpoint: Path, stock:
         for key, value in values.items():
             assert loaded[key].dtype is value.dtype and loaded[key].shape == value.shape, f"{seed=} {stock=} {key}"
             value.assert_in(loaded[key], None, f"{seed=} {stock=} {key}")
+
+
+def _shards_without_memory(directory: Path) -> None:
+    value = Value(np.random.default_rng(1))
+    layout = cut(value.shape, np.random.default_rng(2), most=9)
+    mine = [number % RANKS == dist.get_rank() for number in range(len(layout))]
+    boxes = [box for box, held in zip(layout, mine, strict=True) if held]
+
+    def target() -> ShardedTensor:
+        return sharded(value, layout, mine, [zeros(box.size, value.dtype) for box in boxes])
+
+    vescale_ckpt.save(directory, {"w": value.tensor()})
+    freed, meta = target(), target()
+    for shard in freed.local_shards():
+        shard.tensor.untyped_storage().resize_(0)
+    for shard in meta.local_shards():
+        shard.tensor = shard.tensor.to("meta")
+    for tensor in (freed, meta):
+        vescale_ckpt.load(directory, {"w": tensor})
+        for box, shard in zip(boxes, tensor.local_shards(), strict=True):
+            value.assert_in(shard.tensor, box, "w")
+
+
+def test_shards_without_memory_get_some(checkpoint: Path) -> None:
+    run_ranks(RANKS, _shards_without_memory, checkpoint)
+
+
+def test_a_planner_that_gives_a_tensor_without_memory_is_told(checkpoint: Path) -> None:
+    class Planner(LoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return torch.empty(read_item.lengths, device="meta")
+
+    vescale_ckpt.save(checkpoint, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointException, match="w: the tensor to load into has no memory"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=StorageReader(checkpoint), planner=Planner())
