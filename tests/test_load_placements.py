@@ -20,8 +20,8 @@ import vescale_ckpt
 from vescale_ckpt.application import saved_form
 from vescale_ckpt.stock import StridedShard
 
-# Even, uneven, fewer rows than ranks, none at all, one dimension, more of them, and enough for several blocks.
-SHAPES = [(16, 8), (7, 5), (1, 3), (2, 9), (0, 4), (11,), (3, 5, 4), (5, 2, 3, 7), (310, 601)]
+# A scalar, even, uneven, fewer rows than ranks, none at all, one dimension, more, and enough for several blocks.
+SHAPES = [(), (16, 8), (7, 5), (1, 3), (2, 9), (0, 4), (11,), (3, 5, 4), (5, 2, 3, 7), (310, 601)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 
 WAYS_1D: list[tuple[Placement, ...]] = [
@@ -88,7 +88,7 @@ def _full(number: int) -> torch.Tensor:
 
 def _sharded(full: torch.Tensor, job: Job, way: tuple[Placement, ...]) -> DTensor:
     dims = [way.dim for way in way if isinstance(way, Shard | StridedShard)]
-    if any(dim >= full.dim() for dim in dims):
+    if not full.dim() or any(dim >= full.dim() for dim in dims):
         way = (Replicate(),) * len(way)
     return distribute_tensor(full, job.mesh, way, src_data_rank=None)
 
