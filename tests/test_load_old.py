@@ -1,7 +1,8 @@
-"""`load` of what other ways of training and saving leave: FSDP1, metadata of each rank, optimizers by numbers."""
+"""`load` of what other ways of training and saving leave: FSDP1, metadata of each rank, numbers, old keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from states import assert_same, bits
 from torch import nn
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, StorageWriter
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, MissingKeysError, StorageWriter
 from vescale_ckpt.application import saved_form
 
 # --- FSDP1, whose shards are ShardedTensors, or DTensors if it was given a mesh
@@ -139,3 +141,37 @@ def _alone() -> dist.ProcessGroup:
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
 def test_metadata_of_each_rank(checkpoint: Path, ours: bool) -> None:
     run_ranks(2, _own_metadata, checkpoint, ours)
+
+
+# --- Saved before torch 2.4, when containers without tensors were one object
+
+
+@pytest.fixture
+def keys_as_before_torch_2_4() -> Iterator[None]:
+    _version._derived_version = "2_3"
+    yield
+    _version._derived_version = None
+
+
+@pytest.mark.xfail(strict=True, raises=MissingKeysError, reason="`load` asks only for the keys of today")
+@pytest.mark.parametrize("with_objects", [False, True])
+def test_keys_of_torch_before_2_4(checkpoint: Path, with_objects: bool, keys_as_before_torch_2_4: None) -> None:
+    layer = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.125)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    steps = {"schedule": {"epoch": 3, "history": [{"x": 1}]}}
+    dcp.save(
+        steps if not with_objects else saved_form({"model": layer, "optimizer": optimizer}), checkpoint_id=checkpoint
+    )
+    _version._derived_version = None
+    if not with_objects:
+        target: dict[str, Any] = {"schedule": {"epoch": 0, "history": [{"x": 0}]}}
+        vescale_ckpt.load(checkpoint, target)
+        assert target == steps
+        return
+    fresh = nn.Linear(2, 3)
+    its_optimizer = torch.optim.AdamW(fresh.parameters())
+    vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": its_optimizer})
+    assert_same(fresh.state_dict(), layer.state_dict())
+    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
