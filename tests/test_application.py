@@ -247,13 +247,79 @@ def test_an_optimizer_that_cannot_step_without_gradients_says_so(checkpoint: Pat
 def test_numbered_state_is_not_taken_for_none(checkpoint: Path) -> None:
     model, optimizer = trained()
     vescale_ckpt.save(checkpoint, {"model": model, "optimizer": optimizer.state_dict()})
-    with pytest.raises(MissingKeysError, match=r"not in the state: 'optimizer\.state\.1\."):
-        vescale_ckpt.load(checkpoint, {"model": model, "optimizer": optimizer})
     with pytest.raises(MissingKeysError, match=r"missing from the checkpoint: 'optimizer\.state\.first"):
         vescale_ckpt.load(checkpoint, {"model": model, "optimizer": optimizer}, rename=lambda key: key)
     its_own = {"optimizer": torch.optim.AdamW(model.parameters())}
     vescale_ckpt.load(checkpoint, its_own)
     assert_same(its_own["optimizer"].state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_saved_by_numbers_loads_beside_its_model(checkpoint: Path, name: str, wrapped: bool) -> None:
+    model, optimizer = trained(OPTIMIZERS[name])
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=checkpoint)
+    expected = train(model, optimizer)
+    fresh = Net()
+    its_optimizer = OPTIMIZERS[name](fresh.parameters())
+    given = checkpoint_wrapper(fresh) if wrapped else fresh
+    report = vescale_ckpt.load(checkpoint, {"model": given, "optimizer": its_optimizer})
+    assert report.missing == report.unexpected == report.mismatched == []
+    assert train(fresh, its_optimizer) == expected
+    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_numbers_that_do_not_fit_the_parameters_are_refused(checkpoint: Path) -> None:
+    model, optimizer = trained()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    vescale_ckpt.save(checkpoint, saved)
+    fresh = Net()
+    backwards = torch.optim.AdamW(list(fresh.parameters())[::-1])
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.\d+\.exp_avg: the state to load into has shape"):
+        vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": backwards})
+    fewer = torch.optim.AdamW(list(fresh.parameters())[:2])
+    with pytest.raises(MissingKeysError, match=r"not in the state: 'optimizer\.state\.\d+\."):
+        vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": fewer})
+    halves = list(fresh.parameters())
+    two_groups = torch.optim.AdamW([{"params": halves[:2]}, {"params": halves[2:]}])
+    with pytest.raises(MissingKeysError, match=r"missing from the checkpoint: 'optimizer\.param_groups\.1\.lr'"):
+        vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": two_groups})
+    assert not backwards.state and not fewer.state and not two_groups.state
+
+
+def test_an_optimizer_saved_by_names_and_loaded_without_its_model_says_what_to_do(checkpoint: Path) -> None:
+    model, optimizer = trained()
+    saved(checkpoint, {"model": model, "optimizer": optimizer})
+    with pytest.raises(MissingKeysError, match=r"optimizer\.state\.\* by names .* together with the module") as caught:
+        vescale_ckpt.load(checkpoint, {"optimizer": torch.optim.AdamW(model.parameters())})
+    assert caught.value.missing[0] == "optimizer.state.1.step", "its first parameter is frozen"
+    assert "optimizer.state.first.weight.step" in caught.value.unexpected
+    before = {number: dict(values) for number, values in optimizer.state_dict()["state"].items()}
+    vescale_ckpt.load(checkpoint, {"optimizer": optimizer}, strict=False)
+    assert_same(optimizer.state_dict()["state"], before)
+    model.added = nn.Parameter(torch.ones(1))
+    with pytest.raises(MissingKeysError) as other:
+        vescale_ckpt.load(checkpoint, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    assert "by names" not in str(other.value)
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+def test_groups_that_an_optimizer_does_not_have_are_not_forgotten(checkpoint: Path, by_number: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model, "first", "second"))
+    train(model, optimizer)
+    form = saved_form({"model": model, "optimizer": optimizer})
+    vescale_ckpt.save(checkpoint, {**form, "optimizer": optimizer.state_dict()} if by_number else form)
+    fresh = Net()
+    in_one = torch.optim.AdamW([*fresh.first.parameters(), *fresh.second.parameters()])
+    with pytest.raises(IncompatibleStateError, match=r"optimizer.param_groups.0.*groups \[0, 1\]"):
+        vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": in_one})
+    if not by_number:
+        of_second = torch.optim.AdamW(fresh.second.parameters())
+        report = vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": of_second}, strict=False)
+        assert of_second.param_groups[0]["lr"] == 0.2 and len(of_second.param_groups) == 1
+        assert all(key.startswith("optimizer.state.first.") for key in report.unexpected)
+        assert_same(of_second.state[fresh.second.weight], optimizer.state[model.second.weight])
 
 
 class Counter:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -63,8 +64,12 @@ class Application:
         return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        """Takes from `form` the state of parameters that had none when their optimizer was saved, and get one at their
-        first step: themselves they are `stored`, by key, but none of their state is."""
+        """Makes `form` ask for the state of optimizers as it is `stored`, by key.
+
+        By numbers, where that finds some and names find none: a plain `optimizer.state_dict()` was saved. Without the
+        state of parameters that had none when their optimizer was saved, and get one at their first step: themselves
+        they are stored, but none of their state is. And with all groups, so that no parameter's is overlooked.
+        """
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
                 part.drop_absent_state(stored)
@@ -141,25 +146,40 @@ class _OptimizerPart(_Part):
     def __init__(self, path: tuple[Any, ...], value: Optimizer, modules: Mapping[str, torch.nn.Module]) -> None:
         super().__init__(path, value)
         self.state = OptimizerState(value, modules)
-        self.of_parameters: dict[Any, Any] = {}  # in the form to load
+        self.asked: dict[str, Any] = {}  # the form to load
 
     def form(self) -> Any:
         return self.state.form()
 
     def form_to_load(self) -> Any:
         self.state.give_state()
-        form = self.form()
-        self.of_parameters = form["state"]
-        return form
+        self.asked = self.form()
+        return self.asked
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        for name, values in list(self.of_parameters.items()):
+        finds = self._finds(self.asked, stored)
+        if not finds and self._finds(by_number := self.value.state_dict(), stored):
+            finds = True
+            self.state.number()
+            self.asked.update(by_number)
+        if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
+            self._drop_absent(stored)
+        groups = self.asked["param_groups"]
+        while f"{(prefix := f'{self.prefix}param_groups.{len(groups)}.')}params" in stored:
+            settings = {name: deepcopy(value) for name, value in groups[-1].items() if prefix + name in stored}
+            groups.append({**settings, "params": []})
+
+    def _drop_absent(self, stored: AbstractSet[str]) -> None:
+        for name, values in list(self.asked["state"].items()):
             saved_with = self.state.key_of(name) or f"{self.prefix}param_groups.0.params"
             if saved_with in stored and stored.isdisjoint(self._keys(name, values)):
-                del self.of_parameters[name]
+                del self.asked["state"][name]
 
     def restore(self, form: Any, loaded: set[str]) -> None:
         self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key)
+
+    def _finds(self, form: Mapping[str, Any], stored: AbstractSet[str]) -> bool:
+        return any(not stored.isdisjoint(self._keys(name, values)) for name, values in form["state"].items())
 
     def _keys(self, name: Any, values: Mapping[str, Any]) -> list[str]:
         return [f"{self.prefix}state.{name}.{key}" for key in flatten(values)[0]]

@@ -140,6 +140,8 @@ def reach(tensor: torch.Tensor) -> int:
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
     """Whether `copy_` into a tensor that is not `is_host_memory` has somewhere to write. Subclasses know themselves."""
+    if tensor.is_meta:  # where `copy_` does nothing, and says nothing
+        return False
     return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class MissingKeysError(CheckpointError):
             if keys
         ]
         parts.extend(map(str, mismatched))
+        parts.extend(_names_for_numbers(missing, unexpected))
         super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
 
@@ -143,6 +145,17 @@ class LoadFailedError(RankFailedError):
 def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:
     """The error as the other ranks raise it: the same class and attributes, and whose it is."""
     return _rebuild(type(error), {**error.__dict__, "message": message, "rank": rank, "failures": failures})
+
+
+def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
+    """What to do about optimizers of which the state has the parameters' numbers, and the checkpoint their names."""
+    numbered = {match[1] for match in map(re.compile(r"(.*?\bstate\.)\d+\.[^.]+").fullmatch, missing) if match}
+    return [
+        f"the checkpoint has {prefix}* by names of parameters, not by numbers: load the optimizer together with the "
+        "module that owns them"
+        for prefix in sorted(numbered)
+        if any(re.fullmatch(re.escape(prefix) + r".+\.[^.]+\.[^.]+", key) for key in unexpected)
+    ]
 
 
 def _listed(keys: list[str], most: int = 10) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from .engine import is_plain_tensor, reach
@@ -13,10 +14,17 @@ from .engine import is_plain_tensor, reach
 
 def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """For each tensor on the meta device a new one: on the CPU, a DTensor with the same placements on the device of its
-    mesh. Storages that were freed, or never filled, are allocated in place."""
+    mesh. A ShardedTensor gets new shards, on the CPU. Storages that were freed, or never filled, are allocated in
+    place."""
     new = {}
     for key, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, ShardedTensor):  # itself it knows what it is made of only if that is one shard
+            for shard in value.local_shards():
+                if shard.tensor.is_meta:
+                    shard.tensor = torch.empty_like(shard.tensor, device="cpu")
+                else:
+                    _allocate(shard.tensor)
+        elif isinstance(value, torch.Tensor):
             if value.is_meta:
                 new[key] = _real(value)
             else:

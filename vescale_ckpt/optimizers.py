@@ -31,7 +31,8 @@ class OptimizerState:
     """The state of an optimizer, by names if modules of the same application state own all its parameters.
 
     `modules` by their keys. Where one of them owns all parameters (the first, if several do) names are those within
-    it. Where it takes several, names start with their keys. Else parameters are numbered, as `state_dict()` does.
+    it. Where it takes several, names start with their keys. Else, and after `number`, parameters are numbered, as
+    `state_dict()` does.
     """
 
     def __init__(self, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
@@ -60,6 +61,14 @@ class OptimizerState:
             if str(name).startswith(prefix):
                 return key + str(name)[len(prefix) :]
         return None
+
+    @property
+    def named(self) -> bool:
+        return self._module is not None
+
+    def number(self) -> None:
+        """Parameters have numbers for names from now on."""
+        self._module, self._prefixes = None, {}
 
     def form(self) -> dict[str, Any]:
         """`{"state": {name: …}, "param_groups": [{"params": [name, …], …}, …]}`."""
