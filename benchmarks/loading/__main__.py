@@ -155,11 +155,12 @@ def main(arguments: list[str] | None = None) -> int:
                     _run(size, wanted, network, options.throttle, directory, plan, samples)
     except (rounds.NoRoomError, rounds.WrongContentsError, RankFailedError) as error:
         failure = str(error)
-    rows = results.summarize(samples)
-    if rows:
-        print(f"\n{_table(options, rows)}\n\n{_footnote(about, options.warm, samples)}")
-    if options.json:
-        _write(options, about, rows, samples)
+    finally:  # also what was measured before somebody lost patience
+        rows = results.summarize(samples)
+        if rows:
+            print(f"\n{_table(options, rows)}\n\n{_footnote(about, options.warm, samples)}")
+        if options.json:
+            _write(options, about, rows, samples)
     if failure is None and not rows:
         failure = "no round could be counted"
     if failure is not None:
@@ -196,7 +197,8 @@ def _run(
         trial = Trial(ranks, network, limit, directory, plan)
         for case in wanted:
             start = len(samples)
-            samples.extend(trial.run(case, storages))
+            for sample in trial.run(case, storages):
+                samples.append(sample)
             told = f"{case.name} on {size} ranks, {network}: {len(samples) - start} loads"
             print(told, file=sys.stderr, flush=True)
 
