@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.columns import aligned
 from benchmarks.rounds import Sample
 from benchmarks.states import GIB
 
@@ -119,8 +120,7 @@ def table(rows: Sequence[Row], baseline: str) -> str:
     for state, operation in dict.fromkeys((row.state, row.operation) for row in rows):
         part = [row for row in rows if (row.state, row.operation) == (state, operation)]
         lines = [header, *(_cells(row) for row in part)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = "\n".join("  ".join(_align(line, widths)).rstrip() for line in lines)
+        text = aligned(lines, left=(0, len(header) - 1))
         blocks.append(f"{state}: {operation}, median of {part[0].rounds}\n{text}")
     return "\n\n".join(blocks)
 
@@ -144,15 +144,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _align(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    last = len(line) - 1
-    return [
-        cell.ljust(width) if column in (0, last) else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
 
 
 def machine(directory: Path, file_system: str) -> dict[str, Any]:

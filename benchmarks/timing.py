@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 from unittest import mock
 
+from benchmarks.columns import aligned
 from benchmarks.measure import measure, settle
 
 STOCK = "stock"
@@ -149,9 +150,7 @@ def table(rows: Sequence[Row]) -> str:
     blocks = []
     for case in dict.fromkeys(row.case for row in rows):
         lines = [header, *(_cells(row) for row in rows if row.case == case)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-        text = "\n".join("  ".join(_align(line, widths)).rstrip() for line in lines)
-        blocks.append(f"{case}\n{text}")
+        blocks.append(f"{case}\n{aligned(lines, left=(0, 1))}")
     return "\n\n".join(blocks)
 
 
@@ -170,11 +169,3 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _seconds(value: float) -> str:
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def _align(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    return [
-        cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]

@@ -1,0 +1,1 @@
+"""Loads on several ranks: how fast, from how many bytes read, and when ranks should read for each other."""

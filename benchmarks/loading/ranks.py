@@ -1,0 +1,183 @@
+"""Ranks that live as long as a benchmark needs them, each a process that does what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import BrokenBarrierError
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing  # so that tensors travel between processes by their shared memory
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.loading.network import leave_network, network, start_card
+
+ONE_NODE, LOOPBACK = "one node", "loopback"
+_PATIENCE = timedelta(minutes=10)
+_PATIENCE_AT_THE_END = 10.0
+_PAUSE_BEFORE_DESTROY = 0.5  # gloo aborts where a peer still reads from its socket
+
+
+class Barrier(Protocol):
+    def wait(self) -> object: ...
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised, died, or did not answer."""
+
+
+@dataclass
+class Rank:
+    """What a function has that is called on the ranks. ``kept`` is what it leaves to the next one."""
+
+    rank: int
+    size: int
+    mesh: DeviceMesh
+    barrier: Barrier
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Ranks:
+    """``size`` processes that are a gloo group."""
+
+    def __init__(self, processes: list[BaseProcess], pipes: list[Connection]) -> None:
+        self._processes = processes
+        self._pipes = pipes
+        self.size = len(processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls ``function(rank, *arguments)`` on all ranks, and returns what each returned.
+
+        It must stand at the top level of a module. Raises RankFailedError as soon as one fails: then the ranks are out
+        of step, and nothing is left but to end them.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        found: dict[Connection, Any] = {}
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        while len(found) < self.size:
+            ready = wait([pipe for pipe in self._pipes if pipe not in found], deadline - time.monotonic())
+            if not ready:
+                raise RankFailedError(f"no answer from {self.size - len(found)} of {self.size} ranks in time")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = self._pipes.index(pipe)
+                try:
+                    failure, found[pipe] = pipe.recv()
+                except (EOFError, OSError) as error:
+                    raise RankFailedError(f"rank {rank} died") from error
+                if failure is not None:
+                    raise RankFailedError(f"rank {rank}: {failure}")
+        return [found[pipe] for pipe in self._pipes]
+
+
+@contextlib.contextmanager
+def ranks_on(size: int, net: str) -> Iterator[Ranks]:
+    """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number)."""
+    context = multiprocessing.get_context("forkserver")  # torch is imported once
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "benchmarks.loading.trial"])
+    barrier = context.Barrier(size)
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="vescale-ckpt-ranks-"))
+        cables = stack.enter_context(network(float(net))) if net not in (ONE_NODE, LOOPBACK) else None
+        stack.callback(_end, processes, pipes)
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, net, directory, barrier, theirs)
+            process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        ranks = Ranks(processes, pipes)
+        if cables is not None:
+            ranks.answers()  # all have left the machine's network
+            for rank, pid in enumerate(ranks.pids):
+                cables.connect(rank, pid)
+            for pipe in pipes:
+                pipe.send("connected")
+        ranks.answers()
+        yield ranks
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(_PATIENCE_AT_THE_END)
+
+
+def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+    for pipe in pipes:
+        pipe.close()
+
+
+# --- What runs in a rank's process
+
+
+def _serve(rank: int, size: int, net: str, directory: str, barrier: Any, pipe: Connection) -> None:
+    try:
+        mesh = _join(rank, size, net, directory, pipe)
+    except Exception:
+        pipe.send((traceback.format_exc(), None))
+        return
+    pipe.send((None, None))
+    own = Rank(rank, size, mesh, barrier)
+    while (request := _next(pipe)) is not None:
+        function, arguments = request
+        failure = result = None
+        try:
+            result = function(own, *arguments)
+        except BrokenBarrierError:
+            failure = "another rank did not come to the barrier"
+        except Exception:
+            failure = traceback.format_exc()
+        pipe.send((failure, result))
+        del request, arguments, result  # memory that they hold
+    time.sleep(_PAUSE_BEFORE_DESTROY)
+    dist.destroy_process_group()
+    os._exit(0)  # no destructors: they are where gloo aborts
+
+
+def _join(rank: int, size: int, net: str, directory: str, pipe: Connection) -> DeviceMesh:
+    torch.set_num_threads(1)
+    if net != ONE_NODE:
+        os.environ["VESCALE_CKPT_NODE"] = str(rank)
+    if net in (ONE_NODE, LOOPBACK):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        leave_network()
+        pipe.send((None, None))
+        pipe.recv()
+        start_card(rank, float(net))
+    store = dist.FileStore(str(Path(directory, "store")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+    return init_device_mesh("cpu", (size,))
+
+
+def _next(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # who commands is gone
+        os._exit(1)
