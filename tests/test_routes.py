@@ -335,7 +335,7 @@ def test_all_ranks_take_the_way_that_was_faster(checkpoint: Path, slow: str, sha
 
 
 def _without_trying(directory: Path) -> list[int]:
-    """Rows that each rank needs to itself, but for the blocks at their edges: nothing to gain by going through others."""
+    """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
     full = _numbers(2048, 1023)
     vescale_ckpt.save(directory, {"w": full})
     shared = []
