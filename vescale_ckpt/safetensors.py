@@ -49,7 +49,8 @@ def save_file(
         metadata: texts to keep in the header. Where it is None, `{"format": "pt"}`, which loaders of models ask for in
             every header that has metadata, as ours has for the checksums.
 
-    Raises ValueError, TypeError or RuntimeError for what cannot be saved so, `StorageFullError`, `CheckpointError`.
+    Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for what cannot be saved so,
+    `StorageFullError`, `CheckpointError`.
     """
     with garbage_collector_paused():
         _check_tensors(tensors)
@@ -81,6 +82,7 @@ def _check_tensors(tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{name!r}: the names of tensors are text, not {type(name).__name__}")
+        name.encode()  # raises for what is no Unicode
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: a tensor is wanted, not {type(tensor).__name__}")
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
@@ -139,6 +141,8 @@ def _checked_metadata(metadata: object) -> list[tuple[str, str]]:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata {key!r}: {value!r}: both must be text")
+        key.encode()
+        value.encode()
     return [(key, value) for key, value in metadata.items() if key != _C.SAFETENSORS_CHECKSUMS]  # of another file
 
 

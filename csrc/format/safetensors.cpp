@@ -103,27 +103,47 @@ class SafetensorsHeader::Parser {
   }
 
   void take_checksums() {
-    if (!checksums_) return;
     const uint64_t padding = head_.size() - kSafetensorsLengthBytes - padding_at_;
     if (header_.data_begin_ % kBlock != kSafetensorsDataAt || padding < kSafetensorsLeastPadding) {
       return;  // written anew by another tool, which kept our metadata
     }
-    const uint64_t text_at = checksums_->first, text_bytes = checksums_->second;
-    auto found = parse_checksum_text(head_.substr(text_at, text_bytes));
-    if (!found) damaged("its checksums are no checksums", text_at - kSafetensorsLengthBytes);
-    if (found->head != head_checksum(head_, text_at, text_bytes)) {
-      damaged("checksum mismatch: damaged, or edited by another tool", 0);
-    }
-    size_t blocks = 0;
+    uint64_t blocks = 0;
     for (Tensor& tensor : header_.tensors_) {
       tensor.first_block = blocks;
       blocks += blocks_of(tensor);
+    }
+    if (!checksums_) {
+      if (would_be_ours(checksum_text_bytes(blocks))) damaged("the name of its checksums is damaged", 0);
+      return;
+    }
+    const uint64_t text_at = checksums_->text_at, text_bytes = checksums_->text_bytes;
+    auto found = parse_checksum_text(head_.substr(text_at, text_bytes));
+    if (!found) damaged("its checksums are no checksums", text_at - kSafetensorsLengthBytes);
+    if (found->head != head_checksum(head_, text_at)) {
+      damaged("checksum mismatch: damaged, or edited by another tool", 0);
     }
     if (blocks != found->blocks.size()) damaged("its checksums do not fit its tensors", 0);
     header_.blocks_ = std::move(found->blocks);
   }
 
  private:
+  // An entry of the metadata without escapes: where its key and its value are in the head.
+  struct Entry {
+    uint64_t key_at, text_at, text_bytes;
+  };
+
+  // Whether an entry holds the checksums but for its name, so that a flipped bit there does not end all checking. One
+  // is looked at: a hostile header may have a million.
+  bool would_be_ours(uint64_t text_bytes) const {
+    const auto entry = std::ranges::find(of_that_length_, text_bytes, &Entry::text_bytes);
+    if (entry == of_that_length_.end()) return false;
+    const auto found = parse_checksum_text(head_.substr(entry->text_at, entry->text_bytes));
+    if (!found) return false;
+    std::string mended(head_);
+    mended.replace(entry->key_at, kSafetensorsChecksums.size(), kSafetensorsChecksums);
+    return found->head == head_checksum(mended, entry->text_at);
+  }
+
   [[noreturn]] void damaged(const std::string& what, size_t at) const {
     const uint64_t offset = kSafetensorsLengthBytes + at;
     throw Error::corrupt("the header of " + path_ + ": " + what + " (at offset " + std::to_string(offset) + ")", path_,
@@ -139,15 +159,18 @@ class SafetensorsHeader::Parser {
     auto& metadata = header_.metadata_.emplace();
     json_.open('{');
     while (json_.more('}')) {
+      const uint64_t key_at = kSafetensorsLengthBytes + json_.at() + 1;
       std::string key = json_.key();
       const size_t before = json_.at();
       std::string value = json_.string();
+      // Escapes, which checksums never have, make the text another one.
+      const Entry entry{key_at, kSafetensorsLengthBytes + json_.at() - 1 - value.size(), value.size()};
       if (key == kSafetensorsChecksums) {
         if (checksums_) json_.fail("a second \"" + key + "\"", before);
-        // Its own text, without quotes; escapes, which checksums never have, make it another length.
-        checksums_.emplace(kSafetensorsLengthBytes + json_.at() - 1 - value.size(), value.size());
+        checksums_ = entry;
         continue;
       }
+      if (key.size() == kSafetensorsChecksums.size()) of_that_length_.push_back(entry);
       metadata.emplace_back(std::move(key), std::move(value));
     }
     std::vector<std::string_view> keys;
@@ -280,8 +303,9 @@ class SafetensorsHeader::Parser {
   const std::string& path_;
   SafetensorsHeader& header_;
   JsonReader json_;
-  size_t padding_at_ = 0;                                   // in the JSON
-  std::optional<std::pair<uint64_t, uint64_t>> checksums_;  // where their text is in the head, and its bytes
+  size_t padding_at_ = 0;  // in the JSON
+  std::optional<Entry> checksums_;
+  std::vector<Entry> of_that_length_;  // other entries, with keys as long as ours
 };
 
 SafetensorsHeader SafetensorsHeader::parse(std::string_view head, uint64_t file_bytes, const std::string& path,

@@ -22,7 +22,7 @@ inline constexpr uint64_t kSafetensorsDataAt = 64;
 inline constexpr uint64_t kSafetensorsLeastPadding = 8;
 
 struct SafetensorsChecksums {
-  uint32_t head = 0;             // of length and header, with the text of the checksums as `0`s
+  uint32_t head = 0;             // of length and header, with zeros for this checksum's own digits
   std::vector<uint32_t> blocks;  // of each tensor in the order of their bytes, a block for each cell that it touches
 };
 
@@ -31,7 +31,7 @@ std::string checksum_text(const SafetensorsChecksums& checksums);
 // nullopt for what is not such a text.
 std::optional<SafetensorsChecksums> parse_checksum_text(std::string_view text);
 
-// Of the file's bytes before its data, of which text_bytes at text_at are the checksums' text.
-uint32_t head_checksum(std::string_view head, uint64_t text_at, uint64_t text_bytes);
+// SafetensorsChecksums::head of the file's bytes before its data, where the checksums' text starts at text_at.
+uint32_t head_checksum(std::string_view head, uint64_t text_at);
 
 }  // namespace vescale_ckpt

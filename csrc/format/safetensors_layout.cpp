@@ -109,11 +109,12 @@ std::string SafetensorsLayout::head(std::vector<uint32_t> blocks) const {
   const uint64_t length = data_begin_ - kSafetensorsLengthBytes;
   std::string head(reinterpret_cast<const char*>(&length), sizeof length);
   head += before_;
-  const uint64_t text_at = head.size(), text_bytes = checksum_text_bytes(checksums.blocks.size());
-  head.append(text_bytes, '0').append(behind_);
+  const uint64_t text_at = head.size();
+  const std::string text = checksum_text(checksums);
+  head.append(text).append(behind_);
   head.append(data_begin_ - head.size(), ' ');
-  checksums.head = head_checksum(head, text_at, text_bytes);
-  return head.replace(text_at, text_bytes, checksum_text(checksums));
+  checksums.head = head_checksum(head, text_at);
+  return head.replace(text_at, text.size(), checksum_text(checksums));
 }
 
 }  // namespace vescale_ckpt
