@@ -9,7 +9,7 @@ STAMP = $(VENV)/.installed
 JOBS ?= 3
 export VESCALE_CKPT_WERROR = 1
 
-.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize demo bench soak matrix clean
+.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix clean
 
 setup: $(STAMP) build
 
@@ -41,6 +41,11 @@ test-cpp: | system
 sanitize: | system
 	@$(MAKE) -s -C tests/cpp run SANITIZER=address
 	@$(MAKE) -s -C tests/cpp run SANITIZER=thread
+
+# Hostile headers for FUZZ_SECONDS under AddressSanitizer. CI parses a few thousand of them within `make test`.
+FUZZ_SECONDS ?= 180
+fuzz: | system
+	VESCALE_CKPT_FUZZ_SECONDS=$(FUZZ_SECONDS) $(MAKE) -s -C tests/cpp run SANITIZER=address FILTER='*Fuzz*'
 
 test-cpp-all: | system
 	@$(MAKE) -s -C tests/cpp run-all

@@ -35,8 +35,8 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    candidates = "\n".join(f"  {name:<22} {entry.summary}" for name, entry in REGISTRY.items())
-    kinds = "\n".join(f"  {name:<22} {kind.summary}" for name, kind in states.KINDS.items())
+    candidates = "\n".join(f"  {name:<28} {entry.summary}" for name, entry in REGISTRY.items())
+    kinds = "\n".join(f"  {name:<28} {kind.summary}" for name, kind in states.KINDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=DESCRIPTION,

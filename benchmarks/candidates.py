@@ -35,6 +35,7 @@ class Candidate(ABC):
     """One way of saving and loading."""
 
     keeps_state = True  # False where nothing of the state is written, so that a load has nothing to compare
+    in_place = True  # False where loads make tensors of their own, and put these into the dict that they are given
 
     @abstractmethod
     def save(self, state: State, directory: Path) -> None:
@@ -42,7 +43,7 @@ class Candidate(ABC):
 
     @abstractmethod
     def load(self, into: State, directory: Path) -> None:
-        """Fill the tensors of ``into``, in place, with what ``save`` left in ``directory``."""
+        """Fill the tensors of ``into``, in place, with what ``save`` left in ``directory`` (but see ``in_place``)."""
 
     def path_taken(self) -> str | None:
         """How the bytes of the last operation went (direct, buffered, …), where the candidate tells."""
@@ -177,6 +178,50 @@ class Safetensors(Candidate):
         _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
 
 
+class SafetensorsInMemory(Candidate):
+    """The safetensors library, to bytes in memory: nothing is written."""
+
+    keeps_state = False
+
+    def save(self, state: State, directory: Path) -> None:
+        safetensors.torch.save(state)
+
+    def load(self, into: State, directory: Path) -> None:
+        raise NotImplementedError("nothing was written: time saves only, with --ops save")
+
+
+class VescaleSafetensors(Candidate):
+    """Our functions in place of the library's: durable by themselves, into memory of their own, verified."""
+
+    in_place = False
+
+    def __init__(self, *, verify: bool = True) -> None:
+        self._functions = importlib.import_module("vescale_ckpt.safetensors")
+        self._verify = verify
+
+    def save(self, state: State, directory: Path) -> None:
+        self._functions.save_file(state, directory / "state.safetensors")
+
+    def load(self, into: State, directory: Path) -> None:
+        into.update(self._functions.load_file(directory / "state.safetensors", verify=self._verify))
+
+
+class NumpySave(Candidate):
+    """``numpy.save`` and ``numpy.load``, tensor after tensor, in one file."""
+
+    def save(self, state: State, directory: Path) -> None:
+        with open(directory / "state.npy", "wb") as file:
+            for tensor in state.values():
+                np.save(file, _memory_of(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, into: State, directory: Path) -> None:
+        with open(directory / "state.npy", "rb") as file:
+            for tensor in into.values():
+                _memory_of(tensor)[:] = np.load(file)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A line of the registry. ``make`` is told whether loads of this run are warm."""
@@ -197,8 +242,14 @@ REGISTRY: dict[str, Entry] = {
     "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: StockDcp(4)),
     "torch": Entry("torch.save + fsync, torch.load", lambda _: TorchSave()),
     "torch-mmap": Entry("torch.save + fsync, torch.load(mmap=True)", lambda _: TorchSave(mapped=True)),
-    "numpy": Entry("tofile + fsync, readinto", lambda _: Numpy()),
+    "numpy": Entry("plain writes and reads: tofile + fsync, readinto", lambda _: Numpy()),
+    "numpy-save": Entry("numpy.save + fsync, numpy.load", lambda _: NumpySave()),
     "safetensors": Entry("save_file + fsync, load_file", lambda _: Safetensors()),
+    "safetensors-memory": Entry("safetensors.torch.save to bytes, written nowhere", lambda _: SafetensorsInMemory()),
+    "vescale-safetensors": Entry("our safetensors functions, into new tensors", lambda _: VescaleSafetensors()),
+    "vescale-safetensors-noverify": Entry(
+        "the same, loads without verifying", lambda _: VescaleSafetensors(verify=False)
+    ),
 }
 
 

@@ -132,7 +132,7 @@ class Runner:
                 into = dict(self._targets)  # a tensor that a candidate replaces here is not loaded in place
                 take("load", measure(lambda: candidate.load(into, directory)), resident)
                 if candidate.keeps_state:
-                    self._compare(name, number)
+                    self._compare(name, self._targets if candidate.in_place else into, number)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         return samples
@@ -142,8 +142,8 @@ class Runner:
         for made in (directory, directory.parent):
             _sync_directory(made)
 
-    def _compare(self, name: str, number: int) -> None:
-        wrong = states.differences(self._state, self._targets)
+    def _compare(self, name: str, loaded: states.State, number: int) -> None:
+        wrong = states.differences(self._state, loaded)
         if wrong:
             count = f"{len(wrong)} of {len(self._state)} tensors"
             raise WrongContentsError(f"{name} loaded wrong contents in round {number}: {count}, first {wrong[0]!r}")

@@ -83,6 +83,7 @@ def _equal_tensors(shape: tuple[int, ...]) -> Callable[[float], Shapes]:
 KINDS: dict[str, Kind] = {
     "llama": Kind("Llama-like, 164 tensors", 2.0, _llama),
     "stacked": Kind("the layers stacked in 7 tensors", 2.0, _stacked),
+    "one": Kind("one tensor", 1.0, lambda gib: {"weight": (max(1, round(gib * GIB / ITEM_BYTES)),)}),
     "small": Kind("tensors of 64 KiB (16,384 by default)", 1.0, _equal_tensors((128, 256))),
     "tiny": Kind("tensors of 1 KiB (10,000 by default)", 10_000 * 1024 / GIB, _equal_tensors((512,))),
 }

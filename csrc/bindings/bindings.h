@@ -15,14 +15,18 @@ namespace vescale_ckpt {
 
 namespace py = pybind11;
 
-void bind_device(py::module_& module);     // accelerators
-void bind_engine(py::module_& module);     // io, format: bytes between memory and files
-void bind_index(py::module_& module);      // plan: metadata, its index, load plans
-void bind_inventory(py::module_& module);  // plan: what a rank holds
-void bind_plan(py::module_& module);       // plan: who writes and reads what
-void bind_routes(py::module_& module);     // plan: who reads what for whom; copies between pieces and tensors
-void bind_stage(py::module_& module);      // stage: snapshots in memory
-void bind_tensors(py::module_& module);    // where torch's tensors are
+void bind_device(py::module_& module);       // accelerators
+void bind_engine(py::module_& module);       // io, format: bytes between memory and files
+void bind_index(py::module_& module);        // plan: metadata, its index, load plans
+void bind_inventory(py::module_& module);    // plan: what a rank holds
+void bind_plan(py::module_& module);         // plan: who writes and reads what
+void bind_routes(py::module_& module);       // plan: who reads what for whom; copies between pieces and tensors
+void bind_safetensors(py::module_& module);  // io, format: safetensors files
+void bind_stage(py::module_& module);        // stage: snapshots in memory
+void bind_tensors(py::module_& module);      // where torch's tensors are
+
+struct TransferStats;
+py::dict stats_dict(const TransferStats& stats);
 
 // A table of 64-bit integers: array.array("q"), or bytes. Valid while the Python object lives.
 class Table {

@@ -29,6 +29,8 @@ EngineOptions make_options(const std::string& backend, unsigned threads, unsigne
   return options;
 }
 
+}  // namespace
+
 py::dict stats_dict(const TransferStats& stats) {
   py::dict result;
   result["in_place_bytes"] = stats.in_place.load();
@@ -38,6 +40,8 @@ py::dict stats_dict(const TransferStats& stats) {
   }
   return result;
 }
+
+namespace {
 
 // Rows: offset, length, CRC-32 (-1: none).
 py::bytes places(const FileWriter& writer, const std::vector<PlacedRecord>& placed) {
@@ -168,6 +172,13 @@ void bind_engine(py::module_& module) {
             return std::make_unique<FileWriter>(path, FileWriter::space_for(table.values()), options, checksums);
           }),
           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
+      .def_static(
+          "exactly",
+          [](const std::string& path, uint64_t bytes, const EngineOptions& options) {
+            return std::make_unique<FileWriter>(path, bytes, options, true);
+          },
+          py::arg("path"), py::arg("bytes"), py::arg("options"), py::call_guard<py::gil_scoped_release>(),
+          "for a file whose length is known")
       .def("write_tensors", &write_tensors)
       .def("write_objects", &write_objects)
       .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
@@ -211,6 +222,8 @@ void bind_engine(py::module_& module) {
     const py::gil_scoped_release release;
     commit_file(directory, name, content);
   });
+  module.def("move_into_place", &move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("sync_directory", &sync_directory, py::call_guard<py::gil_scoped_release>());
   module.def("free_bytes", [](const std::string& path) {
     Space space{};

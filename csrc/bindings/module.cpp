@@ -41,6 +41,7 @@ PYBIND11_MODULE(_C, module) {
   bind_inventory(module);
   bind_plan(module);
   bind_routes(module);
+  bind_safetensors(module);
   bind_stage(module);
   bind_tensors(module);
 }

@@ -67,4 +67,17 @@ void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {
   }
 }
 
+void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source) {
+  Transfer transfer;
+  transfer.call = Call::write;
+  transfer.file = &file;
+  transfer.offset = offset;
+  transfer.size = transfer.needed = source.size();
+  for (bool complete = source.empty(); !complete;) {
+    const int64_t result = system::write(file.descriptor(Access::buffered), source.data() + transfer.done,
+                                         source.size() - transfer.done, offset + transfer.done, 0);
+    complete = detail::advance(transfer, result);
+  }
+}
+
 }  // namespace vescale_ckpt

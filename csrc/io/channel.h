@@ -46,8 +46,9 @@ Backend backend_named(const std::string& name);
 // Whether io_uring can be used here, found by making a ring; `reason` says why not.
 bool uring_available(std::string* reason = nullptr);
 
-// Reads a few bytes at once, through the page cache, on the calling thread. Throws Error.
+// Read or write a few bytes at once, through the page cache, on the calling thread. Throw Error.
 void read_exactly(File& file, uint64_t offset, std::span<std::byte> target);
+void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source);
 
 namespace detail {
 std::unique_ptr<Channel> make_blocking_channel();

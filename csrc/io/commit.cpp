@@ -44,6 +44,10 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
     system::unlink(temporary.c_str());
     throw;
   }
+  move_into_place(temporary, directory, path);
+}
+
+void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path) {
   if (const int result = system::rename(temporary.c_str(), path.c_str()); result < 0) {
     system::unlink(temporary.c_str());
     throw Error::system("rename into place", path, 0, -result);

@@ -24,7 +24,7 @@ constexpr unsigned kOpenFiles = 128;
 constexpr uint64_t kCachedPiece = 1 << 20;
 
 struct DataFile {
-  std::unique_ptr<File> file;
+  std::shared_ptr<File> file;
   bool table_looked_for = false;
   std::optional<ChecksumTable> table;
 
@@ -55,11 +55,11 @@ struct Record {
   std::vector<uint32_t> items;  // rows of the caller's table
   uint32_t file = 0;
   uint64_t offset = 0, length = 0;
-  std::shared_ptr<const TensorRecord> framing;
-  uint64_t body_offset = 0;  // in the file
+  std::shared_ptr<const TensorRecord> framing;  // none of a bare record
+  uint64_t body_offset = 0, body_bytes = 0;     // in the file
   enum class Check {
     frame,   // whole: prologue, bytes and epilogue must fit each other
-    crc,     // whole, laid out in another way: bytes against `crc`
+    crc,     // whole, laid out in another way or bare: bytes against `crc`
     blocks,  // parts: each block against `blocks`
     none,
   } check = Check::frame;
@@ -79,7 +79,7 @@ struct Record {
   bool unread = false;
   bool concluded = false;  // nothing more is to be read of it
 
-  uint64_t body_end() const { return body_offset + framing->body_bytes(); }
+  uint64_t body_end() const { return body_offset + body_bytes; }
 };
 
 // A contiguous file range of one record within one segment.
@@ -100,9 +100,12 @@ enum class Purpose { deliver, deliver_verified, check };
 
 class ReadJob {
  public:
-  ReadJob(std::span<const std::string> paths, std::span<const ReadItem> items, std::span<const uint32_t> rows,
-          Purpose purpose, const EngineOptions& options, ReadReport& report)
+  // `opened`: the files themselves, or none of them.
+  ReadJob(std::span<const std::string> paths, std::span<const std::shared_ptr<File>> opened,
+          std::span<const ReadItem> items, std::span<const uint32_t> rows, Purpose purpose,
+          const EngineOptions& options, ReadReport& report)
       : paths_(paths),
+        opened_(opened),
         items_(items),
         verify_(purpose != Purpose::deliver),
         check_only_(purpose == Purpose::check),
@@ -180,6 +183,7 @@ class ReadJob {
 
   DataFile& file(uint32_t index, uint32_t row) {
     DataFile& data = files_[index];
+    if (!opened_.empty()) data.file = opened_[index];
     try {
       if (!data.file) data.file = File::open(paths_[index], options_.widest, options_.read_cached);
     } catch (const Error& error) {
@@ -192,9 +196,10 @@ class ReadJob {
 
   void group_items(std::span<const uint32_t> rows) {  // in the order of their records
     const auto key = [this](uint32_t row) { return std::tuple(items_[row].file, items_[row].record_offset); };
-    for (size_t i = 0; i < rows.size(); ++i) {
-      if (i == 0 || key(rows[i]) != key(rows[i - 1])) records_.emplace_back();
-      records_.back().items.push_back(rows[i]);
+    for (const uint32_t row : rows) {
+      if (items_[row].bare && items_[row].record_length == 0) continue;  // it is where the next one is
+      if (records_.empty() || key(row) != key(records_.back().items[0])) records_.emplace_back();
+      records_.back().items.push_back(row);
     }
   }
 
@@ -207,10 +212,11 @@ class ReadJob {
     record.length = first.record_length;
     record.expected_crc = first.crc;
     try {
-      record.framing = framings_.get(first.dtype, first.chunk_sizes);
+      if (!first.bare) record.framing = framings_.get(first.dtype, first.chunk_sizes);
     } catch (const Error& error) {
       throw Error::invalid(error.what(), row);
     }
+    record.body_bytes = first.bare ? record.length : record.framing->body_bytes();
     bool whole = false;
     for (const uint32_t item : record.items) {
       if (items_[item].record_length != record.length || items_[item].dtype != first.dtype ||
@@ -231,7 +237,7 @@ class ReadJob {
       record.unread = record.concluded = true;
       return;
     }
-    if (record.framing->body_bytes() == 0 && record.check != Record::Check::frame) {
+    if (record.body_bytes == 0 && record.check != Record::Check::frame) {
       record.concluded = true;
       return;
     }
@@ -240,6 +246,10 @@ class ReadJob {
 
   // Where the bytes are and how they will be checked. False if the record has to be left to the caller.
   bool locate_body(Record& record, DataFile& data, bool whole) {
+    if (items_[record.items[0]].bare) {
+      locate_bare(record, whole);
+      return true;
+    }
     record.body_offset = record.offset + record.framing->prologue().size();
     const bool predicted = record.length == record.framing->total_bytes();
     if (!predicted && !locate_by_directory(record, *data.file)) return false;
@@ -251,7 +261,7 @@ class ReadJob {
     if (!whole) {
       const ChecksumTable* table = data.checksum_table();
       const ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
-      if (row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.framing->body_bytes()) {
+      if (row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.body_bytes) {
         if (verify_ && record.expected_crc != kUnknownCrc && record.expected_crc != row->crc) throw stranger(record);
         record.check = verify_ ? Record::Check::blocks : Record::Check::none;
         record.blocks = table->blocks(*row);
@@ -267,6 +277,20 @@ class ReadJob {
     record.check = Record::Check::frame;
     record.check_prologue = true;
     return true;
+  }
+
+  void locate_bare(Record& record, bool whole) {
+    const ReadItem& item = items_[record.items[0]];
+    record.body_offset = record.offset;
+    record.blocks = item.blocks;
+    record.check = Record::Check::none;
+    if (!verify_) return;
+    if (!record.blocks.empty()) {
+      record.check = whole ? Record::Check::crc : Record::Check::blocks;
+      record.crc = static_cast<uint32_t>(item.crc);
+      return;
+    }
+    for (const uint32_t row : record.items) report_.unverified_bytes += items_[row].box.bytes();
   }
 
   // Records of other torch versions: the same pickle and bytes in another archive layout.
@@ -295,7 +319,7 @@ class ReadJob {
       if (is_pickle) pickle_matches = text == record.framing->pickle();
       if (is_order) little = text == "little";
     }
-    if (body == nullptr || !pickle_matches || !little || body->size != record.framing->body_bytes()) return false;
+    if (body == nullptr || !pickle_matches || !little || body->size != record.body_bytes) return false;
     record.body_offset = body_position(record, file, *directory, *body);
     record.crc = body->crc;
     return record.body_offset != 0;
@@ -552,12 +576,14 @@ class ReadJob {
         return;
       }
     }
-    if (crc != claimed && claimed != 0) throw locate_damage(record);
+    const bool bare = record.framing == nullptr;  // of which zero is a checksum like any other
+    if (crc != claimed && (claimed != 0 || bare)) throw locate_damage(record);
+    if (bare) return;
     if (record.expected_crc != kUnknownCrc) {
       if (crc != record.expected_crc) throw stranger(record);
     } else if (crc != claimed) {  // written without checksums: torch's set_crc32_options(False), or ours
       const std::lock_guard lock(keep_mutex_);
-      report_.unverified_bytes += record.framing->body_bytes();
+      report_.unverified_bytes += record.body_bytes;
     }
   }
 
@@ -569,14 +595,19 @@ class ReadJob {
                           path, record.offset, record.items[0]);
   }
 
+  static std::span<const uint32_t> known_blocks(const Record& record, DataFile& data) {
+    if (record.framing == nullptr) return record.blocks;
+    const ChecksumTable* table = data.checksum_table();
+    const ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
+    if (row == nullptr || row->body_offset != record.body_offset || row->body_bytes != record.body_bytes) return {};
+    return table->blocks(*row);
+  }
+
   // Reads the record once more to name the damaged block, where the file has a table.
   Error locate_damage(const Record& record) {
     const std::lock_guard lock(keep_mutex_);
     DataFile& data = files_.at(record.file);
-    const ChecksumTable* table = data.checksum_table();
-    const ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
-    if (row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.framing->body_bytes()) {
-      const auto blocks = table->blocks(*row);
+    if (const auto blocks = known_blocks(record, data); !blocks.empty()) {
       std::vector<std::byte> bytes(kChecksumBlock);
       for (uint64_t at = record.body_offset, cell = 0; at < record.body_end(); ++cell) {
         const uint64_t next = std::min(record.body_end(), align_down(at, kChecksumBlock) + kChecksumBlock);
@@ -585,10 +616,11 @@ class ReadJob {
         at = next;
       }
     }
-    return mismatch(record, record.body_offset, record.framing->body_bytes());
+    return mismatch(record, record.body_offset, record.body_bytes);
   }
 
   const std::span<const std::string> paths_;
+  const std::span<const std::shared_ptr<File>> opened_;
   const std::span<const ReadItem> items_;
   const bool verify_;
   const bool check_only_;
@@ -625,7 +657,7 @@ void for_each_batch(std::span<const ReadItem> items, const Work& work) {
 // the failure is not read again.
 void check_rows(std::span<const std::string> paths, std::span<const ReadItem> items, std::span<const uint32_t> rows,
                 const EngineOptions& options, ReadReport& report) {
-  const auto [left, failure] = ReadJob(paths, items, rows, Purpose::check, options, report).check();
+  const auto [left, failure] = ReadJob(paths, {}, items, rows, Purpose::check, options, report).check();
   if (!failure) return;
   if (left.size() <= 1) {
     for (const uint32_t item : left) report.damaged.push_back({item, failure->offset, failure->what()});
@@ -636,16 +668,29 @@ void check_rows(std::span<const std::string> paths, std::span<const ReadItem> it
   check_rows(paths, items, all.subspan(all.size() / 2), options, report);
 }
 
+std::unique_ptr<ReadReport> read_from(std::span<const std::string> paths, std::span<const std::shared_ptr<File>> opened,
+                                      std::span<const ReadItem> items, bool verify, const EngineOptions& options) {
+  auto report = std::make_unique<ReadReport>();
+  const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
+  for_each_batch(items, [&](std::span<const uint32_t> rows) {
+    ReadJob(paths, opened, items, rows, purpose, options, *report).run();
+  });
+  std::sort(report->unread.begin(), report->unread.end());
+  return report;
+}
+
 }  // namespace
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const EngineOptions& options) {
-  auto report = std::make_unique<ReadReport>();
-  const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
-  for_each_batch(items,
-                 [&](std::span<const uint32_t> rows) { ReadJob(paths, items, rows, purpose, options, *report).run(); });
-  std::sort(report->unread.begin(), report->unread.end());
-  return report;
+  return read_from(paths, {}, items, verify, options);
+}
+
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::shared_ptr<File>> files, std::span<const ReadItem> items,
+                                         bool verify, const EngineOptions& options) {
+  std::vector<std::string> paths;
+  for (const auto& file : files) paths.push_back(file->path());
+  return read_from(paths, files, items, verify, options);
 }
 
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,

@@ -30,6 +30,11 @@ struct ReadItem {
   std::byte* memory;  // of the box's first element
   int64_t crc =
       kUnknownCrc;  // of the whole tensor's bytes, where the caller knows it from elsewhere than the data file
+
+  // The record is the tensor's bytes and nothing else (dtype and chunk_sizes are not used), with its checksums known
+  // from elsewhere: `crc`, and `blocks`, of each cell (checksum_table.h); without `blocks` it cannot be verified.
+  bool bare = false;
+  std::span<const uint32_t> blocks = {};
 };
 
 struct DamagedItem {
@@ -48,6 +53,9 @@ struct ReadReport {
 
 // Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                         bool verify, const EngineOptions& options);
+// The same of files that are open already.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::shared_ptr<File>> files, std::span<const ReadItem> items,
                                          bool verify, const EngineOptions& options);
 
 // The same for whole tensors, but they are only checked, delivered nowhere (`memory` is not used), and what is wrong is

@@ -7,36 +7,6 @@
 namespace vescale_ckpt {
 namespace {
 
-class Cursor {
- public:
-  explicit Cursor(std::span<const int64_t> table) : rest_(table) {}
-  bool at_end() const { return rest_.empty(); }
-  int64_t row() const { return row_; }
-  void next_row() { ++row_; }
-
-  std::span<const int64_t> take(size_t count) {
-    if (count > rest_.size()) throw Error::invalid("the table ends inside a row", row_);
-    const auto values = rest_.first(count);
-    rest_ = rest_.subspan(count);
-    return values;
-  }
-  uint64_t size() {
-    const int64_t value = take(1)[0];
-    if (value < 0) throw Error::invalid("a negative offset, length or count in the table", row_);
-    return static_cast<uint64_t>(value);
-  }
-  std::byte* address() { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(take(1)[0])); }
-  uint32_t dtype() {
-    const uint64_t code = size();
-    if (code >= dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
-    return static_cast<uint32_t>(code);
-  }
-
- private:
-  std::span<const int64_t> rest_;
-  int64_t row_ = 0;
-};
-
 // Whether elements lie one behind the other; dimensions of one element may have any stride.
 bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
   int64_t expected = 1;
@@ -53,7 +23,7 @@ bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
   RecordCache framings;
-  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint32_t dtype = cursor.dtype();
     const std::byte* data = cursor.address();
     const uint64_t dims = cursor.size();
@@ -77,7 +47,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
 
 std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
   std::vector<ReadItem> items;
-  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size(), length = cursor.size();
     const int64_t crc = cursor.take(1)[0];
@@ -105,7 +75,7 @@ std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
 
 std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {
   std::vector<ReadItem> items;
-  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size(), length = cursor.size();
     const int64_t crc = cursor.take(1)[0];
@@ -125,7 +95,7 @@ std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {
 
 std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
   std::vector<ByteRange> ranges;
-  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size();
     ranges.push_back({file, offset, cursor.size()});
@@ -135,7 +105,7 @@ std::vector<ByteRange> parse_range_table(std::span<const int64_t> table) {
 
 std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
   std::vector<BoxCopy> copies;
-  for (Cursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint32_t dtype = cursor.dtype();
     const std::byte* piece = cursor.address();
     const uint64_t dims = cursor.size();

@@ -5,11 +5,44 @@
 #include <span>
 #include <vector>
 
+#include "error.h"
+#include "format/torch_record.h"
 #include "io/box_copy.h"
 #include "io/reader.h"
 #include "io/writer.h"
 
 namespace vescale_ckpt {
+
+// Walks along a table; what does not fit throws Error(invalid, row).
+class TableCursor {
+ public:
+  explicit TableCursor(std::span<const int64_t> table) : rest_(table) {}
+  bool at_end() const { return rest_.empty(); }
+  int64_t row() const { return row_; }
+  void next_row() { ++row_; }
+
+  std::span<const int64_t> take(size_t count) {
+    if (count > rest_.size()) throw Error::invalid("the table ends inside a row", row_);
+    const auto values = rest_.first(count);
+    rest_ = rest_.subspan(count);
+    return values;
+  }
+  uint64_t size() {
+    const int64_t value = take(1)[0];
+    if (value < 0) throw Error::invalid("a negative offset, length or count in the table", row_);
+    return static_cast<uint64_t>(value);
+  }
+  std::byte* address() { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(take(1)[0])); }
+  uint32_t dtype() {
+    const uint64_t code = size();
+    if (code >= dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
+    return static_cast<uint32_t>(code);
+  }
+
+ private:
+  std::span<const int64_t> rest_;
+  int64_t row_ = 0;
+};
 
 // Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);

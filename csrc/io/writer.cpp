@@ -206,10 +206,7 @@ class FileWriter::Group {
   bool in_place(const Segment& segment) const {
     if (!segment.interior) return false;
     const RecordSource& source = sources_[segment.parts[0].record];
-    if (source.strided) return false;
-    if (writer_.file_->access() != Access::direct) return true;
-    const auto address = reinterpret_cast<uintptr_t>(source.data) + segment.parts[0].begin;
-    return address % writer_.file_->memory_alignment() == 0;
+    return !source.strided && writer_.can_send(source.data + segment.parts[0].begin);
   }
 
   void prepare(const Segment& segment, Flight& flight) {
@@ -407,11 +404,19 @@ uint64_t FileWriter::finish(bool sync) {
     }
     cursor_ += table.size();
   }
-  file_->truncate(cursor_);
+  return seal(cursor_, sync);
+}
+
+bool FileWriter::can_send(const std::byte* data) const {
+  return file_->access() != Access::direct || reinterpret_cast<uintptr_t>(data) % file_->memory_alignment() == 0;
+}
+
+uint64_t FileWriter::seal(uint64_t length, bool sync) {
+  file_->truncate(length);
   if (sync) file_->sync();
   control_.check();  // syncing may have taken long
   finished_ = true;
-  return cursor_;
+  return length;
 }
 
 }  // namespace vescale_ckpt

@@ -66,6 +66,12 @@ class FileWriter {
   // Writes the checksum table, sets the length, syncs if asked to. Returns the length of the file.
   uint64_t finish(bool sync);
 
+  // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
+  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source.
+  std::vector<uint32_t> write_tiled(std::span<const RecordSource> sources, uint64_t offset);
+  // Instead of finish(), after write_tiled(): `head` is what stands before it. The file ends with the last source.
+  uint64_t finish_tiled(std::span<const std::byte> head, bool sync);
+
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
   // running.
   void cancel() { control_.cancel(); }
@@ -80,6 +86,11 @@ class FileWriter {
   struct Segment;
   struct Record;
   class Group;
+  class TiledGroup;
+
+  // Whether a block of the file may be written from `data` itself.
+  bool can_send(const std::byte* data) const;
+  uint64_t seal(uint64_t length, bool sync);
 
   const EngineOptions options_;
   const bool checksums_;

@@ -1,0 +1,145 @@
+// Safetensors files.
+#include <algorithm>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "error.h"
+#include "format/safetensors_layout.h"
+#include "format/torch_record.h"
+#include "io/safetensors_file.h"
+#include "plan/tables.h"
+
+namespace vescale_ckpt {
+namespace {
+
+using File = std::shared_ptr<const SafetensorsFile>;
+
+// By dtype code: which of the format's dtypes it is, or none of them.
+std::vector<size_t> dtypes_of_codes() {
+  std::vector<size_t> known;
+  for (const DType& dtype : dtypes()) {
+    const auto found = std::ranges::find(safetensors_dtypes(), dtype.name, &SafetensorsDType::torch);
+    known.push_back(static_cast<size_t>(found - safetensors_dtypes().begin()));
+  }
+  return known;
+}
+
+SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
+                              const SafetensorsHeader::Metadata& metadata) {
+  const Table words(table);
+  const TensorTable rows(words.values());
+  if (names.size() != rows.size()) throw Error::invalid("as many names as tensors are wanted");
+  const std::vector<size_t> known = dtypes_of_codes();
+  std::vector<SafetensorsLayout::Tensor> tensors(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const LocalTensor row = rows[i];
+    const size_t dtype = row.dtype < 0 ? safetensors_dtypes().size() : known.at(static_cast<size_t>(row.dtype));
+    if (dtype == safetensors_dtypes().size()) {
+      throw Error::invalid("safetensors has no such dtype", static_cast<int64_t>(i));
+    }
+    tensors[i] = {names[i], static_cast<uint32_t>(dtype), {row.shape.begin(), row.shape.end()}};
+  }
+  return {std::move(tensors), metadata};
+}
+
+py::dict write(FileWriter& writer, const SafetensorsLayout& layout, const py::buffer& table, bool sync) {
+  const Table words(table);
+  const TensorTable rows(words.values());
+  if (rows.size() != layout.order().size()) throw Error::invalid("other tensors than those that were laid out");
+  std::vector<const std::byte*> data;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    data.push_back(reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(rows[i].address)));
+  }
+  {
+    const py::gil_scoped_release release;
+    write_safetensors(writer, layout, data, sync);
+  }
+  return stats_dict(writer.stats());
+}
+
+py::object metadata_of(const SafetensorsFile& file) {
+  if (!file.header.metadata()) return py::none();
+  py::dict result;
+  for (const auto& [key, value] : *file.header.metadata()) result[py::str(key)] = py::str(value);
+  return result;
+}
+
+// (name, dtype, torch's name for it or empty, shape as it stands in the header), in the order of their bytes.
+py::list tensors_of(const SafetensorsFile& file) {
+  py::list result;
+  for (const SafetensorsHeader::Tensor& tensor : file.header.tensors()) {
+    py::tuple shape(tensor.dims);
+    for (size_t i = 0; i < tensor.dims; ++i) shape[i] = py::int_(file.header.shape(tensor)[i]);
+    const SafetensorsDType& dtype = file.header.dtype(tensor);
+    result.append(py::make_tuple(py::str(tensor.name), py::str(dtype.name.data(), dtype.name.size()),
+                                 py::str(dtype.torch.data(), dtype.torch.size()), shape));
+  }
+  return result;
+}
+
+py::dict read(const std::vector<File>& files, const py::buffer& table, bool verify, const EngineOptions& options) {
+  const Table words(table);
+  std::unique_ptr<ReadReport> report;
+  {
+    const py::gil_scoped_release release;
+    report = read_safetensors(files, words.values(), verify, options);
+  }
+  py::dict result = stats_dict(report->stats);
+  result["needed_bytes"] = report->needed_bytes;
+  result["unverified_bytes"] = report->unverified_bytes;
+  return result;
+}
+
+}  // namespace
+
+void bind_safetensors(py::module_& module) {
+  py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
+      .def(py::init(&make_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
+      .def_property_readonly("file_bytes", &SafetensorsLayout::file_bytes);
+
+  py::class_<SafetensorsFile, std::shared_ptr<SafetensorsFile>>(module, "SafetensorsFile")
+      .def_static(
+          "open",
+          [](const std::string& path, const EngineOptions& options, bool verify) {
+            return std::const_pointer_cast<SafetensorsFile>(SafetensorsFile::open(path, options, verify));
+          },
+          py::arg("path"), py::arg("options"), py::arg("verify"), py::call_guard<py::gil_scoped_release>())
+      .def("metadata", &metadata_of)
+      .def("tensors", &tensors_of)
+      .def("torch_shape",
+           [](const SafetensorsFile& file, size_t index) {
+             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
+             return py::tuple(py::cast(file.header.torch_shape(file.header.tensors()[index])));
+           })
+      .def("bytes",
+           [](const SafetensorsFile& file, size_t index) {
+             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
+             return file.header.tensors()[index].end - file.header.tensors()[index].begin;
+           })
+      .def_property_readonly("has_checksums", [](const SafetensorsFile& file) { return file.header.has_checksums(); });
+
+  module.attr("SAFETENSORS_CHECKSUMS") = py::str(kSafetensorsChecksums.data(), kSafetensorsChecksums.size());
+  module.def(
+      "safetensors_dtypes",
+      [] {
+        std::vector<std::string> names;
+        for (const SafetensorsDType& dtype : safetensors_dtypes()) {
+          if (!dtype.torch.empty()) names.emplace_back(dtype.torch);
+        }
+        return names;
+      },
+      "torch's names of all dtypes that a safetensors file can hold");
+
+  module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
+  module.def(
+      "read_safetensors",
+      [](const std::vector<std::shared_ptr<SafetensorsFile>>& files, const py::buffer& table, bool verify,
+         const EngineOptions& options) { return read({files.begin(), files.end()}, table, verify, options); },
+      py::arg("files"), py::arg("table"), py::arg("verify"), py::arg("options"));
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,87 @@
+#include "io/safetensors_file.h"
+
+#include <algorithm>
+
+#include "error.h"
+#include "io/channel.h"
+#include "io/table.h"
+
+namespace vescale_ckpt {
+
+std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::string& path, const EngineOptions& options,
+                                                             bool verify) {
+  auto opened = std::make_shared<SafetensorsFile>();
+  opened->file = File::open(path, options.widest, options.read_cached);
+  File& file = *opened->file;
+  std::string head(std::min(file.size(), kSafetensorsLengthBytes), '\0');
+  read_exactly(file, 0, std::as_writable_bytes(std::span(head)));
+  const size_t had = head.size();
+  head.resize(SafetensorsHeader::head_bytes(head, file.size(), path));
+  read_exactly(file, had, std::as_writable_bytes(std::span(head)).subspan(had));
+  opened->header = SafetensorsHeader::parse(head, file.size(), path, verify);
+  return opened;
+}
+
+uint64_t write_safetensors(FileWriter& writer, const SafetensorsLayout& layout, std::span<const std::byte* const> data,
+                           bool sync) {
+  std::vector<RecordSource> sources(layout.order().size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    sources[i].data = data[layout.order()[i]];
+    sources[i].bytes = layout.bytes()[i];
+  }
+  const std::string head = layout.head(writer.write_tiled(sources, layout.data_begin()));
+  return writer.finish_tiled(std::as_bytes(std::span(head)), sync);
+}
+
+std::vector<ReadItem> parse_safetensors_table(std::span<const std::shared_ptr<const SafetensorsFile>> files,
+                                              std::span<const int64_t> table) {
+  std::vector<ReadItem> items;
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint64_t file = cursor.size(), number = cursor.size();
+    if (file >= files.size() || number >= files[file]->header.tensors().size()) {
+      throw Error::invalid("no such tensor in the table", cursor.row());
+    }
+    const SafetensorsHeader& header = files[file]->header;
+    const SafetensorsHeader::Tensor& tensor = header.tensors()[number];
+    std::byte* memory = cursor.address();
+    const int64_t dims = cursor.take(1)[0];
+    try {
+      const std::vector<int64_t> shape = header.torch_shape(tensor);
+      const uint32_t item_bytes = std::max(header.dtype(tensor).bits / 8, 1u);
+      std::vector<int64_t> offsets(shape.size()), sizes = shape, strides(shape.size());
+      if (dims >= 0) {
+        if (static_cast<size_t>(dims) != shape.size())
+          throw Error::invalid("a box of other dimensions than its tensor");
+        for (std::vector<int64_t>* values : {&offsets, &sizes, &strides}) {
+          std::ranges::copy(cursor.take(shape.size()), values->begin());
+        }
+      } else {
+        int64_t stride = 1;  // torch_shape has seen that it does not overflow
+        for (size_t dim = shape.size(); dim-- > 0; stride *= std::max<int64_t>(shape[dim], 1)) strides[dim] = stride;
+      }
+      items.push_back({.file = static_cast<uint32_t>(file),
+                       .record_offset = tensor.begin,
+                       .record_length = tensor.end - tensor.begin,
+                       .dtype = 0,
+                       .chunk_sizes = {},
+                       .box = Box(item_bytes, shape, offsets, sizes, strides),
+                       .memory = memory,
+                       .bare = true,
+                       .blocks = header.blocks(tensor)});
+      if (header.has_checksums()) items.back().crc = header.crc(tensor);
+    } catch (const Error& error) {
+      throw Error(error.kind, error.what(), files[file]->file->path(), tensor.begin, 0, cursor.row());
+    }
+  }
+  return items;
+}
+
+std::unique_ptr<ReadReport> read_safetensors(std::span<const std::shared_ptr<const SafetensorsFile>> files,
+                                             std::span<const int64_t> table, bool verify,
+                                             const EngineOptions& options) {
+  std::vector<std::shared_ptr<File>> opened;
+  for (const auto& file : files) opened.push_back(file->file);
+  return read_tensors(opened, parse_safetensors_table(files, table), verify, options);
+}
+
+}  // namespace vescale_ckpt

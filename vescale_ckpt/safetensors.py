@@ -1,0 +1,376 @@
+"""Hugging Face's safetensors files: drop-in functions, at the speed of the disk, durable and verified.
+
+Files that are saved here are read by the safetensors library bit for bit, and the other way round. They hold checksums
+under one key of `__metadata__`, which the library shows and ignores; see docs/format.md. Where the library raises
+`SafetensorError`, these functions raise errors of this package; refused arguments are ValueError, TypeError or
+RuntimeError, as there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from operator import index as as_index
+from types import EllipsisType, TracebackType
+from typing import Any, Literal
+
+import torch
+
+from . import _C, engine, settings
+from .errors import CheckpointError, MissingKeysError, StorageFullError
+from .pause import garbage_collector_paused
+from .tensors import ON_HOST, ready_tensors, tensor_table
+from .whole_file import WholeFile
+
+__all__ = ["load_file", "safe_open", "save_file"]
+
+Device = str | int | torch.device
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
+}
+_STORABLE = frozenset(_DTYPES.values())
+_WHOLE = -1  # in a table to read: all of a tensor
+
+
+# --- Saving
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """Saves tensors to one file: durable and under its name when this returns, or the file that was there is untouched.
+
+    Args:
+        tensors: dense and contiguous, no two of them in the same memory, on any device. Not changed while this runs.
+        filename: replaced if it exists.
+        metadata: texts to keep in the header. Where it is None, `{"format": "pt"}`, which loaders of models ask for in
+            every header that has metadata, as ours has for the checksums.
+
+    Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for what cannot be saved so,
+    `StorageFullError`, `CheckpointError`.
+    """
+    with garbage_collector_paused():
+        _check_tensors(tensors)
+        texts = _checked_metadata({"format": "pt"} if metadata is None else metadata)
+        names = list(tensors)
+        hosts, table = _in_host_memory(names, list(tensors.values()))
+        try:
+            layout = _C.SafetensorsLayout(names, table, texts)
+        except _C.EngineError as error:
+            raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
+        _write(os.fspath(filename), layout, table)
+        del hosts  # they had to live until here
+
+
+def _write(path: str, layout: _C.SafetensorsLayout, table: bytes) -> None:
+    with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
+        free = _C.free_bytes(file.directory)
+        if free < layout.file_bytes:
+            raise StorageFullError(file.directory, layout.file_bytes, free)
+        options = engine.options(None, engine.direct_io_setting("auto"))
+        writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
+        _C.write_safetensors(writer, layout, table, sync=True)
+        file.commit()
+
+
+def _check_tensors(tensors: object) -> None:
+    if not isinstance(tensors, dict):
+        raise ValueError(f"a dict of names and tensors is wanted, not {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r}: the names of tensors are text, not {type(name).__name__}")
+        name.encode()  # raises for what is no Unicode
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: a tensor is wanted, not {type(tensor).__name__}")
+    sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
+    if sparse:
+        raise ValueError(f"{_some(sparse)}: sparse tensors cannot be saved; make them dense with to_dense()")
+    shared = _sharing_memory(tensors)
+    if shared:
+        raise RuntimeError(
+            f"tensors that share memory would be stored once each, and be apart when they are loaded: "
+            f"{'; '.join(_some(group) for group in shared)}. Save one of each group and tie the others again after "
+            "loading, or save copies (clone())"
+        )
+    scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
+    if scattered:
+        raise ValueError(
+            f"{_some(scattered)}: not contiguous. Save the tensor that it is a view of, or pack it with contiguous()"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _STORABLE:
+            raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
+
+
+def _sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
+    areas = []
+    for name, tensor in tensors.items():
+        if not tensor.is_meta and tensor.numel() != 0 and engine.is_plain_tensor(tensor):
+            start = tensor.data_ptr()
+            areas.append((str(tensor.device), start, start + _extent(tensor), name))
+    areas.sort()
+    groups: list[list[str]] = []
+    device, end = "", 0
+    for of, start, stop, name in areas:
+        if of == device and start < end:
+            groups[-1].append(name)
+            end = max(end, stop)
+        else:
+            groups.append([name])
+            device, end = of, stop
+    return [group for group in groups if len(group) > 1]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    return engine.reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(sorted(names)[:10])
+    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
+
+
+def _checked_metadata(metadata: object) -> list[tuple[str, str]]:
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata is a dict of texts, not {type(metadata).__name__}")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata {key!r}: {value!r}: both must be text")
+        key.encode()
+        value.encode()
+    return [(key, value) for key, value in metadata.items() if key != _C.SAFETENSORS_CHECKSUMS]  # of another file
+
+
+def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
+    """Tensors of the same values that the engine can use where they are, and the table of them."""
+    table = tensor_table(tensors)
+    ready = ready_tensors(tensors, table)
+    others = [row for row, flag in enumerate(ready) if flag != ON_HOST]
+    if not others:
+        return tensors, table
+    hosts = list(tensors)
+    for row in others:
+        try:
+            hosts[row] = engine.as_host_tensor(tensors[row])[0]
+        except CheckpointError as error:
+            raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
+    return hosts, tensor_table(hosts)
+
+
+# --- Loading
+
+
+def load_file(
+    filename: str | os.PathLike[str], device: Device = "cpu", *, verify: bool = True
+) -> dict[str, torch.Tensor]:
+    """All tensors of a file, each in memory of its own, in the order in which they lie in the file.
+
+    With `verify`, bytes are compared with the checksums of files that were saved here; other files have none.
+
+    Raises FileNotFoundError, `CorruptCheckpointError`, `UntrustedCheckpointError` (a header that lies), or
+    `CheckpointError`; for dtypes that torch does not have, too.
+    """
+    return _Opened(filename, device, verify).read_all()
+
+
+class _Opened:
+    """A file with its header read and checked."""
+
+    def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
+        self.path = os.fspath(filename)
+        self.device = torch.device(device)
+        self.verify = verify
+        self.options = engine.options(None, engine.direct_io_setting("auto"))
+        try:
+            with engine.named_errors(str, self.path):
+                self.file = _C.SafetensorsFile.open(self.path, self.options, verify)
+        except CheckpointError as error:
+            cause = error.__context__
+            if isinstance(cause, _C.EngineError) and cause.errno == errno.ENOENT:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path) from None
+            raise
+        #: name, dtype in the format, torch's name of it, shape in the format; as they lie in the file
+        self.tensors = self.file.tensors()
+        self.number = {tensor[0]: number for number, tensor in enumerate(self.tensors)}
+
+    def numbered(self, name: str) -> int:
+        try:
+            return self.number[name]
+        except KeyError:
+            raise MissingKeysError([name]) from None
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        """As torch counts. Raises `CheckpointError` for a tensor that torch cannot hold."""
+        try:
+            with engine.named_errors(str, self.path):
+                return self.file.torch_shape(number)
+        except CheckpointError as error:
+            raise CheckpointError(str(error), key=self.tensors[number][0], path=self.path) from None
+
+    def empty(self, number: int, shape: Sequence[int]) -> torch.Tensor:
+        torch_name = self.tensors[number][2]
+        if torch_name not in _DTYPES:
+            raise CheckpointError(f"{self.tensors[number][0]}: this torch has no {torch_name}", path=self.path)
+        return torch.empty(shape, dtype=_DTYPES[torch_name])
+
+    def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        hosts = [self.empty(number, self.shape(number)) for number in numbers]
+        table = engine.int_table()
+        for number, host in zip(numbers, hosts, strict=True):
+            table.extend((0, number, host.data_ptr(), _WHOLE))
+        self._read(table, numbers)
+        return self._on_device(hosts)
+
+    def read_box(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        host = self.empty(number, sizes)
+        if host.numel() != 0:
+            dims = len(sizes)
+            row = (0, number, host.data_ptr(), dims, *offsets, *sizes, *host.stride())
+            self._read(engine.int_table(row), [number])
+        return self._on_device([host])[0]
+
+    def read_all(self) -> dict[str, torch.Tensor]:
+        with garbage_collector_paused():
+            read = (tensor for group in self._groups() for tensor in self.read(group))
+            return dict(zip(self.number, read, strict=True))
+
+    def _groups(self) -> Iterator[list[int]]:
+        """All at once, or for another device by groups whose copies on the host are bounded."""
+        if self.device.type == "cpu":
+            yield list(range(len(self.tensors)))
+            return
+        group: list[int] = []
+        held = 0
+        for number in range(len(self.tensors)):
+            group.append(number)
+            held += self.file.bytes(number)
+            if held >= settings.number("arena_bytes"):
+                yield group
+                group, held = [], 0
+        yield group
+
+    def _on_device(self, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return hosts if self.device.type == "cpu" else [host.to(self.device) for host in hosts]
+
+    def _read(self, table: array[int], numbers: Sequence[int]) -> None:
+        with engine.named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
+            _C.read_safetensors([self.file], table, self.verify, self.options)
+
+
+class safe_open:  # the name that callers know
+    """A file whose tensors are read when they are asked for, and only as much of them. A context manager.
+
+    Args:
+        filename: must exist. Stays open, so a file that takes its name later changes nothing here.
+        framework: "pt" (or "torch", "pytorch"): tensors are torch's.
+        device: where tensors are put.
+
+    All that is read is verified, where the file has checksums. Raises as `load_file`.
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: Literal["pt", "torch", "pytorch"] = "pt",
+        device: Device = "cpu",
+    ) -> None:
+        if framework not in ("pt", "torch", "pytorch"):
+            raise ValueError(f"framework={framework!r}: only 'pt' is known")
+        self._file: _Opened | None = _Opened(filename, device, verify=True)
+
+    def __enter__(self) -> safe_open:
+        self._opened()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file = None
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._opened().number)
+
+    def offset_keys(self) -> list[str]:
+        """The names of all tensors, as they lie in the file."""
+        return list(self._opened().number)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What was saved as metadata, without our checksums; None if the header has none."""
+        return self._opened().file.metadata()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Raises `MissingKeysError` if there is no such tensor."""
+        file = self._opened()
+        return file.read([file.numbered(name)])[0]
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All of them, as `load_file`."""
+        return self._opened().read_all()
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """The tensor, not read yet. Raises `MissingKeysError` if there is no such tensor."""
+        file = self._opened()
+        return TensorSlice(file, file.numbered(name))
+
+    def _opened(self) -> _Opened:
+        if self._file is None:
+            raise CheckpointError("the file was closed")
+        return self._file
+
+
+class TensorSlice:
+    """A tensor in a file. `slice[index]` is what `get_tensor(name)[index]` is, and reads only the box around it if the
+    index is made of numbers, slices and `...`."""
+
+    def __init__(self, file: _Opened, number: int) -> None:
+        self._file = file
+        self._number = number
+
+    def get_shape(self) -> list[int]:
+        """As it stands in the header: values of half a byte are counted one by one, which torch counts by pairs."""
+        return list(self._file.tensors[self._number][3])
+
+    def get_dtype(self) -> str:
+        """As it stands in the header: "F32", "BF16", …"""
+        return self._file.tensors[self._number][1]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        shape = self._file.shape(self._number)
+        items = index if isinstance(index, tuple) else (index,)
+        if not all(map(_is_plain, items)) or sum(item is ... for item in items) > 1:
+            whole: torch.Tensor = self._file.read([self._number])[0][index]
+            return whole
+        torch.empty(shape, device="meta")[index]  # raises what torch raises for an index that is out of bounds
+        box = _box(shape, items)
+        read = self._file.read_box(self._number, [start for start, _, _ in box], [size for _, size, _ in box])
+        result = read[tuple(rest for _, _, rest in box)]
+        return result if result.numel() == read.numel() else result.clone()
+
+
+def _is_plain(item: object) -> bool:
+    if isinstance(item, slice | EllipsisType):
+        return True
+    return hasattr(item, "__index__") and not isinstance(item, bool | torch.Tensor)
+
+
+def _box(shape: Sequence[int], items: Sequence[Any]) -> list[tuple[int, int, int | slice]]:
+    """By dimension: the first index that is needed, how many from there on, and the index within these."""
+    given = [item for item in items if item is not ...]
+    missing = [slice(None)] * (len(shape) - len(given))
+    at = next((place for place, item in enumerate(items) if item is ...), len(items))
+    full = [*given[:at], *missing, *given[at:]]
+    box: list[tuple[int, int, int | slice]] = []
+    for size, item in zip(shape, full, strict=True):
+        if isinstance(item, slice):
+            wanted = range(*item.indices(size))
+            count = wanted[-1] + 1 - wanted[0] if wanted else 0
+            box.append((wanted[0] if wanted else 0, count, slice(None, None, wanted.step)))
+        else:
+            box.append((as_index(item) % size, 1, 0))
+    return box
