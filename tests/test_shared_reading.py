@@ -282,6 +282,48 @@ def test_nodes_may_keep_to_themselves(checkpoint: Path, scope: str, times: int) 
     assert max(reads) < 0.6 * times * stored / 2, "all take part"
 
 
+# --- Each for itself
+
+
+def _drop_from_cache(directory: Path) -> None:
+    for path in directory.glob("*.distcp"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
+    """Bytes of each load that went past the page cache, and in all, when nothing is shared."""
+    w = _numbers(4096, 512)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _save(directory, {"w": w}, by)
+    results = {}
+    for name, ranks_here in (("replicas", "2"), ("rows", "2"), ("replicas", "1")):
+        os.environ["LOCAL_WORLD_SIZE"] = ranks_here
+        dist.barrier()
+        _drop_from_cache(directory)
+        dist.barrier()
+        zeros = torch.zeros_like(w)
+        target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros
+        reader = StorageReader(directory)
+        dcp.load({"w": target}, storage_reader=reader, planner=LoadPlanner())
+        assert reader.last_stats is not None
+        results[f"{name} {ranks_here}"] = (reader.last_stats.direct_bytes, reader.last_stats.read_bytes)
+        wanted = distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None).to_local() if name == "rows" else w
+        assert_same(target.to_local() if name == "rows" else target, wanted)
+    return results
+
+
+@pytest.mark.parametrize("by", ["us", "stock"])
+def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoint: Path, by: str) -> None:
+    for results in run_ranks(2, _through_the_cache, checkpoint, by):
+        direct, everything = zip(*results.values(), strict=True)
+        assert direct[0] == 0 < everything[0]
+        if direct[2] == 0:
+            pytest.skip("files are in the page cache, or cannot be read past it")
+        assert direct[2] > 0.9 * everything[2] and direct[1] > 0.9 * everything[1]
+
+
 # --- Metadata
 
 
@@ -335,6 +377,22 @@ def _different_disks(directory: Path) -> list[str]:
 def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
     for texts in run_ranks(2, _different_disks, tmp_path):
         assert len(texts) == 1 and "different saves" in texts[0], texts
+
+
+def _different_options(directory: Path) -> list[str]:
+    full = _full()
+    vescale_ckpt.save(directory, full)
+    mine, texts = dist.get_rank() == 1, []
+    for options in ({"strict": mine}, {"broadcast_checkpoint": mine}, {"verify": mine}):
+        with pytest.raises(CheckpointError) as caught:
+            vescale_ckpt.load(directory, _zeros(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_options_that_differ_between_ranks_are_told(checkpoint: Path) -> None:
+    for texts in run_ranks(2, _different_options, checkpoint):
+        assert all("different strict, broadcast_checkpoint, verify" in text for text in texts)
 
 
 def _damaged_index(directory: Path) -> bool:

@@ -91,6 +91,7 @@ class CollectiveLoad:
         self._selection = selection
         self._strict = strict
         self._broadcast = broadcast
+        self._options = {"strict": strict, "broadcast_checkpoint": broadcast, "verify": reader.verify}
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
@@ -125,8 +126,12 @@ class CollectiveLoad:
             mark = layout.metadata_mark(reader.path)
         except OSError:
             mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
-        digest = _digest(mark.encode())
-        least, not_most, all_have_it = exchange.agree((digest, ~digest, int(mark != "")), self._phase("metadata"))
+        digest, options = _digest(mark.encode()), _digest(repr(self._options).encode())
+        least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
+            (digest, ~digest, int(mark != ""), options, ~options), self._phase("metadata")
+        )
+        if least_options != ~not_most_options:
+            raise CheckpointError(f"ranks load {reader.path} with different {', '.join(self._options)}")
         shared = b""
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""

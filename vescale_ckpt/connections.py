@@ -59,6 +59,8 @@ class Connections:
         self.parent = (self.rank - 1) // FANOUT if self.rank else None
         self.children = range(self.rank * FANOUT + 1, min((self.rank + 1) * FANOUT + 1, self.size))
         self.calls = 0
+        self._step = _CONNECTING
+        self._progress = 0
         self.verdict: Verdict | None = None
         self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
         self.devices_tried = False
@@ -92,7 +94,8 @@ class Connections:
                 raise self.verdict.error()
             self.calls += 1
             self._deadline = time.monotonic() + timeout
-            step = f"{phase} ({kind})"
+            step = self._step = f"{phase} ({kind})"
+            self._progress = 0
             with suppress(RuntimeError):  # a store that is gone is missed when names are needed, not before
                 self._roll.note(self.calls, step)
             try:
@@ -103,6 +106,12 @@ class Connections:
             except BaseException as error:
                 self._end(phase, step, timeout, error)
                 raise
+
+    def come_to(self, progress: int) -> None:
+        """Within a long collective: says how far this rank has come in it, for who waits in vain."""
+        self._progress = progress
+        with suppress(RuntimeError):
+            self._roll.note(self.calls, self._step, progress)
 
     def send(self, peer: int, tensor: torch.Tensor) -> None:
         """Begins to send a CPU tensor; it must not change until `wait`."""
@@ -188,12 +197,12 @@ class Connections:
         if error.in_time:
             text = f"the connection to {named(error.peer)} is closed: it has died or ended"
             return verdict([error.peer], text + last_seen([error.peer]))
-        behind = []
         for rank, note in notes.items():
-            if note is None or note[0] < self.calls:
-                behind.append(rank)
-            elif note[0] == self.calls and note[1] != step:
+            if note is not None and note[0] == self.calls and note[1] != step:
                 return elsewhere(rank, note[1])
+        places = {rank: (-1, 0) if note is None else (note[0], note[2]) for rank, note in notes.items()}
+        last = min(places.values())  # the others wait for those that are there, if not yet where this rank is
+        behind = [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
         if behind:
             text = f"{self._roll.named(behind)} did not come within {timeout:g} s"
             return verdict(behind, text + last_seen(behind))

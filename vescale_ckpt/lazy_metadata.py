@@ -71,6 +71,14 @@ def save_id(metadata: Metadata) -> str:
     return told if isinstance(told, str) else ""
 
 
+def stored_bytes(metadata: Metadata) -> int:
+    """Bytes of all data files that it names, as far as it knows."""
+    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
+        return sum(metadata.index.file_ends())
+    lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
+    return sum(length for length in lengths if type(length) is int)
+
+
 def _rebuild(build: Callable[..., Metadata], arguments: tuple[Any, ...]) -> LazyMetadata:
     metadata = LazyMetadata(build=lambda: build(*arguments))
     metadata.become(build, *arguments)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -20,11 +21,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from . import _C, engine, layout, objects, settings
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
-from .lazy_metadata import save_id
+from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
+from .node import ranks_of_this_node
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
+from .process_groups import resolved
 from .routed_read import Outcome
 from .shared_reading import SharedReading
 from .stats import LoadStats
@@ -32,6 +35,9 @@ from .stock import StorageInfo
 
 if TYPE_CHECKING:
     from .reader import StorageReader
+
+
+_LEAST_OVERLAP = 1.5  # times that the ranks of a node together want each byte, if all want as much as this one
 
 
 @dataclass(slots=True)
@@ -146,6 +152,8 @@ class Load:
         for record, data in self._objects(records):
             planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
         if alone is not None:
+            if sharing is None:
+                self._mind_others(lambda: sum(tensor.nbytes for tensor in reads.description.tensors))
             self.read_packed(alone)
         return reads.count_tensors(), len(records)
 
@@ -214,6 +222,8 @@ class Load:
         else:
             packed = self._share(sharing, sort, object_records)
         (of,) = sorts
+        if sharing is None:
+            self._mind_others(lambda: sum(self._needed_bytes(item) for item, _ in of.tensors))
         records = object_records()
         for (item, _), (_, data) in zip(of.objects, self._objects(records), strict=True):
             self.set_object(item, data)
@@ -225,6 +235,19 @@ class Load:
             self._read_transformed(of.transformed)
         tensors = sum(item.type == LoadItemType.TENSOR for item in items)
         return tensors, len(items) - tensors
+
+    def _needed_bytes(self, item: ReadItem) -> int:
+        return item.lengths.numel() * self.chunk(item.storage_index)[0].itemsize
+
+    def _mind_others(self, needed_bytes: Callable[[], int]) -> None:
+        """Ranks that want so much of a checkpoint that those of a node must want the same read it through the page
+        cache, each for itself: past it each of them would fetch it anew."""
+        group = resolved(None)
+        ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
+        if ranks == 1 or self.reader.direct_io != "auto":
+            return
+        if needed_bytes() * ranks > _LEAST_OVERLAP * stored_bytes(self.metadata):
+            self.options = engine.options(self.reader.thread_count, False)
 
     def _sorted(self, items: Sequence[ReadItem]) -> _Items:
         of = _Items()

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from . import settings
+from .node import ranks_of_this_node
 
 _SHARE = 0.5  # of what is free: training allocates too
 
@@ -19,8 +20,7 @@ def snapshot_bytes() -> int:
 
 @functools.cache
 def _found(_: int) -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return int(_SHARE * available_bytes() / max(1, ranks))
+    return int(_SHARE * available_bytes() / ranks_of_this_node(1))
 
 
 def available_bytes() -> int:

@@ -37,3 +37,8 @@ def memory_domain() -> str:
     except OSError:
         namespace = f"of {os.getpid()} alone"
     return f"{node_of_this_process()} {namespace} {os.getuid()}"
+
+
+def ranks_of_this_node(otherwise: int) -> int:
+    """As who started them says."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or otherwise))

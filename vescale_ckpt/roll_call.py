@@ -25,7 +25,8 @@ from .stock import PrefixStore, Store
 
 PATIENCE = 2.0  # seconds that a store has to answer, and that a rank has to say why it left
 
-Notes = dict[int, tuple[int, str] | None]  #: by rank: its call and what that is; None where it has not come
+#: by rank: its call, what that is, and how far it has come in it; None where it has not come
+Notes = dict[int, tuple[int, str, int] | None]
 
 _Result = TypeVar("_Result")
 _STORE_GONE = (
@@ -117,9 +118,9 @@ class RollCall:
         """A client of its own: the ranks' devices wait for each other in it."""
         return PrefixStore(self._key("devices"), stock.clone_of(self._store))
 
-    def note(self, calls: int, step: str) -> None:
-        """Says where this rank is: in its `calls`-th collective, a `step`. Costs a few microseconds."""
-        self._store.set(self._key(f"at/{self.rank}"), json.dumps([calls, step]))
+    def note(self, calls: int, step: str, progress: int = 0) -> None:
+        """Says where this rank is: in its `calls`-th collective, a `step`, and how far in it. Costs microseconds."""
+        self._store.set(self._key(f"at/{self.rank}"), json.dumps([calls, step, progress]))
 
     def verdict(self, wait: float = 0.0) -> Verdict | None:
         """The verdict on this generation, once there is one; None if there is none within `wait` seconds."""
@@ -153,8 +154,8 @@ class RollCall:
         there = list(keys) if self._store.check(list(keys)) else [key for key in keys if self._store.check([key])]
         notes: Notes = dict.fromkeys(range(self.size))
         for key, text in zip(there, self._store.multi_get(there), strict=True):
-            calls, step = json.loads(text)
-            notes[keys[key]] = (calls, step)
+            calls, step, progress = json.loads(text)
+            notes[keys[key]] = (calls, step, progress)
         return notes
 
     def named(self, ranks: list[int], most: int = 10) -> str:
