@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .reader import StorageReader
 
 
-_LEAST_OVERLAP = 1.5  # times that the ranks of a node together want each byte, if all want as much as this one
+_LEAST_OVERLAP = 1.5
 
 
 @dataclass(slots=True)
@@ -152,8 +152,6 @@ class Load:
         for record, data in self._objects(records):
             planner.put_object(record.key, objects.load(data, weights_only=self.reader.weights_only, key=record.key))
         if alone is not None:
-            if sharing is None:
-                self._mind_others(lambda: sum(tensor.nbytes for tensor in reads.description.tensors))
             self.read_packed(alone)
         return reads.count_tensors(), len(records)
 
@@ -177,8 +175,13 @@ class Load:
             return None if reads is None else reads.only(routed.routes.own)
         return reads
 
-    def read_packed(self, reads: PackedReads) -> None:
-        """The tensors."""
+    def read_packed(self, reads: PackedReads, overlap: float | None = None) -> None:
+        """The tensors. `overlap`: how often the ranks of a node read each byte, if that is known. Where that is often
+        they go through the page cache, each for itself: past it each would fetch the same anew."""
+        if overlap is None:
+            overlap = self._overlap(reads)
+        shared = overlap > _LEAST_OVERLAP and self.reader.direct_io == "auto"
+        options = engine.options(self.reader.thread_count, False) if shared else self.options
         names = reads.description.names
         if reads.description.all_ready and not self.allow_cast:
             table = reads.read_table()
@@ -190,12 +193,21 @@ class Load:
                 return rows[number]
 
             with engine.named_errors(lambda number: names[row_at(number).item], self.reader.path):
-                report = _C.read_tensors(self.paths, table, self.reader.verify, self.options)
+                report = _C.read_tensors(self.paths, table, self.reader.verify, options)
             self._count(report)
             for number in report["unread"]:
                 self._read_odd_record(self._target_of(reads, row_at(number)))
         else:
-            self._read_targets(self._target_of(reads, row) for row in reads.rows())
+            self._read_targets((self._target_of(reads, row) for row in reads.rows()), options)
+
+    def _overlap(self, reads: PackedReads) -> float:
+        """If the other ranks of this node want as much as this one."""
+        group = resolved(None)
+        ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
+        if ranks == 1:
+            return 1
+        wanted = _C.bytes_read_alone(reads.reads, reads.plan.files, self.reader.verify)
+        return ranks * wanted / max(1, stored_bytes(self.metadata))
 
     def _target_of(self, reads: PackedReads, row: ReadRow) -> _Target:
         record = Record(
@@ -216,38 +228,19 @@ class Load:
         def object_records() -> list[Record]:
             return [self._record(item, info) for item, info in sorts[0].objects]
 
-        if sharing is None:
-            sorts.append(self._sorted(items))
-            packed = None
-        else:
-            packed = self._share(sharing, sort, object_records)
+        packed = sort() if sharing is None else self._share(sharing, sort, object_records)
         (of,) = sorts
-        if sharing is None:
-            self._mind_others(lambda: sum(self._needed_bytes(item) for item, _ in of.tensors))
         records = object_records()
         for (item, _), (_, data) in zip(of.objects, self._objects(records), strict=True):
             self.set_object(item, data)
         if packed is not None:
             self.read_packed(packed)
         else:
-            self._read_targets(self._resolved(item, info) for item, info in of.tensors)
+            self._read_targets((self._resolved(item, info) for item, info in of.tensors), self.options)
         if of.transformed:
             self._read_transformed(of.transformed)
         tensors = sum(item.type == LoadItemType.TENSOR for item in items)
         return tensors, len(items) - tensors
-
-    def _needed_bytes(self, item: ReadItem) -> int:
-        return item.lengths.numel() * self.chunk(item.storage_index)[0].itemsize
-
-    def _mind_others(self, needed_bytes: Callable[[], int]) -> None:
-        """Ranks that want so much of a checkpoint that those of a node must want the same read it through the page
-        cache, each for itself: past it each of them would fetch it anew."""
-        group = resolved(None)
-        ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
-        if ranks == 1 or self.reader.direct_io != "auto":
-            return
-        if needed_bytes() * ranks > _LEAST_OVERLAP * stored_bytes(self.metadata):
-            self.options = engine.options(self.reader.thread_count, False)
 
     def _sorted(self, items: Sequence[ReadItem]) -> _Items:
         of = _Items()
@@ -421,10 +414,10 @@ class Load:
 
     # --- Tensors
 
-    def _read_targets(self, targets: Iterator[_Target]) -> None:
+    def _read_targets(self, targets: Iterator[_Target], options: _C.Options) -> None:
         def read(group: _Group) -> dict[str, Any]:
             with engine.named_errors(lambda row: group.targets[row].key, self.reader.path):
-                return _C.read_tensors(self.paths, group.table, self.reader.verify, self.options)
+                return _C.read_tensors(self.paths, group.table, self.reader.verify, options)
 
         for group, report in overlap(_groups(targets), read):
             self._settle(group, report)

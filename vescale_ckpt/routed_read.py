@@ -165,7 +165,8 @@ class RoutedRead:
     def _read_trial(self) -> float:
         def read() -> None:
             if self._reads is not None:
-                self._load.read_packed(self._reads.only(self.routes.trial))
+                overlap = self.routes.alone_bytes / max(1, self.routes.once_bytes)
+                self._load.read_packed(self._reads.only(self.routes.trial), overlap)
 
         return self._guarded(read)
 

@@ -70,6 +70,14 @@ void bind_routes(py::module_& module) {
       py::arg("budget_bytes") = standard.budget_bytes, py::arg("trial_bytes") = standard.trial_bytes,
       "each rank's routes, packed");
   module.def(
+      "bytes_read_alone",
+      [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {
+        const Table table(reads);
+        const py::gil_scoped_release release;
+        return bytes_read_alone({table.values(), files}, verify);
+      },
+      py::arg("reads"), py::arg("files"), py::arg("verify"));
+  module.def(
       "staging_table",
       [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {
         return bytes_of(make_staging_table(Table(staged).values(), memory_at(address, bytes)));

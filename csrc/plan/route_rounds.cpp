@@ -52,8 +52,7 @@ class Rounds {
   Rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members, size_t senders,
          const RouteOptions& options, std::span<RankRoutes> routes)
       : ranks_(ranks), members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
-    // What only ranks of one node want takes no memory of others.
-    const uint64_t most = senders == 0 ? options.budget_bytes : most_bytes_at_once(senders, options);
+    const uint64_t most = most_bytes_at_once(senders, options);
     const uint64_t first = options.trial_bytes == 0 ? most : first_bytes(members.size(), options);
     for (const Piece& piece : pieces.pieces) fill(piece, most, first);
   }

@@ -68,6 +68,16 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
   return routes;
 }
 
+uint64_t bytes_read_alone(const RankReads& reads, bool verify) {
+  const uint32_t rank = 0;
+  uint64_t bytes = 0;
+  for (const Need& need : needs_of({&reads, 1}, {&rank, 1})) {
+    const Region box = Region::of(need);
+    if (box.elements() != 0) bytes += bytes_read_for(need, box, verify);
+  }
+  return bytes;
+}
+
 std::vector<int64_t> pack_routes(const RankRoutes& routes) {
   std::vector<int64_t> words;
   for (const uint64_t number : {routes.rounds.size(), routes.shared_bytes, routes.once_bytes, routes.alone_bytes,

@@ -62,6 +62,10 @@ struct RankRoutes {
 // record, or reads are malformed.
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options);
 
+// Bytes that a rank reads for `reads` if it is on its own, joining ranges that lie close to each other; about.
+// Throws Error (invalid).
+uint64_t bytes_read_alone(const RankReads& reads, bool verify);
+
 // As it travels: numbers of rounds, of shared, once and alone bytes, and of words of `own` and `trial`; these; then of
 // each round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
 std::vector<int64_t> pack_routes(const RankRoutes& routes);
