@@ -5,13 +5,19 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import _C
+from vescale_ckpt.device_group import DeviceGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -301,3 +307,37 @@ def test_devices_are_told_apart() -> None:
     assert info["runtime"] and info["reason"] == "" and len(info["devices"]) == torch.cuda.device_count()
     assert _C.device_of(torch.zeros(3, device="cuda").data_ptr()) == 0
     assert _C.device_of(torch.zeros(3).data_ptr()) is None
+
+
+# --- Loads in which ranks read for each other
+
+
+def _load_for_each_other(directory: Path) -> tuple[int, bool]:
+    """Bytes that this rank read, and whether they went from device to device."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.zeros(1, device="cuda")
+    full = {"w": torch.arange(4 << 20, dtype=torch.float32).view(2048, 2048), "b": torch.arange(999)}
+    vescale_ckpt.save(directory, dict(full))
+    swaps = mock.patch.object(DeviceGroup, "swap", autospec=True, side_effect=DeviceGroup.swap)
+    with swaps as swapped:
+        for _ in range(2):
+            state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in full.items()}
+            stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND).stats
+            for name, tensor in full.items():
+                assert torch.equal(state[name].cpu(), tensor), name
+    columns = distribute_tensor(
+        torch.zeros_like(full["w"]).cuda(), init_device_mesh("cuda", (dist.get_world_size(),)), [Shard(1)],
+        src_data_rank=None,
+    )  # fmt: skip
+    vescale_ckpt.load(directory, {"w": columns}, broadcast_checkpoint=True, timeout=BOUND)
+    assert torch.equal(columns.to_local().cpu(), full["w"].chunk(dist.get_world_size(), 1)[rank])
+    return stats.read_bytes, swapped.call_count > 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_read_for_each_other_from_device_to_device(tmp_path: Path, ranks: int) -> None:
+    """Over NCCL where each has a device of its own, else through the host."""
+    results = run_ranks(ranks, _load_for_each_other, tmp_path / "checkpoint", timeout=BOUND)
+    assert sum(read for read, _ in results) < 1.1 * ((16 << 20) + 999 * 8)
+    assert all(swapped == (torch.cuda.device_count() >= ranks) for _, swapped in results)
