@@ -107,21 +107,21 @@ def _check_tensors(tensors: object) -> None:
 
 def _sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
-    areas = []
+    areas: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
-        if not tensor.is_meta and tensor.numel() != 0 and engine.is_plain_tensor(tensor):
+        if tensor.numel() != 0 and engine.is_plain_tensor(tensor) and not tensor.is_meta:
             start = tensor.data_ptr()
-            areas.append((str(tensor.device), start, start + _extent(tensor), name))
-    areas.sort()
+            extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
+            areas.setdefault(tensor.device, []).append((start, start + extent, name))
     groups: list[list[str]] = []
-    device, end = "", 0
-    for of, start, stop, name in areas:
-        if of == device and start < end:
-            groups[-1].append(name)
+    for of_device in areas.values():
+        end = 0
+        for start, stop, name in sorted(of_device):
+            if start < end:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
             end = max(end, stop)
-        else:
-            groups.append([name])
-            device, end = of, stop
     return [group for group in groups if len(group) > 1]
 
 
@@ -204,13 +204,16 @@ class _Opened:
         except KeyError:
             raise MissingKeysError([name]) from None
 
-    def shape(self, number: int) -> tuple[int, ...]:
+    def shapes(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """As torch counts. Raises `CheckpointError` for a tensor that torch cannot hold."""
+        shapes: list[tuple[int, ...]] = []
         try:
             with engine.named_errors(str, self.path):
-                return self.file.torch_shape(number)
+                for number in numbers:
+                    shapes.append(self.file.torch_shape(number))
         except CheckpointError as error:
-            raise CheckpointError(str(error), key=self.tensors[number][0], path=self.path) from None
+            raise CheckpointError(str(error), key=self.tensors[numbers[len(shapes)]][0], path=self.path) from None
+        return shapes
 
     def empty(self, number: int, shape: Sequence[int]) -> torch.Tensor:
         torch_name = self.tensors[number][2]
@@ -219,7 +222,7 @@ class _Opened:
         return torch.empty(shape, dtype=_DTYPES[torch_name])
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        hosts = [self.empty(number, self.shape(number)) for number in numbers]
+        hosts = list(map(self.empty, numbers, self.shapes(numbers)))
         table = engine.int_table()
         for number, host in zip(numbers, hosts, strict=True):
             table.extend((0, number, host.data_ptr(), _WHOLE))
@@ -341,7 +344,7 @@ class TensorSlice:
         return self._file.tensors[self._number][1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        shape = self._file.shape(self._number)
+        (shape,) = self._file.shapes([self._number])
         items = index if isinstance(index, tuple) else (index,)
         if not all(map(_is_plain, items)) or sum(item is ... for item in items) > 1:
             whole: torch.Tensor = self._file.read([self._number])[0][index]

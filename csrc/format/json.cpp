@@ -10,6 +10,10 @@ bool is_digit(char c) {
   return c >= '0' && c <= '9';
 }
 
+std::string quoted(char c) {
+  return {'\'', c, '\''};
+}
+
 void append_utf8(std::string& out, uint32_t code) {
   if (code < 0x80) {
     out += static_cast<char>(code);
@@ -46,7 +50,7 @@ char JsonReader::peek() {
 
 void JsonReader::take(char wanted) {
   if (peek() != wanted || at_ >= text_.size()) {
-    fail(std::string(at_ >= text_.size() ? "it ends where " : "") + "'" + wanted + "' is wanted");
+    fail((at_ >= text_.size() ? "it ends where " : "") + quoted(wanted) + " is wanted");
   }
   ++at_;
 }
@@ -69,7 +73,7 @@ bool JsonReader::more(char bracket) {
     first_ = false;
     return true;
   }
-  if (next != ',') fail(std::string("',' or '") + bracket + "' is wanted");
+  if (next != ',') fail("',' or " + quoted(bracket) + " is wanted");
   ++at_;
   if (peek() == bracket) fail("a comma with nothing behind it");
   return true;

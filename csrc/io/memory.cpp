@@ -9,6 +9,8 @@
 #include <new>
 #include <tuple>
 
+#include "io/system.h"
+
 namespace vescale_ckpt {
 namespace {
 
@@ -96,6 +98,23 @@ Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes) {
   auto& arena = arenas[{::getpid(), slot_bytes, budget_bytes}];
   if (!arena) arena = std::make_unique<Arena>(slot_bytes, budget_bytes);
   return *arena;
+}
+
+void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges) {
+  std::ranges::sort(ranges, {}, [](std::span<const std::byte> range) { return range.data(); });
+  for (size_t i = 0; i < ranges.size();) {
+    const auto begin = reinterpret_cast<uintptr_t>(ranges[i].data());
+    uintptr_t end = begin;
+    for (; i < ranges.size(); ++i) {
+      const auto next = reinterpret_cast<uintptr_t>(ranges[i].data());
+      if (next > end && next - end > kBlock) break;
+      end = std::max<uintptr_t>(end, next + ranges[i].size());
+    }
+    if (end - begin < kHugePage) continue;
+    const uint64_t page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uintptr_t first = align_down(begin, page);
+    system::advise(reinterpret_cast<std::byte*>(first), align_up(end, page) - first, MADV_HUGEPAGE);
+  }
 }
 
 }  // namespace vescale_ckpt

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -72,6 +73,10 @@ class Arena {
   std::vector<std::byte*> free_;
   uint64_t allocated_ = 0;  // slots
 };
+
+// Asks for huge pages behind memory that is about to be filled for the first time: faults of 4 KiB take as long as the
+// disk. Ranges that nearly touch, as those of many small allocations do, count as one. No effect where it is refused.
+void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges);
 
 // The arena that all writers and readers of this process share: one for each pair of sizes, never freed, safe after
 // fork (the child gets its own).

@@ -1,9 +1,11 @@
 #include "io/safetensors_file.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "error.h"
 #include "io/channel.h"
+#include "io/memory.h"
 #include "io/table.h"
 
 namespace vescale_ckpt {
@@ -81,7 +83,13 @@ std::unique_ptr<ReadReport> read_safetensors(std::span<const std::shared_ptr<con
                                              const EngineOptions& options) {
   std::vector<std::shared_ptr<File>> opened;
   for (const auto& file : files) opened.push_back(file->file);
-  return read_tensors(opened, parse_safetensors_table(files, table), verify, options);
+  const std::vector<ReadItem> items = parse_safetensors_table(files, table);
+  std::vector<std::span<const std::byte>> targets;
+  for (const ReadItem& item : items) {
+    if (item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
+  }
+  prefer_huge_pages(std::move(targets));
+  return read_tensors(opened, items, verify, options);
 }
 
 }  // namespace vescale_ckpt

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "io/system.h"
+
 namespace vescale_ckpt {
 namespace {
 
@@ -162,6 +164,22 @@ TEST(SharedArena, IsNewAfterFork) {
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
   EXPECT_EQ(taken.data()[0], std::byte{1});
+}
+
+TEST(HugePages, AreAskedForOnceForNeighbours) {
+  constexpr uint64_t kPiece = 64 << 10, kPieces = 100;
+  std::vector<std::byte> memory(kPieces * kPiece, std::byte{7});
+  std::vector<std::span<const std::byte>> ranges;
+  for (uint64_t i = kPieces; i-- > 0;) ranges.emplace_back(memory.data() + i * kPiece, kPiece - 16);
+  system::inject_fault(Call::advise, ENOMEM, 0, 1000);  // a refusal is no matter
+  prefer_huge_pages(ranges);
+  EXPECT_EQ(system::calls_seen(Call::advise), 1u);
+  prefer_huge_pages({ranges[3], ranges[70], {}});  // too far from each other, and too small
+  prefer_huge_pages({});
+  EXPECT_EQ(system::calls_seen(Call::advise), 1u);
+  system::clear_faults();
+  prefer_huge_pages(ranges);
+  EXPECT_TRUE(std::ranges::all_of(memory, [](std::byte byte) { return byte == std::byte{7}; }));
 }
 
 }  // namespace
