@@ -231,6 +231,27 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     return [(type(error), str(error)) for error in errors]
 
 
+def _in_a_subgroup(directory: Path) -> Any:
+    """Ranks are counted within the group that saves and loads."""
+    group, of_one = dist.new_group([1, 2]), _alone()
+    rank = dist.get_rank()
+    if rank == 0:
+        return None
+    state = {"rng": PerRank(f"of {rank}")}
+    vescale_ckpt.save(directory, state, process_group=group)
+    loaded = {"rng": PerRank(None)}
+    vescale_ckpt.load(directory, loaded, process_group=group, timeout=FOREVER)
+    assert loaded["rng"].obj == f"of {rank}"
+    alone = {"rng": PerRank(None, reshard=lambda values, rank, size: (values, rank, size))}
+    vescale_ckpt.load(directory, alone, process_group=of_one, timeout=FOREVER)
+    return alone["rng"].obj
+
+
+def test_ranks_are_counted_within_their_group(checkpoint: Path) -> None:
+    nobody, *others = run_ranks(3, _in_a_subgroup, checkpoint)
+    assert nobody is None and others == [(["of 1", "of 2"], 0, 1)] * 2
+
+
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(checkpoint: Path) -> None:
     first, second = run_ranks(2, _fail_in_all_ways, checkpoint)
     assert first == second

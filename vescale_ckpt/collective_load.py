@@ -30,7 +30,7 @@ from .lazy_metadata import LazyMetadata, save_id
 from .memory import with_memory
 from .nesting import nested, place
 from .pause import garbage_collector_paused
-from .per_rank import PerRank, Restoring
+from .per_rank import PerRank, Restoring, counted
 from .reader import StorageReader
 from .selection import Rename, Selection, renamed, renaming
 from .settings import Broadcast
@@ -98,7 +98,8 @@ class CollectiveLoad:
         filling = _Filling(state, renaming(rename), rename is None)
         try:
             metadata = self._metadata()
-            planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
+            with counted(self._exchange.rank, self._exchange.size):
+                planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
             stats = self._read(planner)
             self._together(lambda: filling.hand_over(planner), "hand over")
         except BaseException:

@@ -13,6 +13,7 @@ from .errors import CheckpointError
 from .exchange import Exchange
 from .message import pack, unpack
 from .packed import GlobalSavePlan, PackedItems, PackedSavePlan
+from .per_rank import counted
 from .save_planner import SavePlanner
 from .settings import PLACEMENTS
 
@@ -38,7 +39,8 @@ class CollectivePlan:
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
         planner = self._planner
-        planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
+        with counted(self._exchange.rank, self._exchange.size):
+            planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
         self._description = planner.describe() if planner.packs() else None
         self._local = None if self._description is None else planner.local_plan(self._description)
 

@@ -7,7 +7,9 @@ objects like any other (`{"state": value}`), so every reader of DCP checkpoints 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
@@ -45,8 +47,23 @@ class PerRank:
             self.obj = value
 
 
+_counted: ContextVar[tuple[int, int] | None] = ContextVar("_counted", default=None)
+
+
+@contextmanager
+def counted(rank: int, size: int) -> Iterator[None]:
+    """Within it this rank has that number, among so many: those of a process group."""
+    token = _counted.set((rank, size))
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
 def this_rank() -> tuple[int, int]:
-    """Rank and number of ranks of the job."""
+    """Rank and number of ranks of the save or load, where we know its group; else of the job."""
+    if (known := _counted.get()) is not None:
+        return known
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
