@@ -29,7 +29,6 @@ from vescale_ckpt import (
     LoadFailedError,
     PerRank,
     objects,
-    round_memory,
     routes,
 )
 from vescale_ckpt.application import saved_form
@@ -217,7 +216,7 @@ def _without_memory(directory: Path) -> None:
     _prepare(directory)
     for patch in (
         _failing(os, "memfd_create", OSError(24, "no more")),
-        _failing(round_memory.mmap, "mmap", OSError(12, "no room")),
+        _failing(_C, "SharedMap", _C.EngineError("no room")),
     ):
         target = Target()
         with patch() if dist.get_rank() == 1 else contextlib.nullcontext():

@@ -36,6 +36,10 @@ class DeviceMemory:
     def close(self) -> None:
         """The devices' memory is nobody else's."""
 
+    def let_go(self) -> None:
+        """Torch keeps it for the next one."""
+        del self._host, self._there
+
     def swap(self, peers: Connections, number: int, of: Round) -> CheckpointError | None:
         """Takes what the host has of a round to the device, and sends and receives its messages there. What went wrong
         is for all to be told later: others may still be waiting for this rank."""

@@ -5,14 +5,15 @@ Anonymous files (memfd), which no quota of /dev/shm limits and which vanish with
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
 
+from . import _C
 from .connections import Connections, tensor_over
 from .errors import CheckpointError
 from .routes import Round
@@ -27,6 +28,7 @@ class RoundMemory:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
         self._token = secrets.token_bytes(16)
+        self._file = -1
         self._file = os.memfd_create("vescale_ckpt")
         try:
             os.ftruncate(self._file, sum(self._sizes) + _PAGE)
@@ -66,11 +68,20 @@ class RoundMemory:
             peers.send(peer, _word())
         peers.wait()
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Nobody else can open it from now on; who has it keeps it."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+    def let_go(self) -> None:
+        """Gives it all back, which takes a while, in a thread of its own."""
+        held = [self._own, self._of_peers]
+        del self._own, self._of_peers
+        threading.Thread(target=held.clear, name="vescale_ckpt memory", daemon=True).start()
 
     def meet(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
         """Opens the memories of `near` ranks, which do the same within the same collective. What went wrong, if any."""
@@ -84,7 +95,7 @@ class RoundMemory:
         for peer, buffer in heard.items():
             try:
                 self._of_peers[peer] = _open(buffer)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, _C.EngineError) as error:
                 return CheckpointError(f"the memory of rank {peer}, of the same node, cannot be seen: {error}")
         return None
 
@@ -98,7 +109,7 @@ class _Mapped:
     """A file of memories, one behind another, and a page with their token."""
 
     def __init__(self, file: int, sizes: Sequence[int]) -> None:
-        whole = torch.frombuffer(mmap.mmap(file, sum(sizes) + _PAGE), dtype=torch.uint8)
+        whole = torch.frombuffer(_C.SharedMap(file, sum(sizes) + _PAGE), dtype=torch.uint8)
         self.memories: list[torch.Tensor] = list(torch.split(whole[:-_PAGE], list(sizes)))
         self.end = whole[-_PAGE:]
 

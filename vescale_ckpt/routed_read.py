@@ -69,10 +69,15 @@ class RoutedRead:
         self._load, self._reads = load, reads
         self._threads = engine.thread_count(load.reader.thread_count)
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
-        if not self._meet(sizes):
+        memory = self._meet(sizes)
+        if memory is None:
             return Outcome.stood_down
-        with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
-            outcome = self._run(pool, len(rounds))
+        self._memory = memory
+        try:
+            with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
+                outcome = self._run(pool, len(rounds))
+        finally:
+            memory.let_go()
         if self._error is not None:
             raise self._error
         return outcome
@@ -91,25 +96,27 @@ class RoutedRead:
         self._exchange.fail_together(error, phase, LoadFailedError)
         return dict(zip(rows, unpack(self._exchange.broadcast(data, phase)), strict=True))
 
-    def _meet(self, sizes: list[int]) -> bool:
-        """Takes memory; whether all ranks have it, and see what they have to see of each other's."""
-        error: Exception | None = None
+    def _meet(self, sizes: list[int]) -> RoundMemory | DeviceMemory | None:
+        """Memory for the rounds; None if not all ranks have it, and see what they have to see of each other's."""
+        memory, error = None, None
         try:
-            self._memory = RoundMemory(sizes) if self._devices is None else DeviceMemory(sizes, self._devices)
+            memory = RoundMemory(sizes) if self._devices is None else DeviceMemory(sizes, self._devices)
         except Exception as raised:
             error = raised
-        if self._exchange.agree([int(error is None)], f"{self._phase}: take memory") == [1]:
+        if self._exchange.agree([int(memory is not None)], f"{self._phase}: take memory") == [1]:
+            assert memory is not None
             near = {peer for of in self.routes.rounds for table in (of.sends, of.receives) for peer in of.near(table)}
-            try:
-                with self._exchange.peers("meet", self._phase) as peers:
-                    error = self._memory.meet(peers, near)
-                if self._exchange.agree([int(error is None)], self._phase) == [1]:
-                    return True
-            finally:
-                self._memory.close()
+            with self._exchange.peers("meet", self._phase) as peers:
+                error = memory.meet(peers, near)
+            if self._exchange.agree([int(error is None)], self._phase) == [1]:
+                memory.close()
+                return memory
         if error is not None:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
-        return False
+        if memory is not None:
+            memory.close()
+            memory.let_go()
+        return None
 
     def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
         start = 0

@@ -1,4 +1,5 @@
 // Loads in which ranks read for each other: routes, and the tables of one round.
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -6,6 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "io/box_copy.h"
+#include "io/shared_map.h"
 #include "io/table.h"
 #include "plan/route_tables.h"
 #include "plan/routes.h"
@@ -54,9 +56,26 @@ std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, co
   return {bytes_of(table.copies), std::move(table.rest)};
 }
 
+struct Unmap {
+  void operator()(SharedMap* map) const {  // takes long, and may be left to a thread
+    const py::gil_scoped_release release;
+    delete map;
+  }
+};
+
 }  // namespace
 
 void bind_routes(py::module_& module) {
+  using Map = std::unique_ptr<SharedMap, Unmap>;
+  py::class_<SharedMap, Map>(module, "SharedMap", py::buffer_protocol())
+      .def(py::init([](int descriptor, uint64_t bytes) {
+             const py::gil_scoped_release release;
+             return std::make_unique<SharedMap>(descriptor, bytes).release();
+           }),
+           py::arg("descriptor"), py::arg("bytes"))
+      .def_buffer([](const SharedMap& map) {
+        return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
+      });
   const RouteOptions standard;
   module.def(
       "plan_routes",

@@ -63,6 +63,8 @@ std::optional<uint64_t> resident_bytes(int fd, uint64_t size);
 
 // --- Memory. Addresses that nothing is behind yet, and that nothing is charged for; the first of them, or -errno.
 int64_t reserve_addresses(uint64_t bytes);
+// Memory of a file, to read and write; its address, or -errno.
+int64_t map_shared(int fd, uint64_t bytes);
 void release_addresses(std::byte* address, uint64_t bytes);
 int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);
