@@ -79,6 +79,7 @@ class Load:
         self.metadata = metadata
         self.planner = planner
         self.options = engine.options(reader.thread_count, reader.direct_io)
+        self._safetensors = None if reader.safetensors is None else _C.SafetensorsReads(reader.verify, self.options)
         # Ours take the object itself, unless a subclass wants to decode the bytes.
         self.takes_objects = (
             isinstance(planner, OurLoadPlanner) and type(planner).load_bytes is OurLoadPlanner.load_bytes
@@ -182,7 +183,7 @@ class Load:
                 return rows[number]
 
             with engine.named_errors(lambda number: names[row_at(number).item], self.reader.path):
-                report = _C.read_tensors(self.paths, table, self.reader.verify, self.options)
+                report = self.read_tensors(table)
             self._count(report)
             for number in report["unread"]:
                 self._read_odd_record(self._target_of(reads, row_at(number)))
@@ -299,7 +300,7 @@ class Load:
     def _add_file(self, name: str, key: str) -> int:
         layout.check_relative(name, key)
         index = self.path_index[name] = len(self.paths)
-        self.paths.append(os.path.join(self.reader.path, name))
+        self.paths.append(os.path.join(self.reader.directory, name))
         return index
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
@@ -398,10 +399,16 @@ class Load:
 
     # --- Tensors
 
+    def read_tensors(self, table: bytes | array[int]) -> dict[str, Any]:
+        """The one call of the engine that reads them, from files of either kind. Raises `_C.EngineError`."""
+        if self._safetensors is not None:
+            return self._safetensors.read_tensors(self.paths, table)
+        return _C.read_tensors(self.paths, table, self.reader.verify, self.options)
+
     def _read_targets(self, targets: Iterator[_Target]) -> None:
         def read(group: _Group) -> dict[str, Any]:
             with engine.named_errors(lambda row: group.targets[row].key, self.reader.path):
-                return _C.read_tensors(self.paths, group.table, self.reader.verify, self.options)
+                return self.read_tensors(group.table)
 
         for group, report in overlap(_groups(targets), read):
             self._settle(group, report)
