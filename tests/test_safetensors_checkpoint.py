@@ -37,6 +37,7 @@ from vescale_ckpt import (
     safetensors,
     safetensors_checkpoint,
 )
+from vescale_ckpt.models import entries_in_checkpoint
 
 FOREVER = 60.0
 INDEX = "model.safetensors.index.json"
@@ -166,6 +167,23 @@ def test_the_index_decides_what_belongs(tmp_path: Path) -> None:
     assert_same(vescale_ckpt.load(directory), values)
 
 
+def test_more_files_than_are_kept_open(tmp_path: Path) -> None:
+    values = {f"{number:03}": numbers(100, 5, first=number) for number in range(150)}
+    directory = write(tmp_path / "d", values, "stock", files=150)
+    before = len(os.listdir("/proc/self/fd"))
+    assert_same(vescale_ckpt.load(directory), values)
+    assert vescale_ckpt.verify(directory).unverified_bytes == 150 * 2000
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+
+
+def test_plans_can_be_simulated_for_what_it_holds(tmp_path: Path) -> None:
+    values = state()
+    entries = entries_in_checkpoint(write(tmp_path / "d", values, "stock"))
+    assert {entry.name: (entry.shape, entry.dtype) for entry in entries} == {
+        key: (tuple(value.shape), value.dtype) for key, value in values.items()
+    }
+
+
 def test_dtypes_shapes_and_absent_keys_are_reported_as_everywhere(tmp_path: Path) -> None:
     directory = write(tmp_path / "d", state(), "stock")
     with pytest.raises(IncompatibleStateError, match="scalar"):
@@ -247,9 +265,8 @@ def test_a_flipped_bit_of_ours_is_found(tmp_path: Path) -> None:
         key = caught.value.key
         report = vescale_ckpt.verify(directory)
         assert [(damage.key, damage.file) for damage in report.damaged] == [(key, str(file))]
-        box = values[key].view(-1)[:2]
-        vescale_ckpt.load(directory, zeros(values), verify=False)
-        assert box.numel() == 2
+        loaded = vescale_ckpt.load(directory, verify=False)
+        assert [name for name in values if not torch.equal(loaded[name], values[name])] == [key]
     with flipped(file, 8 * 20):  # the header
         with pytest.raises(CorruptCheckpointError, match="00002"):
             vescale_ckpt.load(directory, zeros(values))

@@ -54,15 +54,15 @@ OnError = Callable[[CheckpointError], None]
 
 def is_one(path: str) -> bool:
     """Whether `path` is a checkpoint of this kind, by its names alone."""
+    if layout.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+        return False
     try:
         names = os.listdir(path)
+        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) and not layout.metadata_ranks(path)
     except NotADirectoryError:
         return os.path.isfile(path)
     except OSError:
         return False
-    if any(name.endswith(layout.METADATA_NAME) for name in names):
-        return False
-    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def mark(path: str) -> str:
@@ -84,7 +84,6 @@ class Contents:
     places: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
     files: list[str]
     aliases: frozenset[str]  #: names under which a file has no tensor, but says which of its tensors they stand for
-    verifiable: list[bool]  #: of each file, whether it has checksums
 
     @classmethod
     def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> Contents:
@@ -105,15 +104,15 @@ class Contents:
 
     def pack(self) -> bytes:
         """For readers of other ranks."""
-        rest = json.dumps([self.files, sorted(self.aliases), self.verifiable]).encode()
+        rest = json.dumps([self.files, sorted(self.aliases)]).encode()
         return pack(self.inventory, self.places, rest)
 
     @classmethod
     def unpack(cls, path: str, message: bytes) -> Contents:
         inventory, places, rest = unpack(message)
-        files, aliases, verifiable = json.loads(rest)
+        files, aliases = json.loads(rest)
         root = os.path.dirname(path) if os.path.isfile(path) else path
-        return cls(root, inventory, places, files, frozenset(aliases), verifiable)
+        return cls(root, inventory, places, files, frozenset(aliases))
 
     @cached_property
     def save_id(self) -> str:
@@ -166,7 +165,6 @@ class _Header:
     """One file's, as far as it is wanted here."""
 
     crc: int
-    verifiable: bool
     metadata: dict[str, str]
     #: by name: dtype code, shape, and the range in the file
     tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
@@ -202,14 +200,12 @@ class _Reading:
         for key, name in (weight_map or {}).items():
             self.wanted.setdefault(name, []).append(key)
         aliases: dict[str, tuple[str, str]] = {}  # to the tensor, and the file that says so
-        verifiable = [False] * len(files)
         with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
             headers = pool.map(self._header_or_error, files)
             for number, (name, header) in enumerate(zip(files, headers, strict=True)):
                 try:
                     if isinstance(header, CheckpointError):
                         raise header
-                    verifiable[number] = header.verifiable
                     for alias, key in header.metadata.items():
                         if alias not in header.tensors and key in header.tensors:
                             aliases[alias] = key, name
@@ -220,7 +216,7 @@ class _Reading:
                         raise
                     self.on_error(error)
         kept = {alias: key for alias, (key, _) in aliases.items() if alias not in self.stored and key in self.stored}
-        return self._packed(kept, verifiable)
+        return self._packed(kept)
 
     def _header_or_error(self, name: str) -> _Header | CheckpointError:
         try:
@@ -246,7 +242,7 @@ class _Reading:
             with engine.named_errors(str, path):
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
-        header = _Header(file.head_crc, file.has_checksums, metadata, tensors)
+        header = _Header(file.head_crc, metadata, tensors)
         if _SHARDING_INFO in metadata:
             header.offsets = _offsets(metadata[_SHARDING_INFO], tensors, path)
         return header
@@ -268,7 +264,7 @@ class _Reading:
                 raise self._contradiction(key, stored, number, "of another dtype or number of dimensions")
             stored.boxes.append((offset, size, (number, at, length, header.crc)))
 
-    def _packed(self, aliases: Mapping[str, str], verifiable: list[bool]) -> Contents:
+    def _packed(self, aliases: Mapping[str, str]) -> Contents:
         names: list[str] = []
         rows: list[bytes] = []
         places = engine.int_table()
@@ -292,7 +288,7 @@ class _Reading:
                 rows.append(packed_row(kind, stored.code, False, item_bytes, Piece(offset, size, ()), shape))
                 places.extend(place)
         inventory = _C.pack_inventory(names, b"".join(rows), 0)
-        return Contents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases), verifiable)
+        return Contents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases))
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """The boxes that hold something. Raises if two overlap."""
