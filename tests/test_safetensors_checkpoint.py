@@ -451,7 +451,7 @@ def test_boxes_that_overlap_or_leave_a_hole(tmp_path: Path) -> None:
 def _torchs_writer(directory: Path) -> None:
     """Ours reads what torch's reader reads, in every form that torch's writer has."""
     values = state()
-    values.pop("scalar")  # torch's consolidation and ranks do not agree on it
+    values.pop("scalar")  # has no dimension to be cut along
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def sharded(full: State, dim: int) -> dict[str, Any]:
@@ -471,6 +471,12 @@ def _torchs_writer(directory: Path) -> None:
             for loaded in (theirs, ours, fast):
                 assert_same(loaded[key].to_local(), value.to_local())
     assert_same(vescale_ckpt.load(directory / "d", timeout=FOREVER), values)
+
+    floats = {key: value for key, value in values.items() if value.is_floating_point() and value.numel()}  # no others
+    writer = HuggingFaceStorageWriter(str(directory / "one"), save_distributed=True, enable_consolidation=True)
+    dcp.save(sharded(floats, 0), storage_writer=writer)
+    for part in ("", "sharded"):
+        assert_same(vescale_ckpt.load(directory / "one" / part, timeout=FOREVER), floats)
 
 
 def test_what_torchs_writer_saved_from_two_ranks(tmp_path: Path) -> None:
@@ -666,8 +672,26 @@ def test_a_header_with_strange_names(tmp_path: Path) -> None:
     assert_same(vescale_ckpt.load(tmp_path), values)
 
 
+def write_header(path: Path, tensors: dict[str, Any], data_bytes: int) -> None:
+    header = json.dumps(tensors).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data_bytes))
+
+
 def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
-    header = json.dumps({"odd": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    odd = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}
+    write_header(tmp_path / "model.safetensors", {"odd": odd}, 3)
     with pytest.raises(CheckpointError, match="odd: torch has no dtype for F6_E2M3"):
         vescale_ckpt.load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62], [1 << 62, 0], [0, (1 << 63) - 1], [0, 1 << 40, 1 << 40]])
+def test_a_shape_that_no_memory_holds_is_named(tmp_path: Path, shape: list[int]) -> None:
+    tensors = {
+        "odd": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
+        "sound": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+    }
+    write_header(tmp_path / "model.safetensors", tensors, 4)
+    for state in (None, {"sound": torch.ones(1)}):
+        with pytest.raises(UntrustedCheckpointError, match="odd"):
+            vescale_ckpt.load(tmp_path, state)
+    assert ["odd" in damage.reason for damage in vescale_ckpt.verify(tmp_path).damaged] == [True]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -179,9 +180,6 @@ class _Stored:
     dims: int
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, place
 
-    def shape(self) -> tuple[int, ...]:
-        return tuple(max(o[dim] + s[dim] for o, s, _ in self.boxes) for dim in range(self.dims))
-
 
 class _Reading:
     def __init__(self, root: str, verify: bool, on_error: OnError | None) -> None:
@@ -273,14 +271,13 @@ class _Reading:
             *((alias, self.stored[key], key) for alias, key in aliases.items()),
         ]:
             try:
-                boxes = self._disjoint(of, stored)
+                boxes, shape = self._disjoint(of, stored), self._shape(of, stored)
             except CheckpointError as error:
                 if self.on_error is None:
                     raise
                 if key == of:
                     self.on_error(error)
                 continue
-            shape = stored.shape()
             item_bytes = engine.CODE_DTYPES[stored.code].itemsize
             for offset, size, place in boxes:
                 kind = TENSOR if size == shape else SHARD
@@ -305,6 +302,16 @@ class _Reading:
                     raise self._contradiction(key, stored, box[2][0], "too")
                 open_boxes.append(box)
         return boxes
+
+    def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
+        """Of the whole tensor, which no file tells: up to where its boxes reach. Raises if no memory could hold it."""
+        shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
+        if math.prod(max(length, 1) for length in shape) * engine.CODE_DTYPES[stored.code].itemsize >= _FARTHEST:
+            path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
+            raise UntrustedCheckpointError(
+                f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path
+            )
+        return shape
 
     def _contradiction(self, key: str, stored: _Stored, number: int, what: str) -> CheckpointError:
         others = [self.files[box[2][0]] for box in stored.boxes if box[2][0] != number] or [self.files[number]]
