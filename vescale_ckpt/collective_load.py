@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C, layout
+from . import _C
 from .application import Application
 from .errors import (
     CheckpointError,
@@ -27,7 +27,7 @@ from .exchange import Exchange
 from .fill_planner import FillPlanner
 from .flatten import Path, flatten
 from .lazy_metadata import LazyMetadata, save_id
-from .memory import with_memory
+from .memory import tied, with_memory
 from .nesting import nested, place
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring, counted
@@ -124,7 +124,7 @@ class CollectiveLoad:
         """Read by the coordinator for all ranks, if all see the same file. Raises on all ranks if one has none."""
         exchange, reader = self._exchange, self._reader
         try:
-            mark = layout.metadata_mark(reader.path)
+            mark = reader.mark()
         except OSError:
             mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
         digest, options = _digest(mark.encode()), _digest(repr(self._options).encode())
@@ -222,6 +222,7 @@ class _Filling:
         self._paths: dict[str, Path] = {}
         self._state_keys: dict[str, str] = {}  # by checkpoint key, of what is wanted
         self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: to be put in place of tensors without memory
+        self._tied: dict[str, str] = {}  # checkpoint keys that are absent, each with one that has the same memory
         self._per_rank = Restoring()
 
     def plan(self, metadata: Metadata, selection: Selection, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
@@ -240,8 +241,13 @@ class _Filling:
         planner = FillPlanner(allow_cast)
         planner.set_up_planner(wanted, metadata)
         missing, mismatched = planner.misfits()
+        self._tied = tied(missing, values)
+        if self._tied:
+            planner.leave_out(set(self._tied))
+            missing = [name for name in missing if name not in self._tied]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        unexpected = [key for key in stored if key not in wanted and key in selection and not key.startswith(of_ranks)]
+        told = wanted.keys() | _aliases(metadata)
+        unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
         closed = application.closed_prefixes() if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
@@ -251,6 +257,9 @@ class _Filling:
         for name, value in chain(self._new.items(), planner.objects.items()):
             if name in loaded and not self._per_rank.take(name, value):
                 self._place(self._paths[self._state_keys[name]], value)
+        for name, other in self._tied.items():
+            if other in self._new and other in loaded:
+                self._place(self._paths[self._state_keys[name]], self._new[other])
         self.application.restore({self._state_keys[name] for name in loaded if name in self._state_keys})
 
     def _place(self, path: Path, value: Any) -> None:
@@ -272,10 +281,15 @@ def _stored_keys(metadata: Metadata) -> list[str]:
     return list(metadata.state_dict_metadata)
 
 
+def _aliases(metadata: Metadata) -> frozenset[str]:
+    return metadata.aliases if isinstance(metadata, LazyMetadata) else frozenset()
+
+
 def _plan_all(metadata: Metadata, selection: Selection) -> tuple[FillPlanner, _Fit]:
     wanted: dict[str, Any] = {}
+    unasked = frozenset() if selection.names is not None else _aliases(metadata)
     for key, stored in metadata.state_dict_metadata.items():
-        if key not in selection:
+        if key not in selection or key in unasked:
             continue
         if isinstance(stored, BytesStorageMetadata):
             wanted[key] = None

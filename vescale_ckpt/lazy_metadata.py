@@ -27,6 +27,7 @@ class LazyMetadata(Metadata):
 
     planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
     index: _C.Index | None = None  #: what our reader hands to the planner
+    aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
         self._build = build

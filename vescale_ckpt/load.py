@@ -85,6 +85,8 @@ class Load:
         self.metadata = metadata
         self.planner = planner
         self.options = engine.options(reader.thread_count, reader.direct_io)
+        self.cached_options = engine.options(reader.thread_count, False)  # through the page cache
+        self._safetensors: dict[bool, _C.SafetensorsReads] = {}  # open files, by whether through the page cache
         # Ours take the object itself, unless a subclass wants to decode the bytes.
         self.takes_objects = (
             isinstance(planner, OurLoadPlanner) and type(planner).load_bytes is OurLoadPlanner.load_bytes
@@ -181,7 +183,7 @@ class Load:
         if overlap is None:
             overlap = self._overlap(reads)
         shared = overlap > _LEAST_OVERLAP and self.reader.direct_io == "auto"
-        options = engine.options(self.reader.thread_count, False) if shared else self.options
+        options = self.cached_options if shared else self.options
         names = reads.description.names
         if reads.description.all_ready and not self.allow_cast:
             table = reads.read_table()
@@ -193,7 +195,7 @@ class Load:
                 return rows[number]
 
             with engine.named_errors(lambda number: names[row_at(number).item], self.reader.path):
-                report = _C.read_tensors(self.paths, table, self.reader.verify, options)
+                report = self.read_tensors(table, options)
             self._count(report)
             for number in report["unread"]:
                 self._read_odd_record(self._target_of(reads, row_at(number)))
@@ -315,7 +317,7 @@ class Load:
     def _add_file(self, name: str, key: str) -> int:
         layout.check_relative(name, key)
         index = self.path_index[name] = len(self.paths)
-        self.paths.append(os.path.join(self.reader.path, name))
+        self.paths.append(os.path.join(self.reader.directory, name))
         return index
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
@@ -414,10 +416,21 @@ class Load:
 
     # --- Tensors
 
+    def read_tensors(self, table: bytes | array[int], options: _C.Options | None = None) -> dict[str, Any]:
+        """The one call of the engine that reads them, from files of either kind. Raises `_C.EngineError`."""
+        options = options or self.options
+        if self.reader.safetensors is None:
+            return _C.read_tensors(self.paths, table, self.reader.verify, options)
+        through_cache = options is self.cached_options
+        reads = self._safetensors.get(through_cache)
+        if reads is None:
+            reads = self._safetensors[through_cache] = _C.SafetensorsReads(self.reader.verify, options)
+        return reads.read_tensors(self.paths, table)
+
     def _read_targets(self, targets: Iterator[_Target], options: _C.Options) -> None:
         def read(group: _Group) -> dict[str, Any]:
             with engine.named_errors(lambda row: group.targets[row].key, self.reader.path):
-                return _C.read_tensors(self.paths, group.table, self.reader.verify, options)
+                return self.read_tensors(group.table, options)
 
         for group, report in overlap(_groups(targets), read):
             self._settle(group, report)

@@ -1,14 +1,15 @@
-"""Memory for tensors to load into that have none."""
+"""The memory of tensors to load into: made for those that have none, and shared by those that are tied."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from . import stock
 from .engine import is_plain_tensor, reach
 
 
@@ -30,6 +31,32 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             else:
                 _allocate(value.to_local() if type(value) is DTensor else value)
     return new
+
+
+def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Which of the keys `missing` are other names of tensors among the rest of `values`: the same elements of the same
+    memory. A file may hold tied weights under one of their names."""
+    absent = set(missing)
+    if not absent:
+        return {}
+    kept: dict[Any, str] = {}
+    for key, value in values.items():
+        if key not in absent and (place := _place(value)) is not None:
+            kept.setdefault(place, key)
+    places = {key: _place(values.get(key)) for key in absent}
+    return {key: kept[place] for key, place in places.items() if place in kept}
+
+
+def _place(value: Any) -> Any:
+    """Equal for tensors that are the same elements of one storage, even on the meta device. None for what has none."""
+    layout: Any = None
+    if type(value) is DTensor:
+        layout = value.placements, value.shape
+        value = stock.local_tensors([value])[0]
+    if not is_plain_tensor(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    storage = stock.storage_identity(value)
+    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype, layout
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import _C, directory_lock, engine, layout, metadata_file, settings
+from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint, settings
 from .errors import CheckpointError, CorruptCheckpointError
 from .exchange import Exchange
 from .lazy_metadata import LazyMetadata
@@ -24,6 +24,7 @@ from .load import Load
 from .message import pack, unpack
 from .pause import garbage_collector_paused
 from .process_groups import resolved
+from .safetensors_checkpoint import Contents
 from .settings import Broadcast, DirectIO
 from .shared_reading import SharedReading
 from .stats import LoadStats
@@ -39,10 +40,11 @@ class _ReadTogether:
 
 
 class StorageReader(DcpStorageReader):
-    """Reads DCP checkpoints, ours and torch's of any version, at the speed of the disk, and verifies what it reads.
+    """Reads DCP checkpoints, ours and torch's of any version, and directories of safetensors files, at the speed of the
+    disk, and verifies what it reads.
 
     Args:
-        path: the checkpoint's directory. A path or a `file://` URL.
+        path: the checkpoint's directory, or one safetensors file. A path or a `file://` URL.
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
         verify: False skips checksums of data (never the checks of sizes, paths and pickles).
         weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
@@ -82,6 +84,7 @@ class StorageReader(DcpStorageReader):
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
         self._metadata_error: CheckpointError | None = None
+        self.safetensors: Contents | None = None  #: what is read, if it is of this kind
         self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,11 +106,17 @@ class StorageReader(DcpStorageReader):
         self._unlock()
         self._metadata = None
         self._metadata_error = None
+        self.safetensors = None
         self._load_id = uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> str:
         return self.path
+
+    @property
+    def directory(self) -> str:
+        """The directory that names of files are relative to."""
+        return self.path if self.safetensors is None else self.safetensors.root
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP asks for `.metadata`, swallows whatever goes wrong, asks for the rank's own file, and then only says that
@@ -129,25 +138,39 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
+        self.safetensors = None
+        if rank is None and safetensors_checkpoint.is_one(self.path):
+            return self._on_safetensors(Contents.read(self.path, self.verify))
         self._lock_checkpoint(rank)
         index = layout.read_index(self.path, rank) if type(self) is StorageReader else None
         if index is None:
             return _whole_metadata(self.path, rank, self._load_id)
         return self._on_index(index, rank)
 
+    def mark(self) -> str:
+        """Tells this checkpoint's metadata from that of another, cheaply; empty if there is none. Raises OSError."""
+        if safetensors_checkpoint.is_one(self.path):
+            return safetensors_checkpoint.mark(self.path)
+        return layout.metadata_mark(self.path)
+
     def pack_metadata(self) -> bytes:
         """The checkpoint's metadata for readers of other ranks: its index, or all of it if it has none. Empty if it is
         better that each reads what it needs of it."""
+        if safetensors_checkpoint.is_one(self.path):
+            return pack(b"", b"", Contents.read(self.path, self.verify).pack())
         with suppress(OSError):
             if os.stat(os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)).st_size > _MOST_INDEX_BYTES:
                 return b""
         index = layout.index_bytes(self.path)
-        return pack(b"", layout.metadata_bytes(self.path, None)) if index is None else pack(index, b"")
+        return pack(b"", layout.metadata_bytes(self.path, None), b"") if index is None else pack(index, b"", b"")
 
     def unpack_metadata(self, message: bytes) -> Metadata:
         """The metadata that another rank has packed, of this very checkpoint. Raises as `read_metadata` does."""
+        index, whole, safetensors = unpack(message)
+        if safetensors:
+            return self._on_safetensors(Contents.unpack(self.path, safetensors))
+        self.safetensors = None
         self._lock_checkpoint(None)
-        index, whole = unpack(message)
         if not index:
             path = os.path.join(self.path, layout.METADATA_NAME)
             return _with_load_id(metadata_file.loads(whole, path), self._load_id)
@@ -160,6 +183,14 @@ class StorageReader(DcpStorageReader):
     def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
         metadata = LazyMetadata(build=partial(_whole_metadata, self.path, rank, self._load_id))  # without the reader:
         metadata.index = index  # together they would be a cycle that keeps files open
+        return metadata
+
+    def _on_safetensors(self, contents: Contents) -> Metadata:
+        self.safetensors = contents
+        load_id = self._load_id
+        metadata = LazyMetadata(build=lambda: _with_load_id(contents.metadata(), load_id))
+        metadata.index = contents.index()
+        metadata.aliases = contents.aliases
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -241,7 +241,7 @@ class RoutedRead:
             return next(row for at, row in enumerate(_rows(of.staged, 8, 3)) if at == number)
 
         with engine.named_errors(lambda number: names[row_at(number)[1]], load.reader.path):
-            report = _C.read_tensors(load.paths, table, load.reader.verify, load.options)
+            report = load.read_tensors(table)
         load.count_read(report)
         for number in report["unread"]:
             offset, item, *record, ndim = row_at(number)[:8]

@@ -47,6 +47,7 @@ __all__ = [
     "new_store_client",
     "set_element",
     "sharded_tensor_over",
+    "storage_identity",
 ]
 
 flatten_sharded_tensors = _flatten_sharded_tensors
@@ -84,6 +85,11 @@ def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
         return list(map(_LOCAL, dtensors))
     except AttributeError:
         return [dtensor.to_local() for dtensor in dtensors]
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors of one storage, wherever it is: those on the meta device have no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:

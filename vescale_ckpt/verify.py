@@ -8,15 +8,17 @@ import stat
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C, directory_lock, engine, layout, metadata_file
+from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
 from .overlap import GROUP_TENSORS, overlap
+from .safetensors_checkpoint import Box, Contents
 
 
 class Damage(NamedTuple):
@@ -36,7 +38,7 @@ class VerifyReport:
     quick: bool
     damaged: list[Damage] = field(default_factory=list)
     keys: int = 0  #: tensors and objects that the metadata names
-    files: int = 0  #: data files that it names
+    files: int = 0  #: data files that it names, or safetensors files
     bytes: int = 0  #: of records that were read
     unverified_bytes: int = 0  #: of these, written without checksums or in a form that nothing here can check
     indexed: bool = False  #: an index that belongs to the metadata lies beside it; without one loads begin slower
@@ -55,12 +57,16 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     and object, against its checksums. Of data no more than `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
 
     Damage is not raised but listed, all of it; so is what cannot be read, and a directory without a checkpoint. A
-    checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest.
+    checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
+    safetensors files, one or a directory of them; of those `quick` checks headers, which say how long their files are.
 
     Raises ValueError for a URL that is no `file://`.
     """
     directory = layout.local_path(path)
     report = VerifyReport(directory, quick)
+    if safetensors_checkpoint.is_one(directory):
+        _verify_safetensors(directory, report)
+        return report
     try:
         ranks = layout.metadata_ranks(directory) or [None]
     except OSError:
@@ -268,6 +274,56 @@ def _check_archive(directory: str, record: _Record, report: VerifyReport) -> Non
     report.unverified_bytes += unverified
     if wrong:
         _add(report, directory, record, offset, wrong)
+
+
+# --- Safetensors files
+
+
+def _verify_safetensors(path: str, report: VerifyReport) -> None:
+    def add(error: CheckpointError) -> None:
+        report.damaged.append(_damage(error, path))
+
+    try:
+        contents = Contents.read(path, verify=True, on_error=add)
+    except CheckpointError as error:
+        add(error)
+        return
+    boxes = [box for box in contents.boxes() if box.name not in contents.aliases]
+    stored: dict[str, int] = {}
+    for box in boxes:
+        stored[box.name] = stored.get(box.name, 0) + math.prod(box.size)  # they do not overlap
+    for name, shape in {box.name: box.shape for box in boxes}.items():
+        if stored[name] != math.prod(shape):
+            reason = f"{name}: {stored[name]} of its {math.prod(shape)} elements are stored"
+            report.damaged.append(Damage(name, path, 0, reason))
+    report.keys, report.files = len(stored), len(contents.files)
+    if report.quick:
+        return
+    report.bytes = sum(box.bytes for box in boxes)
+    reads = _C.SafetensorsReads(True, engine.options(None, engine.direct_io_setting("auto")))
+    paths = [os.path.join(contents.root, name) for name in contents.files]
+    boxes.sort(key=lambda box: (box.file, box.at))
+    for number, of_file in groupby(boxes, lambda box: box.file):
+        of = list(of_file)
+        for first in range(0, len(of), GROUP_TENSORS):
+            group = of[first : first + GROUP_TENSORS]
+            try:
+                damaged, unverified = _checked(reads, group, paths)
+            except CheckpointError as error:  # it is another file than a moment ago
+                add(error)
+                continue
+            report.unverified_bytes += unverified
+            report.damaged += [Damage(key, paths[number], offset, reason) for key, offset, reason in damaged]
+
+
+def _checked(reads: _C.SafetensorsReads, boxes: list[Box], paths: list[str]) -> tuple[list[tuple[str, int, str]], int]:
+    """Key, offset and reason of what is damaged; bytes that cannot be verified."""
+    table = engine.int_table()
+    for box in boxes:
+        table.extend((box.file, box.at, box.bytes, box.crc, box.code, len(box.size), *box.size))
+    with engine.named_errors(lambda row: boxes[row].name, paths[boxes[0].file]):
+        damaged, _, unverified = reads.check_tensors(paths, table)
+    return [(boxes[row].name, offset, reason) for row, offset, reason in damaged], unverified
 
 
 # --- Telling

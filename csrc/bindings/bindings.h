@@ -25,8 +25,12 @@ void bind_safetensors(py::module_& module);  // io, format: safetensors files
 void bind_stage(py::module_& module);        // stage: snapshots in memory
 void bind_tensors(py::module_& module);      // where torch's tensors are
 
+struct ReadReport;
 struct TransferStats;
 py::dict stats_dict(const TransferStats& stats);
+py::dict read_dict(const ReadReport& report);
+// (row, offset in its file, what is wrong) of each damaged row; rows that are no plain tensors; unverified bytes.
+py::tuple check_tuple(const ReadReport& report);
 
 // A table of 64-bit integers: array.array("q"), or bytes. Valid while the Python object lives.
 class Table {

@@ -41,6 +41,22 @@ py::dict stats_dict(const TransferStats& stats) {
   return result;
 }
 
+py::dict read_dict(const ReadReport& report) {
+  py::dict result = stats_dict(report.stats);
+  result["unread"] = report.unread;
+  result["needed_bytes"] = report.needed_bytes;
+  result["unverified_bytes"] = report.unverified_bytes;
+  return result;
+}
+
+py::tuple check_tuple(const ReadReport& report) {
+  py::list damaged;
+  for (const DamagedItem& found : report.damaged) {
+    damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
+  }
+  return py::make_tuple(damaged, report.unread, report.unverified_bytes);
+}
+
 namespace {
 
 // Rows: offset, length, CRC-32 (-1: none).
@@ -96,14 +112,9 @@ py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buf
     const py::gil_scoped_release release;
     report = read_tensors(paths, parse_read_table(table.values()), verify, options);
   }
-  py::dict result = stats_dict(report->stats);
-  result["unread"] = report->unread;
-  result["needed_bytes"] = report->needed_bytes;
-  result["unverified_bytes"] = report->unverified_bytes;
-  return result;
+  return read_dict(*report);
 }
 
-// (row, offset in its file, what is wrong) of each damaged row; rows that are no plain tensors; unverified bytes.
 py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer, const EngineOptions& options) {
   const Table table(buffer);
   std::unique_ptr<ReadReport> report;
@@ -111,11 +122,7 @@ py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& b
     const py::gil_scoped_release release;
     report = check_tensors(paths, parse_check_table(table.values()), options);
   }
-  py::list damaged;
-  for (const DamagedItem& found : report->damaged) {
-    damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
-  }
-  return py::make_tuple(damaged, report->unread, report->unverified_bytes);
+  return check_tuple(*report);
 }
 
 py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t length, int64_t crc) {

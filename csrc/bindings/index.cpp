@@ -109,11 +109,11 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const Catalog& catalog, const s
 }
 
 std::unique_ptr<Index> from_rows(const py::bytes& inventory, const py::bytes& places,
-                                 const std::vector<std::string>& files) {
+                                 const std::vector<std::string>& files, const std::string& save_id) {
   const auto rows = view(inventory);
   const auto table = words(places);
   const py::gil_scoped_release release;
-  return std::make_unique<Index>(index_of_rows(Inventory(rows), table, files));
+  return std::make_unique<Index>(index_of_rows(Inventory(rows), table, files, save_id));
 }
 
 std::vector<py::str> keys(const Index& index) {
@@ -176,7 +176,8 @@ void bind_index(py::module_& module) {
             return std::make_unique<Index>(std::vector<std::byte>(raw.begin(), raw.end()));
           },
           py::arg("image"))
-      .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"))
+      .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"),
+                  py::arg("save_id") = "")
       .def_property_readonly("save_id", [](const Index& index) { return decoded(index.save_id()); })
       .def(
           "matches",

@@ -11,6 +11,7 @@
 #include "format/safetensors_layout.h"
 #include "format/torch_record.h"
 #include "io/safetensors_file.h"
+#include "io/safetensors_reads.h"
 #include "plan/tables.h"
 
 namespace vescale_ckpt {
@@ -88,10 +89,17 @@ py::dict read(const std::vector<File>& files, const py::buffer& table, bool veri
     const py::gil_scoped_release release;
     report = read_safetensors(files, words.values(), verify, options);
   }
-  py::dict result = stats_dict(report->stats);
-  result["needed_bytes"] = report->needed_bytes;
-  result["unverified_bytes"] = report->unverified_bytes;
-  return result;
+  return read_dict(*report);
+}
+
+using Paths = std::vector<std::string>;
+
+std::unique_ptr<ReadReport> called(SafetensorsReads& reads, const Paths& paths, const py::buffer& table,
+                                   std::unique_ptr<ReadReport> (SafetensorsReads::*call)(std::span<const std::string>,
+                                                                                         std::span<const int64_t>)) {
+  const Table words(table);
+  const py::gil_scoped_release release;
+  return (reads.*call)(paths, words.values());
 }
 
 }  // namespace
@@ -120,7 +128,29 @@ void bind_safetensors(py::module_& module) {
              if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
              return file.header.tensors()[index].end - file.header.tensors()[index].begin;
            })
+      .def("range",
+           [](const SafetensorsFile& file, size_t index) {
+             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
+             const SafetensorsHeader::Tensor& tensor = file.header.tensors()[index];
+             return std::pair(tensor.begin, tensor.end - tensor.begin);
+           })
+      .def_readonly("head_crc", &SafetensorsFile::head_crc)
       .def_property_readonly("has_checksums", [](const SafetensorsFile& file) { return file.header.has_checksums(); });
+
+  py::class_<SafetensorsReads>(module, "SafetensorsReads")
+      .def(py::init<bool, const EngineOptions&>(), py::arg("verify"), py::arg("options"))
+      .def(
+          "read_tensors",
+          [](SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
+            return read_dict(*called(reads, paths, table, &SafetensorsReads::read));
+          },
+          py::arg("paths"), py::arg("table"))
+      .def(
+          "check_tensors",
+          [](SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
+            return check_tuple(*called(reads, paths, table, &SafetensorsReads::check));
+          },
+          py::arg("paths"), py::arg("table"));
 
   module.attr("SAFETENSORS_CHECKSUMS") = py::str(kSafetensorsChecksums.data(), kSafetensorsChecksums.size());
   module.def(

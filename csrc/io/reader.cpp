@@ -100,12 +100,10 @@ enum class Purpose { deliver, deliver_verified, check };
 
 class ReadJob {
  public:
-  // `opened`: the files themselves, or none of them.
-  ReadJob(std::span<const std::string> paths, std::span<const std::shared_ptr<File>> opened,
-          std::span<const ReadItem> items, std::span<const uint32_t> rows, Purpose purpose,
-          const EngineOptions& options, ReadReport& report)
+  ReadJob(std::span<const std::string> paths, const OpenFile& open, std::span<const ReadItem> items,
+          std::span<const uint32_t> rows, Purpose purpose, const EngineOptions& options, ReadReport& report)
       : paths_(paths),
-        opened_(opened),
+        open_(open),
         items_(items),
         verify_(purpose != Purpose::deliver),
         check_only_(purpose == Purpose::check),
@@ -183,9 +181,8 @@ class ReadJob {
 
   DataFile& file(uint32_t index, uint32_t row) {
     DataFile& data = files_[index];
-    if (!opened_.empty()) data.file = opened_[index];
     try {
-      if (!data.file) data.file = File::open(paths_[index], options_.widest, options_.read_cached);
+      if (!data.file) data.file = open_(index);
     } catch (const Error& error) {
       throw Error(error.kind, error.what(), error.path, error.offset, error.code, row);
     }
@@ -620,7 +617,7 @@ class ReadJob {
   }
 
   const std::span<const std::string> paths_;
-  const std::span<const std::shared_ptr<File>> opened_;
+  const OpenFile& open_;
   const std::span<const ReadItem> items_;
   const bool verify_;
   const bool check_only_;
@@ -655,48 +652,51 @@ void for_each_batch(std::span<const ReadItem> items, const Work& work) {
 
 // One transfer carries many small records: which of them the disk cannot give is found by halving. What was read before
 // the failure is not read again.
-void check_rows(std::span<const std::string> paths, std::span<const ReadItem> items, std::span<const uint32_t> rows,
-                const EngineOptions& options, ReadReport& report) {
-  const auto [left, failure] = ReadJob(paths, {}, items, rows, Purpose::check, options, report).check();
+void check_rows(std::span<const std::string> paths, const OpenFile& open, std::span<const ReadItem> items,
+                std::span<const uint32_t> rows, const EngineOptions& options, ReadReport& report) {
+  const auto [left, failure] = ReadJob(paths, open, items, rows, Purpose::check, options, report).check();
   if (!failure) return;
   if (left.size() <= 1) {
     for (const uint32_t item : left) report.damaged.push_back({item, failure->offset, failure->what()});
     return;
   }
   const std::span<const uint32_t> all(left);
-  check_rows(paths, items, all.first(all.size() / 2), options, report);
-  check_rows(paths, items, all.subspan(all.size() / 2), options, report);
+  check_rows(paths, open, items, all.first(all.size() / 2), options, report);
+  check_rows(paths, open, items, all.subspan(all.size() / 2), options, report);
 }
 
-std::unique_ptr<ReadReport> read_from(std::span<const std::string> paths, std::span<const std::shared_ptr<File>> opened,
-                                      std::span<const ReadItem> items, bool verify, const EngineOptions& options) {
-  auto report = std::make_unique<ReadReport>();
-  const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
-  for_each_batch(items, [&](std::span<const uint32_t> rows) {
-    ReadJob(paths, opened, items, rows, purpose, options, *report).run();
-  });
-  std::sort(report->unread.begin(), report->unread.end());
-  return report;
+OpenFile by_path(std::span<const std::string> paths, const EngineOptions& options) {
+  return [paths, &options](uint32_t file) { return File::open(paths[file], options.widest, options.read_cached); };
 }
 
 }  // namespace
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const EngineOptions& options) {
-  return read_from(paths, {}, items, verify, options);
+  return read_tensors(paths, by_path(paths, options), items, verify, options);
 }
 
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::shared_ptr<File>> files, std::span<const ReadItem> items,
-                                         bool verify, const EngineOptions& options) {
-  std::vector<std::string> paths;
-  for (const auto& file : files) paths.push_back(file->path());
-  return read_from(paths, files, items, verify, options);
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                         std::span<const ReadItem> items, bool verify, const EngineOptions& options) {
+  auto report = std::make_unique<ReadReport>();
+  const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
+  for_each_batch(items, [&](std::span<const uint32_t> rows) {
+    ReadJob(paths, open, items, rows, purpose, options, *report).run();
+  });
+  std::sort(report->unread.begin(), report->unread.end());
+  return report;
 }
 
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const EngineOptions& options) {
+  return check_tensors(paths, by_path(paths, options), items, options);
+}
+
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                          std::span<const ReadItem> items, const EngineOptions& options) {
   auto report = std::make_unique<ReadReport>();
-  for_each_batch(items, [&](std::span<const uint32_t> rows) { check_rows(paths, items, rows, options, *report); });
+  for_each_batch(items,
+                 [&](std::span<const uint32_t> rows) { check_rows(paths, open, items, rows, options, *report); });
   std::sort(report->unread.begin(), report->unread.end());
   std::stable_sort(report->damaged.begin(), report->damaged.end(),
                    [](const DamagedItem& a, const DamagedItem& b) { return a.item < b.item; });

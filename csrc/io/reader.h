@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -54,15 +55,19 @@ struct ReadReport {
 // Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                          bool verify, const EngineOptions& options);
-// The same of files that are open already.
-std::unique_ptr<ReadReport> read_tensors(std::span<const std::shared_ptr<File>> files, std::span<const ReadItem> items,
-                                         bool verify, const EngineOptions& options);
+// Gives a file by its number, to be held while it is read from. Throws Error. Called from the thread of the read.
+using OpenFile = std::function<std::shared_ptr<File>(uint32_t file)>;
+// The same of files that `open` gives; their paths are for errors.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                         std::span<const ReadItem> items, bool verify, const EngineOptions& options);
 
 // The same for whole tensors, but they are only checked, delivered nowhere (`memory` is not used), and what is wrong is
 // told in `damaged` instead of thrown: an I/O error, or a file that is not there, is then damage of each item it hits.
 // Memory: slots, whatever the tensors' size.
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const EngineOptions& options);
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                          std::span<const ReadItem> items, const EngineOptions& options);
 
 struct ByteRange {
   uint32_t file;  // index into the paths

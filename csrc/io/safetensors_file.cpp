@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "io/channel.h"
+#include "io/crc32.h"
 #include "io/memory.h"
 #include "io/table.h"
 
@@ -14,14 +15,19 @@ std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::string& 
                                                              bool verify) {
   auto opened = std::make_shared<SafetensorsFile>();
   opened->file = File::open(path, options.widest, options.read_cached);
-  File& file = *opened->file;
+  const std::string head = read_head(*opened->file);
+  opened->header = SafetensorsHeader::parse(head, opened->file->size(), path, verify);
+  opened->head_crc = crc32(0, head.data(), head.size());
+  return opened;
+}
+
+std::string SafetensorsFile::read_head(File& file) {
   std::string head(std::min(file.size(), kSafetensorsLengthBytes), '\0');
   read_exactly(file, 0, std::as_writable_bytes(std::span(head)));
   const size_t had = head.size();
-  head.resize(SafetensorsHeader::head_bytes(head, file.size(), path));
+  head.resize(SafetensorsHeader::head_bytes(head, file.size(), file.path()));
   read_exactly(file, had, std::as_writable_bytes(std::span(head)).subspan(had));
-  opened->header = SafetensorsHeader::parse(head, file.size(), path, verify);
-  return opened;
+  return head;
 }
 
 uint64_t write_safetensors(FileWriter& writer, const SafetensorsLayout& layout, std::span<const std::byte* const> data,
@@ -81,15 +87,16 @@ std::vector<ReadItem> parse_safetensors_table(std::span<const std::shared_ptr<co
 std::unique_ptr<ReadReport> read_safetensors(std::span<const std::shared_ptr<const SafetensorsFile>> files,
                                              std::span<const int64_t> table, bool verify,
                                              const EngineOptions& options) {
-  std::vector<std::shared_ptr<File>> opened;
-  for (const auto& file : files) opened.push_back(file->file);
+  std::vector<std::string> paths;
+  for (const auto& file : files) paths.push_back(file->file->path());
+  const OpenFile open = [files](uint32_t number) { return files[number]->file; };
   const std::vector<ReadItem> items = parse_safetensors_table(files, table);
   std::vector<std::span<const std::byte>> targets;
   for (const ReadItem& item : items) {
     if (item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
   }
   prefer_huge_pages(std::move(targets));
-  return read_tensors(opened, items, verify, options);
+  return read_tensors(paths, open, items, verify, options);
 }
 
 }  // namespace vescale_ckpt

@@ -20,8 +20,12 @@ struct SafetensorsFile {
   // Reads and checks the header. Throws Error: io, corrupt, invalid.
   static std::shared_ptr<const SafetensorsFile> open(const std::string& path, const EngineOptions& options,
                                                      bool verify);
+  // Length and header. Throws Error: io, corrupt, invalid.
+  static std::string read_head(File& file);
+
   std::shared_ptr<File> file;
   SafetensorsHeader header;
+  uint32_t head_crc = 0;  // of the bytes before the data: tells this file from another of its name
 };
 
 // `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().

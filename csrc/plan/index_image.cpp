@@ -214,11 +214,11 @@ Catalog catalog_of(const Inventory& rows) {
 }  // namespace
 
 std::vector<std::byte> index_of_rows(const Inventory& rows, std::span<const int64_t> places,
-                                     const std::vector<std::string>& files) {
+                                     const std::vector<std::string>& files, std::string_view save_id) {
   if (places.size() != rows.size() * Places::kWords) throw Error::invalid("as many places as rows are wanted");
   const Catalog catalog = catalog_of(rows);
   const Places of_rows({places}, {files});
-  const IndexImage image(catalog, of_rows, {}, 0, 0);
+  const IndexImage image(catalog, of_rows, save_id, 0, 0);
   std::vector<std::byte> bytes(image.bytes());
   image.write(bytes.data());
   return bytes;

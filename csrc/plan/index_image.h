@@ -40,6 +40,6 @@ class IndexImage {
 // An index of rows that say what a checkpoint holds: chunks of tensors and objects, in any order, with their places as
 // Places has them, one for each row. Throws Error (invalid) if rows of one name contradict each other.
 std::vector<std::byte> index_of_rows(const Inventory& rows, std::span<const int64_t> places,
-                                     const std::vector<std::string>& files);
+                                     const std::vector<std::string>& files, std::string_view save_id = {});
 
 }  // namespace vescale_ckpt
