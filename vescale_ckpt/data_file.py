@@ -105,14 +105,19 @@ class DataFile:
 
     # What follows returns rows of offset, length and CRC-32.
 
-    def write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+        """`rows`: of the rank's part, one for each of the table: where files were laid out before, it decides."""
         assert self.file is not None
         with engine.named_errors(key_of, self.writer.path, self.needed):
             return words(self.file.write_tensors(table)).tolist()
 
     def write_tensors(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
+        written = 0
+
         def write(group: Group) -> list[int]:
-            return self.write_table(write_table(group.tensors), lambda row: group.items[row].index.fqn)
+            nonlocal written
+            rows = range(written, written := written + len(group.items))
+            return self.write_table(write_table(group.tensors), lambda row: group.items[row].index.fqn, rows)
 
         return [number for _, placed in overlap(groups(items, planner), write) for number in placed]
 
