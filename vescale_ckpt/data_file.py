@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class DataFiles:
     """All data files of a rank's save. As a context: an error removes them, and lets go of the save's lock."""
 
+    names_are_final = True
+
     def __init__(self, writer: StorageWriter) -> None:
         self.writer = writer
         self._files: list[DataFile] = []
@@ -64,7 +66,7 @@ class DataFiles:
     def finish(self, tensors: int, objects: int) -> SaveStats:
         """Makes the names of the files durable; each of them is finished already."""
         writer, files = self.writer, self._files
-        if writer.sync_files and files:
+        if writer.sync_files and files and self.names_are_final:
             with engine.named_errors(str, writer.path):
                 _C.sync_directory(writer.path)
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")

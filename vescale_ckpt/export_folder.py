@@ -52,7 +52,6 @@ class ExportFolder:
                 self._begin(sizes[0])
                 for name, size in zip(self.names[1:], sizes[1:], strict=True):
                     _C.reserve_file(self._temporary(name), size)
-                _C.sync_directory(directory)
             except BaseException:
                 self.discard()
                 raise

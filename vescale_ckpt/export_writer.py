@@ -165,6 +165,7 @@ class ExportFiles(DataFiles):
     """The files of an export as a rank sees them: one thing to write to. They are the coordinator's to remove."""
 
     writer: SafetensorsWriter
+    names_are_final = False
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> ExportFile:
         file = ExportFile(self.writer, in_background)

@@ -128,6 +128,10 @@ void File::sync() {
   if (const int result = system::sync(plain_); result < 0) throw Error::system("sync", path_, 0, -result);
 }
 
+void File::write_back() {
+  ::sync_file_range(plain_, 0, 0, SYNC_FILE_RANGE_WRITE);
+}
+
 void File::nudge_writeback(uint64_t offset, uint64_t size) {
   if (access() != Access::buffered) return;
   ::sync_file_range(plain_, static_cast<off_t>(offset), static_cast<off_t>(size), SYNC_FILE_RANGE_WRITE);

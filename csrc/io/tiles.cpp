@@ -26,7 +26,11 @@ class Tiles {
     close_extent();
   }
 
+  // What shares blocks with others comes first: many small writes, which the disk does while the rest is sent.
   void run() {
+    const auto edge = [this](const Segment& segment) { return segment.kind != Kind::scattered && by_cache(segment); };
+    std::ranges::stable_partition(segments_, edge);
+    edges_left_ = static_cast<size_t>(std::ranges::count_if(segments_, edge));
     queue_.expect(segments_.size());
     for (size_t index = 0; index < segments_.size(); ++index) queue_.push(index);
     run_transfers(
@@ -35,6 +39,7 @@ class Tiles {
         [this](Flight& flight) {
           stats_.count(flight, flight.transfer.size + flight.moved_before);
           flight.transfer.file->nudge_writeback(flight.transfer.offset, flight.transfer.size);
+          if (flight.item != nullptr && --edges_left_ == 0) write_back();
         },
         &control_);
   }
@@ -199,6 +204,15 @@ class Tiles {
     return file.access() != Access::direct || reinterpret_cast<uintptr_t>(data) % file.memory_alignment() == 0;
   }
 
+  void write_back() {
+    File* last = nullptr;
+    for (const Segment& segment : segments_) {
+      File* file = parts_[segment.first_part].source->place.file;
+      if (file != last) file->write_back();
+      last = file;
+    }
+  }
+
   void prepare(const Segment& segment, Flight& flight) {
     const std::span<const Part> parts = parts_of(segment);
     flight.transfer.call = Call::write;
@@ -206,6 +220,7 @@ class Tiles {
     flight.transfer.offset = segment.begin;
     flight.transfer.size = flight.transfer.needed = segment.end - segment.begin;
     flight.transfer.part_of_block = by_cache(segment);
+    if (flight.transfer.part_of_block && segment.kind != Kind::scattered) flight.item = &segment;
     if (segment.kind == Kind::scattered) {
       send_runs(parts[0], flight);
     } else if (!flight.slot) {
@@ -279,6 +294,7 @@ class Tiles {
   Segment segment_;
   std::vector<Part> parts_;
   std::vector<Segment> segments_;
+  std::atomic<size_t> edges_left_{0};
   WorkQueue<size_t> queue_;
 };
 
