@@ -281,7 +281,7 @@ def test_an_older_export_is_replaced(checkpoint: Path, before: str, after: str) 
     assert same(read(checkpoint), model(1)) and nothing_left(checkpoint)
 
 
-@pytest.mark.parametrize("call", ["open", "write", "allocate", "sync", "space", "sync_directory"])
+@pytest.mark.parametrize("call", ["open", "write", "allocate", "sync", "space"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 def test_a_call_that_fails_before_the_commit_leaves_the_older_export(checkpoint: Path, call: str, error: int) -> None:
     save(checkpoint, model(0), max_shard_size="1MB")
@@ -297,11 +297,11 @@ def test_a_call_that_fails_before_the_commit_leaves_the_older_export(checkpoint:
     assert same(read(checkpoint), model(2))
 
 
-@pytest.mark.parametrize("renamed", [0, 1, 2])
-def test_an_export_that_stops_in_its_commit_is_no_model(checkpoint: Path, renamed: int) -> None:
+@pytest.mark.parametrize(("call", "skip"), [("rename", 0), ("rename", 1), ("rename", 2), ("sync_directory", 0)])
+def test_an_export_that_stops_in_its_commit_is_no_model(checkpoint: Path, call: str, skip: int) -> None:
     save(checkpoint, model(0), max_shard_size="1MB")
-    _C.inject_fault("rename", errno.EIO, renamed, 1000)
-    with pytest.raises(CheckpointError, match="rename"):
+    _C.inject_fault(call, errno.EIO, skip, 1000)
+    with pytest.raises(CheckpointError, match=call.replace("_", " ")):
         save(checkpoint, model(1), max_shard_size="1MB")
     _C.clear_faults()
     assert not (checkpoint / INDEX).exists()
@@ -482,6 +482,35 @@ def test_all_ranks_write_the_final_files(checkpoint: Path, shape: tuple[int, ...
     for number in range(4):  # each byte is written once, and nobody writes much more than the others
         of_ranks = [of_rank[number] for of_rank in written]
         assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
+
+
+def _export_locally(directory: str) -> None:
+    rank = dist.get_rank()
+    os.environ["VESCALE_CKPT_NODE"] = str(rank)  # each on a node of its own, which then has its own copy of replicas
+    planner = SavePlanner(placement="local")
+    state = {name: value for name, value in state_of_rank((2,)).items() if name != "none"}
+    for k in (0, 1):
+        values = {name: value + k if name == "small" else value for name, value in state.items()}
+        save(directory, values, planner=planner, async_checkpoint=k == 1).result(60)
+    target = {
+        name: value * 0 if isinstance(value, DTensor) else torch.zeros_like(value) for name, value in state.items()
+    }
+    dist.barrier()
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(directory))
+    for name, value in target.items():
+        mine, theirs = (x.to_local() if isinstance(x, DTensor) else x for x in (value, state[name]))
+        assert torch.equal(mine, theirs + (name == "small")), name
+
+
+def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
+    save(checkpoint, model(0), max_shard_size="1MB")
+    run_ranks(2, _export_locally, str(checkpoint))
+    assert files(checkpoint) == sorted(os.listdir(checkpoint)) == [export_names.name_of_rank(rank) for rank in (0, 1)]
+    found = [safetensors.load_file(checkpoint / name) for name in files(checkpoint)]
+    assert all(of_rank["small"].equal(whole()["small"] + 1) for of_rank in found)
+    assert torch.cat([of_rank["rows"] for of_rank in found]).equal(whole()["rows"])
+    save(checkpoint, model(1))
+    assert os.listdir(checkpoint) == ["model.safetensors"]
 
 
 def _fail(directory: str, who: int, call: str, error: int) -> str:

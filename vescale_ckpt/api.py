@@ -19,6 +19,7 @@ from .errors import SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
+from .local_export import LocalExport
 from .packed import words
 from .pause import garbage_collector_paused
 from .process_groups import PerGroup
@@ -107,7 +108,8 @@ def save(
             planner = _planners.of(process_group)
         save: CollectiveSave
         if format == "safetensors":
-            save = CollectiveExport(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
+            kind = LocalExport if planner.placement == "local" else CollectiveExport
+            save = kind(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
         else:
             save = CollectiveSave(exchange, planner, path, overwrite, process_group)
         try:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from . import _C
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
-from .errors import CheckpointError
 from .exchange import Exchange
 from .export_names import file_names
 from .export_writer import SafetensorsWriter, Targets
@@ -65,8 +64,6 @@ class CollectiveExport(CollectiveSave):
         pass  # the coordinator does, when it makes the files
 
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
-        if self.placement == "local":
-            raise CheckpointError("placement='local': safetensors files are written where all ranks share them")
         values = _without_empty_name(values)
         plan.describe(values, self.writer.storage_meta())
         self._tied = {} if plan.description is None else tied_names(plan.description)

@@ -35,11 +35,11 @@ class ExportFolder:
     """One export. The files exist, as long as they will be; `commit` makes them the model of the folder, `discard`
     removes what was not committed."""
 
-    def __init__(self, directory: str, sizes: list[int]) -> None:
+    def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
         """Makes files of so many bytes each, and removes what exports that died have left. Raises `StorageFullError`,
-        `CheckpointError`."""
+        `CheckpointError`. `names`: None for those of a model."""
         self.directory = directory
-        self.names = file_names(len(sizes))
+        self.names = file_names(len(sizes)) if names is None else names
         self.token = ""
         self._lock: layout.FileLock | None = None
         _remove_leftovers(directory)
@@ -74,21 +74,41 @@ class ExportFolder:
     def commit(self, heads: list[bytes], index: bytes, sync: bool) -> None:
         """Completes the files with what stands at their start and makes them the model, durably."""
         directory = self.directory
+        self.complete(heads, sync)
         with engine.named_errors(str, directory):
-            for name, head in zip(self.names, heads, strict=True):
-                _C.write_head(self._temporary(name), head, sync)
             if len(self.names) > 1:
                 self._remove(INDEX_NAME)
                 _C.sync_directory(directory)
-            for name in self.names:
-                _C.move_into_place(self._temporary(name), directory, os.path.join(directory, name))
-            self.token = ""
+            self.give_names()
             if len(self.names) > 1:
                 _C.commit_file(directory, INDEX_NAME, index)
             else:
                 self._remove(INDEX_NAME)
-        for name in os.listdir(directory):
-            if is_model_file(name) and name not in self.names:
+        self._remove_models(self.names)
+
+    # --- The same in steps, for ranks that have a file each
+
+    def complete(self, heads: list[bytes], sync: bool) -> None:
+        with engine.named_errors(str, self.directory):
+            for name, head in zip(self.names, heads, strict=True):
+                _C.write_head(self._temporary(name), head, sync)
+
+    def make_way(self) -> None:
+        """Removes the model that is there: readers take all files in a folder, and would mix the two."""
+        self._remove(INDEX_NAME)
+        self._remove_models([])
+        with engine.named_errors(str, self.directory):
+            _C.sync_directory(self.directory)
+
+    def give_names(self) -> None:
+        with engine.named_errors(str, self.directory):
+            for name in self.names:
+                _C.move_into_place(self._temporary(name), self.directory, os.path.join(self.directory, name))
+        self.token = ""
+
+    def _remove_models(self, but: list[str]) -> None:
+        for name in os.listdir(self.directory):
+            if is_model_file(name) and name not in but:
                 self._remove(name)
 
     def _remove(self, name: str) -> None:

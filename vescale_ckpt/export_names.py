@@ -9,8 +9,8 @@ import re
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_MODEL_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
-_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
+_SEVERAL = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")
 _TEMPORARY_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.tmp\.\d+\.\d+")
 
@@ -20,6 +20,11 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def name_of_rank(rank: int) -> str:
+    """Of the file with what one rank holds, where ranks share no folder: as torch's HuggingFaceStorageWriter has it."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
 
 
 def temporary_name(name: str, token: str) -> str:
@@ -38,7 +43,7 @@ def is_temporary_index(name: str) -> bool:
 def token_of(name: str) -> str | None:
     """What tells the files of one export from another's, if `name` is of one that is written."""
     found = _TEMPORARY.fullmatch(name)
-    return None if found is None else found[2]
+    return None if found is None else found[3]
 
 
 def holds_unfinished_export(directory: str) -> bool:
@@ -46,7 +51,7 @@ def holds_unfinished_export(directory: str) -> bool:
     with contextlib.suppress(OSError):
         names = os.listdir(directory)
         if INDEX_NAME not in names and SINGLE_NAME not in names:
-            return any(_SHARD.fullmatch(name) or token_of(name) is not None for name in names)
+            return any(_SEVERAL.fullmatch(name) or token_of(name) is not None for name in names)
     return False
 
 

@@ -22,7 +22,7 @@ from .stats import SaveStats
 from .waves import write_rows
 from .writer import StorageWriter
 
-_NEVER_SPLIT = 1 << 62  # bytes
+NEVER_SPLIT = 1 << 62  # bytes
 _NOT_PLACED = (0, 0, -1)  # what data files tell of each tensor: these have no use for it
 
 
@@ -115,18 +115,27 @@ class SafetensorsWriter(StorageWriter):
         planned.exports[self.wanted] = made
         return made
 
-    def begin(self, made: _C.ExportLayout) -> str:
+    def begin(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
         """Makes the files. Returns what their temporary names end in."""
         self.end()
         self._layout = made
-        self._folder = ExportFolder(self.path, made.file_bytes)
+        self._folder = ExportFolder(self.path, made.file_bytes, names)
         return self._folder.token
+
+    @property
+    def folder(self) -> ExportFolder:
+        assert self._folder is not None
+        return self._folder
+
+    def heads(self, blocks: list[bytes]) -> list[bytes]:
+        """What stands at the start of each file; `blocks` of each rank."""
+        assert self._layout is not None
+        return self._layout.heads(blocks)
 
     def commit_export(self, blocks: list[bytes]) -> None:
         """Makes what all ranks have written a model; `blocks` of each."""
-        assert self._layout is not None and self._folder is not None
-        heads = self._layout.heads(blocks)
-        self._folder.commit(heads, self._layout.index(self._folder.names), self.sync_files)
+        assert self._layout is not None
+        self.folder.commit(self.heads(blocks), self._layout.index(self.folder.names), self.sync_files)
 
     def end(self) -> None:
         super().end()
@@ -226,7 +235,7 @@ def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
     """A plan of what other planners have planned: each of their items is written by the rank that has it."""
     inventories = [pack_items(plan.items) for plan in plans]
     try:
-        plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=_NEVER_SPLIT)
+        plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NEVER_SPLIT)
     except _C.EngineError as error:  # it names the key and the ranks
         raise CheckpointError(str(error)) from None
     planned = GlobalSavePlan(inventories, [], plan, kept=False)
