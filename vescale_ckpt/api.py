@@ -12,18 +12,22 @@ from torch.optim import Optimizer
 
 from . import _C, memory_budget, settings
 from .application import saved_form
+from .collective_export import CollectiveExport
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
 from .errors import SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
+from .local_export import LocalExport
 from .packed import words
 from .pause import garbage_collector_paused
 from .process_groups import PerGroup
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
+from .shard_size import shard_bytes
 from .tensors import NOT_READY, device_number
+from .writer import check_format
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +40,15 @@ def save(
     state: Mapping[str, Any],
     *,
     async_checkpoint: bool = False,
+    format: str = "dcp",
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
     gate: Optimizer | Iterable[Optimizer] | None = None,
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -57,6 +64,10 @@ def save(
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects; of a top-level value
             with `state_dict` and `load_state_dict` it is its state that is saved.
         async_checkpoint: whether training goes on while data is written.
+        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them, each written by all
+            ranks at once. The state holds tensors only then. Of tensors in the same memory the first is stored, and the
+            header of its file says under the other names which that is. What stands under the name "" (a module, say)
+            keeps its own names.
         planner: who writes what; a planner of a class of its own is used through `dcp.save`. None: one that is kept for
             the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
@@ -66,6 +77,9 @@ def save(
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         on_busy: what to do while the group's last asynchronous save goes on, on any rank: "wait" for it, "skip" this
             one (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
+        max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
+            in its file.
+        metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
 
     Returns a handle, finished unless `async_checkpoint`. Raises `CheckpointError` on all ranks if any fails, in bounded
     time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
@@ -75,6 +89,8 @@ def save(
         raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
     if gate is not None and not async_checkpoint:
         raise ValueError("gate: only an asynchronous save copies while training goes on")
+    check_format(format)
+    shard_bytes(max_shard_size)
     guard = Gate(gate) if gate is not None else None
     lane = Lane.of(process_group)
     with lane.lock:
@@ -90,7 +106,12 @@ def save(
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
-        save = CollectiveSave(exchange, planner, path, overwrite, process_group)
+        save: CollectiveSave
+        if format == "safetensors":
+            kind = LocalExport if planner.placement == "local" else CollectiveExport
+            save = kind(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
+        else:
+            save = CollectiveSave(exchange, planner, path, overwrite, process_group)
         try:
             with garbage_collector_paused():
                 packed = save.begin(state, failed_before)

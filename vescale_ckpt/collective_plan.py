@@ -34,15 +34,15 @@ class CollectivePlan:
         self._planner = planner
         self._doing = doing
         self._error: BaseException | None = None
-        self._description: Description | None = None
+        self.description: Description | None = None
         self._local: PackedSavePlan | None = None
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
         planner = self._planner
         with counted(self._exchange.rank, self._exchange.size):
             planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
-        self._description = planner.describe() if planner.packs() else None
-        self._local = None if self._description is None else planner.local_plan(self._description)
+        self.description = planner.describe() if planner.packs() else None
+        self._local = None if self.description is None else planner.local_plan(self.description)
 
     def make(self, error: BaseException | None) -> Planned | None:
         """None on all ranks if packed plans mean nothing to one of them. `error`: why this rank cannot take part; all
@@ -75,16 +75,16 @@ class CollectivePlan:
 
     def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
         exchange, planner = self._exchange, self._planner
-        assert self._description is not None
+        assert self.description is not None
         planned: GlobalSavePlan | None = None
         if same:
             if exchange.is_coordinator:
                 planned = planner.kept_plan(local.plan_id)
-            return Planned(planner.accept(self._description, local), planned)
+            return Planned(planner.accept(self.description, local), planned)
         message = b""
         try:
             if local.inventory is None:  # others have not what it names
-                local = planner.full_local_plan(self._description)
+                local = planner.full_local_plan(self.description)
             assert local.inventory is not None
             message = pack(local.inventory, local.paths, local.digests)
         except Exception as error:
@@ -101,7 +101,7 @@ class CollectivePlan:
         exchange.fail_together(self._error, self._phase("plan"))
         plan_id, part = unpack(exchange.scatter(answers, self._phase("scatter plans")))
         answer = PackedSavePlan([], plan_id=plan_id, position=exchange.rank, part=part)
-        return Planned(planner.accept(self._description, answer), planned)
+        return Planned(planner.accept(self.description, answer), planned)
 
 
 def _local_plan(message: bytes) -> PackedSavePlan:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .application import saved_form
 from .collective_plan import CollectivePlan
@@ -60,10 +61,10 @@ class CollectiveSave:
         try:
             if error is not None:
                 raise error
-            self.writer = StorageWriter(self.path, overwrite=self.overwrite)
+            self.writer = self._make_writer()
             values = saved_form(state)
             self._set_up_writer()
-            plan.describe(values, self.writer.storage_meta())
+            values = self._describe(plan, values)
         except Exception as failure:
             error = failure
         planned = plan.make(error)
@@ -95,32 +96,42 @@ class CollectiveSave:
         assert self.writer.last_stats is not None
         return self.writer.last_stats
 
+    def _make_writer(self) -> StorageWriter:
+        return StorageWriter(self.path, overwrite=self.overwrite)
+
+    def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is saved, should DCP have to plan it."""
+        plan.describe(values, self.writer.storage_meta())
+        return values
+
+    def _clean_up(self) -> None:
+        self.writer.prepare_global_plan([])
+
     def _set_up_writer(self) -> None:
         exchange, writer = self.exchange, self.writer
         self.save_id = str(writer.storage_meta().save_id)
         writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
         writer.prepare_local_plan(SavePlan([]))
         if exchange.is_coordinator:
-            writer.prepare_global_plan([])  # cleans up: nobody writes before the plan is made
+            self._clean_up()  # nobody writes before the plan is made
 
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
 
-    def _write(self) -> PackedResults:
+    def _write(self) -> list[WriteResult] | PackedResults:
         if self.error is not None:
             raise self.error
         if self.part is not None:
             return self.part.write()
         assert self._items is not None
-        results = self.writer.write_data(SavePlan(self._items), self.planner).value()  # type: ignore[arg-type]
-        assert isinstance(results, PackedResults)
-        return results
+        return self.writer.write_data(SavePlan(self._items), self.planner).value()  # type: ignore[arg-type]
 
     def _write_and_commit(self) -> None:
         planned = self._of_all
         message = b""
         try:
             results = self._write()
+            assert isinstance(results, PackedResults)
             node = _number(node_of_this_process())
             message = pack(node, results.places, *(name.encode() for name in results.names))
         except Exception as error:

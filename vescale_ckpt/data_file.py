@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class DataFiles:
     """All data files of a rank's save. As a context: an error removes them, and lets go of the save's lock."""
 
+    names_are_final = True
+
     def __init__(self, writer: StorageWriter) -> None:
         self.writer = writer
         self._files: list[DataFile] = []
@@ -64,7 +66,7 @@ class DataFiles:
     def finish(self, tensors: int, objects: int) -> SaveStats:
         """Makes the names of the files durable; each of them is finished already."""
         writer, files = self.writer, self._files
-        if writer.sync_files and files:
+        if writer.sync_files and files and self.names_are_final:
             with engine.named_errors(str, writer.path):
                 _C.sync_directory(writer.path)
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
@@ -105,14 +107,19 @@ class DataFile:
 
     # What follows returns rows of offset, length and CRC-32.
 
-    def write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+        """`rows`: of the rank's part, one for each of the table: where files were laid out before, it decides."""
         assert self.file is not None
         with engine.named_errors(key_of, self.writer.path, self.needed):
             return words(self.file.write_tensors(table)).tolist()
 
     def write_tensors(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[int]:
+        written = 0
+
         def write(group: Group) -> list[int]:
-            return self.write_table(write_table(group.tensors), lambda row: group.items[row].index.fqn)
+            nonlocal written
+            rows = range(written, written := written + len(group.items))
+            return self.write_table(write_table(group.tensors), lambda row: group.items[row].index.fqn, rows)
 
         return [number for _, placed in overlap(groups(items, planner), write) for number in placed]
 

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C, metadata_file
+from . import _C, export_names, metadata_file
 from .errors import CheckpointError, UntrustedCheckpointError
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
@@ -123,8 +123,11 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
             return file.read()
     except FileNotFoundError:
         what = "is no directory" if not os.path.isdir(directory) else f"has no {metadata_name(rank)}"
+        why = "not a checkpoint, or one whose save did not finish"
+        if export_names.holds_unfinished_export(directory):
+            why = "it holds an export that did not finish"
         raise CheckpointError(
-            f"{directory} {what}: not a checkpoint, or one whose save did not finish",
+            f"{directory} {what}: {why}",
             path=directory,
             errno=errno.ENOENT,
         ) from None

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 PART_ROW = 4  # item, dim (-1: the whole box), start, length
 PLACE_ROW = 4  # file, offset, length, CRC-32 (-1: none)
+#: by what was asked for: the tensors that are not stored, by their names the stored ones', and the engine's targets
+ExportParts = dict[Any, tuple[dict[str, str], bytes]]
 NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
 
 
@@ -73,6 +75,7 @@ class GlobalSavePlan:
         # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # by node
+        self.exports: dict[Any, _C.ExportLayout] = {}  #: by what was asked for
 
     def metadata(self) -> LazyMetadata:
         metadata = LazyMetadata(build=self._without_places)
@@ -83,9 +86,12 @@ class GlobalSavePlan:
         self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
         """What `.metadata` and the index contain, given what each rank wrote where."""
+        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id)
+
+    def catalog(self, node: int = 0) -> _C.Catalog:
         if node not in self._catalogs:
             self._catalogs[node] = self.plan.catalog(node)
-        return _C.checkpoint_files(self._catalogs[node], places, names, self.paths, directory, save_id)
+        return self._catalogs[node]
 
     def _without_places(self) -> Metadata:
         ranks = range(len(self.inventories))
@@ -142,13 +148,24 @@ class _Lazy(Sequence[Any]):
         return list, (list(self._items()),)
 
 
+class SavePlans(list[SavePlan]):
+    """What the coordinator answers to all ranks, and for a storage writer the plan that it was made of."""
+
+    def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
+        super().__init__(answers)
+        self.planned = planned
+
+
 class PackedItems(_Lazy):
     """A rank's part of a save: rows of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
 
-    def __init__(self, planner: SavePlanner, description: Description, part: bytes) -> None:
+    def __init__(
+        self, planner: SavePlanner, description: Description, part: bytes, exports: ExportParts | None = None
+    ) -> None:
         self._planner = weakref.ref(planner)  # which holds this plan: a cycle would keep the model in memory
         self.description = description
         self.part = part
+        self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the part
         self._tensors: int | None = None
         self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
 

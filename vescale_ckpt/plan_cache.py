@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from .packed import GlobalSavePlan
+from .packed import ExportParts, GlobalSavePlan
 
 Value = TypeVar("Value")
 
@@ -24,6 +24,7 @@ class KeptPart:
     inventory: bytes  #: the very one, so that nothing can be mistaken for it
     paths: Mapping[str, Any] | None  #: what its keys stand for: DCP's planner_data
     coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
+    exports: ExportParts = field(default_factory=dict, compare=False)  #: where it lies in files that all ranks write
 
 
 class _Recent(Generic[Value]):

@@ -54,7 +54,7 @@ def save_file(
     """
     with garbage_collector_paused():
         _check_tensors(tensors)
-        texts = _checked_metadata({"format": "pt"} if metadata is None else metadata)
+        texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
         names = list(tensors)
         hosts, table = _in_host_memory(names, list(tensors.values()))
         try:
@@ -90,11 +90,7 @@ def _check_tensors(tensors: object) -> None:
         raise ValueError(f"{_some(sparse)}: sparse tensors cannot be saved; make them dense with to_dense()")
     shared = _sharing_memory(tensors)
     if shared:
-        raise RuntimeError(
-            f"tensors that share memory would be stored once each, and be apart when they are loaded: "
-            f"{'; '.join(_some(group) for group in shared)}. Save one of each group and tie the others again after "
-            "loading, or save copies (clone())"
-        )
+        raise shared_memory_error(shared)
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
     if scattered:
         raise ValueError(
@@ -103,6 +99,15 @@ def _check_tensors(tensors: object) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORABLE:
             raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
+
+
+def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
+    """What to raise for groups of names whose tensors share memory."""
+    return RuntimeError(
+        f"tensors that share memory would be stored once each, and be apart when they are loaded: "
+        f"{'; '.join(_some(group) for group in groups)}. Save one of each group and tie the others again after "
+        "loading, or save copies (clone())"
+    )
 
 
 def _sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
@@ -135,7 +140,8 @@ def _some(names: Sequence[str]) -> str:
     return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
 
 
-def _checked_metadata(metadata: object) -> list[tuple[str, str]]:
+def checked_metadata(metadata: object) -> list[tuple[str, str]]:
+    """As a header keeps it. Raises TypeError, UnicodeEncodeError."""
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata is a dict of texts, not {type(metadata).__name__}")
     for key, value in metadata.items():

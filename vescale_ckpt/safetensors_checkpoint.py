@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from . import _C, engine, layout
+from . import _C, engine, export_names, layout
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .items import SHARD, TENSOR, packed_row
 from .message import pack, unpack
@@ -98,6 +98,11 @@ class Contents:
         index = _index_name(path)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
         if weight_map is None:
+            if export_names.holds_unfinished_export(path):
+                raise CheckpointError(
+                    f"{path} has files of a model but no index of them: it holds an export that did not finish",
+                    path=path,
+                )
             files = sorted(name for name in os.listdir(path) if name.endswith(SUFFIX))
         else:
             files = sorted(set(weight_map.values()))

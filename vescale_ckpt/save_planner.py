@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .flatten import flatten
 from .items import OBJECT
 from .node import node_of_this_process
-from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, pack_items, words
+from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
 from .pause import garbage_collector_paused
 from .per_rank import unwrapped
 from .plan_cache import KeptPart, PlanCache
@@ -129,7 +129,7 @@ class SavePlanner(DefaultSavePlanner):
                 answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
         self.global_plan = answers
         self.metadata = planned.metadata()
-        return answers, self.metadata
+        return SavePlans(answers, planned), self.metadata
 
     @garbage_collector_paused()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -242,7 +242,7 @@ class SavePlanner(DefaultSavePlanner):
         if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
             self._cache.keep_part(kept)
         self._unconfirmed = False
-        items = PackedItems(self, description, kept.part)
+        items = PackedItems(self, description, kept.part, kept.exports)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
         return items
 

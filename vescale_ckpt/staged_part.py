@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from . import _C, engine, memory_budget, objects
-from .data_file import DataFile, DataFiles, write_table
+from .data_file import DataFile, write_table
 from .gate import Gate
 from .packed import PART_ROW, PackedItems, PackedResults, in_first_file, words
 from .save_planner import SavePlanner
@@ -54,7 +54,7 @@ class StagedPart:
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
         self._file: DataFile | None = None
-        self._files = DataFiles(writer)
+        self._files = writer.data_files()
         with self._files:
             try:
                 self._copy_all(items, planner)
@@ -108,7 +108,7 @@ class StagedPart:
             file = self._open(in_background=True)
             while self._copies:  # each frees its memory when it is written
                 copy = self._copies.pop(0)
-                self._keep(copy.rows, file.write_table(copy.snapshot.table(), self._key_of(copy.rows)))
+                self._keep(copy.rows, file.write_table(copy.snapshot.table(), self._key_of(copy.rows), copy.rows))
                 copy.snapshot.release()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += file.write_contents(self._objects, self._object_keys)
@@ -163,7 +163,7 @@ class StagedPart:
             early = some[: snapshot.first]
             if early:
                 table = write_table(tensors[: len(early)])
-                self._keep(early, self._open(in_background=False).write_table(table, self._key_of(early)))
+                self._keep(early, self._open(in_background=False).write_table(table, self._key_of(early), early))
             self._add(snapshot, some)
             snapshot.copy()
 

@@ -45,7 +45,7 @@ def write_rows(
 
     def write(wave: _Wave) -> list[int]:
         try:
-            return file.write_table(wave.table, lambda row: items.key(wave.rows[row]))
+            return file.write_table(wave.table, lambda row: items.key(wave.rows[row]), wave.rows)
         finally:
             if isinstance(wave.memory, _C.Snapshot):
                 wave.memory.release()

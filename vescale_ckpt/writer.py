@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,11 +20,20 @@ from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
 from .packed import PackedItems, PackedResults, body_bytes, write_result
 from .pause import garbage_collector_paused
+from .safetensors import checked_metadata
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
+from .shard_size import shard_bytes
 from .stats import SaveStats
 from .stock import CURRENT_DCP_VERSION
 from .waves import write_rows
+
+FORMATS = ("dcp", "safetensors")
+
+
+def check_format(format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
 
 
 class StorageWriter(DcpStorageWriter):
@@ -32,7 +41,9 @@ class StorageWriter(DcpStorageWriter):
 
     Args:
         path: the checkpoint's directory, made if missing. A path or a `file://` URL.
-        format: "dcp", torch's own layout.
+        format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
+            their index. All ranks write into the same files, which any reader of that format takes; they hold tensors
+            only, and have checksums whatever `checksums` says.
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
         single_file_per_rank: False writes each tensor and object to a file of its own, as DCP's option does.
         sync_files: False skips syncing data; a crash of the machine may then tear a committed checkpoint.
@@ -40,10 +51,20 @@ class StorageWriter(DcpStorageWriter):
         checksums: False leaves them out, and with them all verification.
         direct_io: "auto" goes past the page cache where the file system lets it, False never does, True raises where
             it cannot.
+        max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
+            in its file.
+        metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
     It can be pickled between saves. `last_stats` tells what this rank's last save did.
     """
+
+    def __new__(cls, *args: Any, format: str = "dcp", **kwargs: Any) -> StorageWriter:
+        if cls is StorageWriter and format == "safetensors":
+            from .export_writer import SafetensorsWriter  # which is derived from this class
+
+            cls = SafetensorsWriter
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -56,10 +77,13 @@ class StorageWriter(DcpStorageWriter):
         overwrite: bool = True,
         checksums: bool = True,
         direct_io: DirectIO = "auto",
+        max_shard_size: int | str = "5GB",
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        if format != "dcp":
-            raise ValueError(f"format={format!r}: only 'dcp' is known")
+        check_format(format)
+        self.most_file_bytes = shard_bytes(max_shard_size)
+        self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count={thread_count}: at least 1 is wanted")
         self.path = layout.local_path(path)
@@ -188,8 +212,12 @@ class StorageWriter(DcpStorageWriter):
     def _metadata_rank(self) -> int | None:
         return None if self._use_collectives else self._rank
 
+    def data_files(self) -> DataFiles:
+        """What a save of this rank writes to."""
+        return DataFiles(self)
+
     def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteResult]:
-        with DataFiles(self) as files:
+        with self.data_files() as files:
             if self.single_file_per_rank and isinstance(items, PackedItems) and items.is_of(planner):
                 tensors = items.count_tensors()
                 results: Sequence[WriteResult] = self._write_packed(items, planner, files)
@@ -222,7 +250,7 @@ class StorageWriter(DcpStorageWriter):
         if description.all_ready:
             table = items.write_table()
             file = files.open(_C.body_bytes(table))
-            placed = file.write_table(table, items.key)
+            placed = file.write_table(table, items.key, range(items.count_tensors()))
         else:
             file = files.open(items.body_bytes())
             rows = range(items.count_tensors())

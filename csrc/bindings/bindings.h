@@ -17,6 +17,7 @@ namespace py = pybind11;
 
 void bind_device(py::module_& module);       // accelerators
 void bind_engine(py::module_& module);       // io, format: bytes between memory and files
+void bind_export(py::module_& module);       // io, plan: sets of safetensors files that all ranks write
 void bind_index(py::module_& module);        // plan: metadata, its index, load plans
 void bind_inventory(py::module_& module);    // plan: what a rank holds
 void bind_plan(py::module_& module);         // plan: who writes and reads what

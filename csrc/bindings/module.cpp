@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, module) {
 
   bind_device(module);
   bind_engine(module);
+  bind_export(module);
   bind_index(module);
   bind_inventory(module);
   bind_plan(module);

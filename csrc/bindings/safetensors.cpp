@@ -1,6 +1,6 @@
 // Safetensors files.
-#include <algorithm>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,30 +19,18 @@ namespace {
 
 using File = std::shared_ptr<const SafetensorsFile>;
 
-// By dtype code: which of the format's dtypes it is, or none of them.
-std::vector<size_t> dtypes_of_codes() {
-  std::vector<size_t> known;
-  for (const DType& dtype : dtypes()) {
-    const auto found = std::ranges::find(safetensors_dtypes(), dtype.name, &SafetensorsDType::torch);
-    known.push_back(static_cast<size_t>(found - safetensors_dtypes().begin()));
-  }
-  return known;
-}
-
 SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
                               const SafetensorsHeader::Metadata& metadata) {
   const Table words(table);
   const TensorTable rows(words.values());
   if (names.size() != rows.size()) throw Error::invalid("as many names as tensors are wanted");
-  const std::vector<size_t> known = dtypes_of_codes();
   std::vector<SafetensorsLayout::Tensor> tensors(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
     const LocalTensor row = rows[i];
-    const size_t dtype = row.dtype < 0 ? safetensors_dtypes().size() : known.at(static_cast<size_t>(row.dtype));
-    if (dtype == safetensors_dtypes().size()) {
-      throw Error::invalid("safetensors has no such dtype", static_cast<int64_t>(i));
-    }
-    tensors[i] = {names[i], static_cast<uint32_t>(dtype), {row.shape.begin(), row.shape.end()}};
+    const auto dtype =
+        row.dtype < 0 ? std::nullopt : safetensors_dtype_named(dtypes()[static_cast<size_t>(row.dtype)].name);
+    if (!dtype) throw Error::invalid("safetensors has no such dtype", static_cast<int64_t>(i));
+    tensors[i] = {names[i], *dtype, {row.shape.begin(), row.shape.end()}};
   }
   return {std::move(tensors), metadata};
 }

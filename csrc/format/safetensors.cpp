@@ -62,6 +62,13 @@ std::span<const SafetensorsDType> safetensors_dtypes() {
   return kDTypes;
 }
 
+std::optional<uint32_t> safetensors_dtype_named(std::string_view torch_name) {
+  const auto all = safetensors_dtypes();
+  const auto found = std::ranges::find(all, torch_name, &SafetensorsDType::torch);
+  if (torch_name.empty() || found == all.end()) return std::nullopt;
+  return static_cast<uint32_t>(found - all.begin());
+}
+
 // Fills one header.
 class SafetensorsHeader::Parser {
  public:

@@ -21,6 +21,9 @@ struct SafetensorsDType {
 // In the order of the safetensors library, by which it sorts tensors.
 std::span<const SafetensorsDType> safetensors_dtypes();
 
+// The number of the dtype that is torch.<name>; nullopt if the format has none.
+std::optional<uint32_t> safetensors_dtype_named(std::string_view torch_name);
+
 // Headers of more bytes are refused by every reader.
 inline constexpr uint64_t kMostSafetensorsHeader = 100'000'000;
 inline constexpr uint64_t kSafetensorsLengthBytes = 8;

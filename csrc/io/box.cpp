@@ -148,6 +148,30 @@ void Box::gather(std::byte* body, uint64_t begin, uint64_t end, const std::byte*
         });
 }
 
+uint64_t Box::run_bytes() const {
+  uint64_t run = run_;
+  for (size_t depth = dims_.size(); depth > 0 && dims_[depth - 1].body_stride == run; --depth) {
+    run *= dims_[depth - 1].count;
+  }
+  return run;
+}
+
+void Box::runs(uint64_t begin, uint64_t end, const std::function<void(uint64_t, int64_t, uint64_t)>& emit) const {
+  uint64_t from = 0, to = 0;
+  int64_t memory = 0;
+  visit(begin, end, [&](uint64_t at, int64_t at_memory, uint64_t run, uint64_t count, uint64_t stride, int64_t step) {
+    for (uint64_t i = 0; i < count; ++i, at += stride, at_memory += step) {
+      if (at != to || from == to) {
+        if (from != to) emit(from, memory, to - from);
+        from = at;
+        memory = at_memory;
+      }
+      to = at + run;
+    }
+  });
+  if (from != to) emit(from, memory, to - from);
+}
+
 void Box::ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& emit) const {
   if (bytes_ == 0) return;
   // Dimensions whose repeats leave only small gaps are taken in one range.

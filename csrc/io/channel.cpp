@@ -12,7 +12,7 @@ namespace detail {
 Request next_request(Transfer& transfer) {
   // One call moves at most 2,147,479,552 bytes whatever is asked.
   constexpr uint64_t kMost = 1 << 30;
-  transfer.access = transfer.file->access();
+  transfer.access = transfer.part_of_block ? Access::buffered : transfer.file->access();
   // A short direct transfer may end off a block (at the end of the file): what is left goes through the page cache.
   if (transfer.access == Access::direct && transfer.done % kBlock != 0) transfer.access = Access::buffered;
   return {transfer.file->descriptor(transfer.access), File::transfer_flags(transfer.access),

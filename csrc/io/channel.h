@@ -17,9 +17,10 @@ struct Transfer {
   Call call = Call::read;  // read or write
   File* file = nullptr;
   uint64_t offset = 0;  // bytes from the start of the file; a multiple of kBlock, as is `data`'s address modulo the
-  std::byte* data = nullptr;  // file's memory alignment, wherever file->access() is direct
-  uint64_t size = 0;          // bytes asked for
-  uint64_t needed = 0;        // bytes that must arrive: a read of whole blocks may pass the end of the file
+  std::byte* data = nullptr;   // file's memory alignment, wherever file->access() is direct
+  uint64_t size = 0;           // bytes asked for
+  uint64_t needed = 0;         // bytes that must arrive: a read of whole blocks may pass the end of the file
+  bool part_of_block = false;  // of one that others may write to: through the page cache, of any offset and size
   void* context = nullptr;
 
   // Set by the channel.

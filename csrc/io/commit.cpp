@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 
 #include "error.h"
+#include "io/channel.h"
+#include "io/file.h"
 #include "io/system.h"
 
 namespace vescale_ckpt {
@@ -53,6 +56,22 @@ void move_into_place(const std::string& temporary, const std::string& directory,
     throw Error::system("rename into place", path, 0, -result);
   }
   sync_directory(directory);
+}
+
+void reserve_file(const std::string& path, uint64_t bytes) {
+  const std::unique_ptr<File> file = File::create(path, Access::buffered);
+  try {
+    file->preallocate(bytes);
+  } catch (...) {
+    system::unlink(path.c_str());
+    throw;
+  }
+}
+
+void write_head(const std::string& path, std::span<const std::byte> head, bool sync) {
+  const std::unique_ptr<File> file = File::open_shared(path, Access::buffered);
+  write_exactly(*file, 0, head);
+  if (sync) file->sync();
 }
 
 void sync_directory(const std::string& directory) {

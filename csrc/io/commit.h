@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -13,6 +14,13 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
 
 // The same for a file that is complete and synced: `temporary` becomes `path`, both in `directory`.
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path);
+
+// Makes a file of so many bytes, with space for them on disk where the file system can reserve it; what is not written
+// reads as zeros. Removes it again if that fails.
+void reserve_file(const std::string& path, uint64_t bytes);
+
+// Writes what stands at the start of a file whose rest is written, and syncs if asked to.
+void write_head(const std::string& path, std::span<const std::byte> head, bool sync);
 
 // Throws Error if the directory cannot be synced.
 void sync_directory(const std::string& directory);

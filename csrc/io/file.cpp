@@ -54,6 +54,16 @@ File::~File() {
 std::unique_ptr<File> File::create(const std::string& path, Access widest) {
   const int plain = system::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0666);
   if (plain < 0) throw Error::system("create", path, 0, -plain);
+  return for_writing(path, plain, widest);
+}
+
+std::unique_ptr<File> File::open_shared(const std::string& path, Access widest) {
+  const int plain = system::open(path.c_str(), O_WRONLY, 0);
+  if (plain < 0) throw Error::system("open to write to", path, 0, -plain);
+  return for_writing(path, plain, widest);
+}
+
+std::unique_ptr<File> File::for_writing(const std::string& path, int plain, Access widest) {
   std::unique_ptr<File> file(new File(path, plain, -1, widest));
   if (widest == Access::direct) {
     file->direct_ = open_direct(path, O_WRONLY, file->memory_alignment_);
@@ -116,6 +126,10 @@ void File::truncate(uint64_t size) {
 
 void File::sync() {
   if (const int result = system::sync(plain_); result < 0) throw Error::system("sync", path_, 0, -result);
+}
+
+void File::write_back() {
+  ::sync_file_range(plain_, 0, 0, SYNC_FILE_RANGE_WRITE);
 }
 
 void File::nudge_writeback(uint64_t offset, uint64_t size) {

@@ -18,6 +18,8 @@ class File {
  public:
   // Creates a file that must not exist. `widest` is the most ambitious access to try.
   static std::unique_ptr<File> create(const std::string& path, Access widest);
+  // Opens a file to write to, of which others may write other parts.
+  static std::unique_ptr<File> open_shared(const std::string& path, Access widest);
   // Opens for reading; with `cached` picks buffered if most of the file is in the page cache already.
   static std::unique_ptr<File> open(const std::string& path, Access widest, bool cached = true);
   ~File();
@@ -41,9 +43,12 @@ class File {
   void sync();
   // Starts write-back of buffered data so that the final sync is short; no effect otherwise.
   void nudge_writeback(uint64_t offset, uint64_t size);
+  // The same for all that is in the page cache, however the rest of the file travels.
+  void write_back();
 
  private:
   File(std::string path, int plain, int direct, Access access);
+  static std::unique_ptr<File> for_writing(const std::string& path, int plain, Access widest);
   std::string path_;
   int plain_;
   int direct_;  // -1 where refused

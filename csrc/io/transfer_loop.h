@@ -32,6 +32,7 @@ struct Flight {
   Transfer transfer;
   std::optional<Slot> slot;
   const void* item = nullptr;  // for the caller of run_transfers
+  uint64_t moved_before = 0;   // bytes that were moved while it was prepared
 };
 
 // Runs `queue` empty on options.threads workers. For each item taken:
@@ -77,7 +78,7 @@ void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const N
           flight.slot = std::move(slot);
           prepare(next, flight);
           have_next = false;
-          if (control != nullptr) control->admit(flight.transfer.size, stop);
+          if (control != nullptr) control->admit(flight.transfer.size + flight.moved_before, stop);
           flight.transfer.context = &flight;
           channel->submit(&flight.transfer);
           continue;

@@ -12,8 +12,9 @@ namespace {
 constexpr uint64_t kRecordAlignment = 64;
 constexpr int64_t kNobody = -1;
 
-// Slots hold whole cells of checksums, and any record that is not large with room to spare.
-const EngineOptions& usable(const EngineOptions& options) {
+}  // namespace
+
+const EngineOptions& usable_for_writing(const EngineOptions& options) {
   if (options.slot_bytes % kChecksumBlock != 0 || options.slot_bytes < kLargeBody + kChecksumBlock) {
     throw Error::invalid("slots of " + std::to_string(options.slot_bytes) + " bytes: a multiple of " +
                          std::to_string(kChecksumBlock) + " from " + std::to_string(kLargeBody + kChecksumBlock) +
@@ -23,13 +24,6 @@ const EngineOptions& usable(const EngineOptions& options) {
     throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
   }
   return options;
-}
-
-}  // namespace
-
-void TransferStats::count(const Flight& flight, uint64_t bytes) {
-  (flight.slot ? slots : in_place).fetch_add(bytes, std::memory_order_relaxed);
-  by_access[static_cast<size_t>(flight.transfer.access)].fetch_add(bytes, std::memory_order_relaxed);
 }
 
 // A contiguous piece of one record within one segment.
@@ -346,7 +340,7 @@ class FileWriter::Group {
 };
 
 FileWriter::FileWriter(const std::string& path, uint64_t expected_bytes, const EngineOptions& options, bool checksums)
-    : options_(usable(options)),
+    : options_(usable_for_writing(options)),
       checksums_(checksums),
       file_(File::create(path, options.widest)),
       control_(path, options.bytes_per_second) {

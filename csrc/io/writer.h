@@ -20,6 +20,7 @@
 #include "io/box.h"
 #include "io/transfer_control.h"
 #include "io/transfer_loop.h"
+#include "io/transfer_stats.h"
 
 namespace vescale_ckpt {
 
@@ -42,13 +43,9 @@ struct PlacedRecord {
   uint32_t crc;  // of the tensor's bytes, or of the object's; 0 without checksums
 };
 
-// Bytes by the way they took.
-struct TransferStats {
-  std::atomic<uint64_t> in_place{0};  // between the tensor's own memory and the file
-  std::atomic<uint64_t> slots{0};     // through a slot
-  std::atomic<uint64_t> by_access[3] = {0, 0, 0};
-  void count(const Flight& flight, uint64_t bytes);
-};
+// The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
+// Error(invalid) otherwise.
+const EngineOptions& usable_for_writing(const EngineOptions& options);
 
 class FileWriter {
  public:
@@ -75,7 +72,7 @@ class FileWriter {
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
   // running.
   void cancel() { control_.cancel(); }
-  uint64_t progress() const { return stats_.in_place + stats_.slots; }  // bytes given to the file so far
+  uint64_t progress() const { return stats_.bytes(); }  // bytes given to the file so far
 
   const TransferStats& stats() const { return stats_; }
   Access access() const { return file_->access(); }
@@ -86,7 +83,6 @@ class FileWriter {
   struct Segment;
   struct Record;
   class Group;
-  class TiledGroup;
 
   // Whether a block of the file may be written from `data` itself.
   bool can_send(const std::byte* data) const;

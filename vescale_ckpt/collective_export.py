@@ -1,0 +1,137 @@
+"""One save of all ranks as safetensors files: as `CollectiveSave`, and between planning and writing the layout of the
+files, which is kept with the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _C
+from .collective_plan import CollectivePlan
+from .collective_save import CollectiveSave
+from .exchange import Exchange
+from .export_names import file_names
+from .export_writer import SafetensorsWriter, Targets
+from .message import pack, unpack
+from .save_planner import SavePlanner
+from .tied import tied_names
+from .writer import StorageWriter
+
+
+class CollectiveExport(CollectiveSave):
+    """Used as `CollectiveSave`."""
+
+    writer: SafetensorsWriter
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        planner: SavePlanner,
+        path: str | os.PathLike[str],
+        overwrite: bool,
+        process_group: dist.ProcessGroup | None,
+        max_shard_size: int | str,
+        metadata: Mapping[str, str] | None,
+    ) -> None:
+        super().__init__(exchange, planner, path, overwrite, process_group)
+        self._max_shard_size = max_shard_size
+        self._metadata = metadata
+        self._tied: dict[str, str] = {}
+
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
+        if not super().begin(state, error):
+            return False
+        try:
+            self._lay_out()
+        except BaseException:
+            self.writer.end()
+            raise
+        return True
+
+    def _make_writer(self) -> StorageWriter:
+        return SafetensorsWriter(
+            self.path,
+            format="safetensors",
+            overwrite=self.overwrite,
+            max_shard_size=self._max_shard_size,
+            metadata=self._metadata,
+        )
+
+    def _clean_up(self) -> None:
+        pass  # the coordinator does, when it makes the files
+
+    def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
+        values = _without_empty_name(values)
+        plan.describe(values, self.writer.storage_meta())
+        self._tied = {} if plan.description is None else tied_names(plan.description)
+        if self._tied:
+            flat = {key: value for key, value in self.planner.state_dict.items() if key not in self._tied}
+            plan.describe(flat, self.writer.storage_meta())
+        return values
+
+    def _lay_out(self) -> None:
+        """Where all ranks write what. The layout of the save before is taken if all ranks still have it."""
+        exchange, items = self.exchange, self._items
+        assert items is not None
+        tied, table = items.exports.get(self.writer.wanted, ({}, None))
+        have = table is not None and tied == self._tied
+        all_have, none_tied = exchange.agree([int(have), int(not self._tied)], self._phase("agree on files"))
+        of_all: list[dict[str, str]] = [{}]
+        if not (all_have or none_tied):
+            texts = [text.encode() for names in self._tied.items() for text in names]
+            of_all = [_pairs(message) for message in exchange.gather(pack(*texts), self._phase("gather names")) or []]
+        answers = None
+        if exchange.is_coordinator:
+            answers = [b""] * exchange.size
+            self._keep_error(self._make_files, answers, bool(all_have), of_all)
+        answer = exchange.scatter(answers, self._phase("scatter files"))
+        if not answer:  # the coordinator could not make them: all ranks learn why
+            exchange.fail_together(self.error, self._phase("make files"))
+        token, count, places = unpack(answer)
+        if places:
+            table = _C.export_targets(items.description.inventory, items.part, unpack(places)[0])
+            items.exports[self.writer.wanted] = self._tied, table
+        assert table is not None
+        self.writer.targets = Targets(file_names(int(count)), token.decode(), table)
+
+    def _make_files(self, answers: list[bytes], all_have: bool, tied: list[dict[str, str]]) -> None:
+        planned, writer = self._of_all, self.writer
+        assert planned is not None
+        made = planned.exports.get(writer.wanted) if all_have else None
+        known = made is not None
+        if made is None:
+            made = writer.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
+        token, count = writer.begin(made).encode(), str(len(made.file_bytes)).encode()
+        for rank in range(len(answers)):
+            answers[rank] = pack(token, count, b"" if known else pack(made.places(rank)))
+
+    def _write_and_commit(self) -> None:
+        message = b""
+        try:
+            self._write()
+            message = pack(self.writer.blocks)
+        except Exception as error:
+            self.error = error
+        gathered = self.exchange.gather(message, self._phase("write"))
+        if gathered is not None and all(gathered):
+            self._keep_error(self.writer.commit_export, [unpack(data)[0] for data in gathered])
+        self.exchange.fail_together(self.error, self._phase("commit"))
+
+
+def _pairs(message: bytes) -> dict[str, str]:
+    texts = [text.decode() for text in unpack(message)]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _without_empty_name(values: dict[str, Any]) -> dict[str, Any]:
+    """What stands under the name "" has its own names in the files: a module's, as its `state_dict` gives them."""
+    inner = values.get("")
+    if not isinstance(inner, Mapping):
+        return values
+    others = {name: value for name, value in values.items() if name != ""}
+    if both := sorted(map(str, inner.keys() & others.keys())):
+        raise ValueError(f"names that the state has twice, in itself and under '': {', '.join(both[:10])}")
+    return {**others, **inner}

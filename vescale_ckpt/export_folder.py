@@ -1,0 +1,162 @@
+"""The folder of an export: its files while they are written, commit and clean-up. For the rank that coordinates.
+
+Files have temporary names until all of them are complete and durable. Several files are one model when the index names
+them: that of an older export is removed before the first of them gets its name, so that no reader finds some of the new
+files among the old. A single file replaces a single file by one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+
+from . import _C, engine, layout
+from .errors import StorageFullError
+from .export_names import (
+    INDEX_NAME,
+    file_names,
+    is_model_file,
+    is_temporary_index,
+    temporary_name,
+    token_of,
+)
+
+logger = logging.getLogger(__name__)
+
+# After which a file is left over: one whose writer cannot be asked, where there are no locks; an index, which is
+# written at once.
+_GRACE_SECONDS = 24 * 3600.0
+_COMMIT_SECONDS = 600.0
+
+
+class ExportFolder:
+    """One export. The files exist, as long as they will be; `commit` makes them the model of the folder, `discard`
+    removes what was not committed."""
+
+    def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
+        """Makes files of so many bytes each, and removes what exports that died have left. Raises `StorageFullError`,
+        `CheckpointError`. `names`: None for those of a model."""
+        self.directory = directory
+        self.names = file_names(len(sizes)) if names is None else names
+        self.token = ""
+        self._lock: layout.FileLock | None = None
+        _remove_leftovers(directory)
+        needed = sum(sizes)
+        with engine.named_errors(str, directory, needed):
+            free = _C.free_bytes(directory)
+            if free < needed:
+                raise StorageFullError(directory, needed, free)
+            try:
+                self._begin(sizes[0])
+                for name, size in zip(self.names[1:], sizes[1:], strict=True):
+                    _C.reserve_file(self._temporary(name), size)
+            except BaseException:
+                self.discard()
+                raise
+
+    def _begin(self, size: int) -> None:
+        """Makes the first file, whose lock stands for the whole export."""
+        for attempts_left in (2, 1, 0):
+            self.token = layout.new_token()
+            _C.reserve_file(self._temporary(self.names[0]), size)
+            try:
+                self._lock = layout.lock(self._temporary(self.names[0]))
+                return
+            except layout.TakenForLeftoverError:  # by another export's clean-up, between its making and its marking
+                if not attempts_left:
+                    raise
+
+    def _temporary(self, name: str) -> str:
+        return os.path.join(self.directory, temporary_name(name, self.token))
+
+    def commit(self, heads: list[bytes], index: bytes, sync: bool) -> None:
+        """Completes the files with what stands at their start and makes them the model, durably."""
+        directory = self.directory
+        self.complete(heads, sync)
+        with engine.named_errors(str, directory):
+            if len(self.names) > 1:
+                self._remove(INDEX_NAME)
+                _C.sync_directory(directory)
+            self.give_names()
+            if len(self.names) > 1:
+                _C.commit_file(directory, INDEX_NAME, index)
+            else:
+                self._remove(INDEX_NAME)
+        self._remove_models(self.names)
+
+    # --- The same in steps, for ranks that have a file each
+
+    def complete(self, heads: list[bytes], sync: bool) -> None:
+        with engine.named_errors(str, self.directory):
+            for name, head in zip(self.names, heads, strict=True):
+                _C.write_head(self._temporary(name), head, sync)
+
+    def make_way(self) -> None:
+        """Removes the model that is there: readers take all files in a folder, and would mix the two."""
+        self._remove(INDEX_NAME)
+        self._remove_models([])
+        with engine.named_errors(str, self.directory):
+            _C.sync_directory(self.directory)
+
+    def give_names(self) -> None:
+        with engine.named_errors(str, self.directory):
+            for name in self.names:
+                _C.move_into_place(self._temporary(name), self.directory, os.path.join(self.directory, name))
+        self.token = ""
+
+    def _remove_models(self, but: list[str]) -> None:
+        for name in os.listdir(self.directory):
+            if is_model_file(name) and name not in but:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.directory, name))
+
+    def discard(self) -> None:
+        """May be called again, and after `commit`."""
+        if self.token:
+            for name in reversed(self.names):  # the locked one last
+                with contextlib.suppress(OSError):
+                    os.unlink(self._temporary(name))
+        self.token = ""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+
+def _remove_leftovers(directory: str) -> None:
+    """Failures are no matter but for the space: leftovers are no model."""
+    exports: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory)):
+            if (token := token_of(name)) is not None:
+                exports.setdefault(token, []).append(os.path.join(directory, name))
+            elif is_temporary_index(name):
+                _remove_if_old(os.path.join(directory, name))
+    for paths in exports.values():
+        try:
+            if _is_over(paths):
+                for path in reversed(paths):
+                    os.unlink(path)
+        except OSError as error:
+            logger.warning("a leftover of an export is kept: %s", error)
+
+
+def _is_over(paths: list[str]) -> bool:
+    """Whether nobody writes these files of one export: the first of them is locked as long as somebody does."""
+    descriptor = os.open(paths[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        alone = layout.try_lock_alone(descriptor)
+    finally:
+        os.close(descriptor)
+    if alone is None:
+        return time.time() - max(os.stat(path).st_mtime for path in paths) > _GRACE_SECONDS
+    return alone
+
+
+def _remove_if_old(path: str) -> None:
+    if time.time() - os.stat(path).st_mtime > _COMMIT_SECONDS:
+        os.unlink(path)

@@ -1,0 +1,71 @@
+"""Exports of ranks that share no folder (`placement="local"`): each writes one file with what it has, in the way of
+torch's HuggingFaceStorageWriter, whose reader puts the boxes together again when all files are in one folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from . import _C
+from .collective_export import CollectiveExport
+from .engine import dtype_code
+from .errors import CheckpointError
+from .export_names import name_of_rank
+from .export_writer import NEVER_SPLIT, Targets
+from .items import TENSOR, packed_row
+from .packed import PackedItems
+from .sharding import Piece
+
+_SHARDING = "DCP_SHARDING_INFO"  # of a header's texts: where each tensor of the file begins in the whole
+
+
+class LocalExport(CollectiveExport):
+    """Used as `CollectiveSave`. There is no index: readers take all files of the folder."""
+
+    def _lay_out(self) -> None:
+        self._keep_error(self._make_file)
+        self.exchange.fail_together(self.error, self._phase("make files"))
+
+    def _make_file(self) -> None:
+        items, writer, name = self._items, self.writer, name_of_rank(self.exchange.rank)
+        assert items is not None
+        inventory, offsets = _boxes_as_tensors(items)
+        try:
+            plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NEVER_SPLIT)
+            texts = [*writer.texts, (_SHARDING, json.dumps(offsets))]
+            made = _C.ExportLayout(plan.catalog(), NEVER_SPLIT, texts, list(self._tied.items()))
+        except _C.EngineError as error:
+            raise CheckpointError(str(error)) from None
+        table = _C.export_targets(inventory, plan.part(0), made.places(0))
+        writer.targets = Targets([name], writer.begin(made, [name]), table)
+
+    def _write_and_commit(self) -> None:
+        folder = self.writer.folder
+        for phase, step in (("write", self._write_file), ("make way", folder.make_way), ("commit", folder.give_names)):
+            self._together(phase, step)
+
+    def _together(self, phase: str, step: Callable[[], None]) -> None:
+        """A step that no rank takes before all have taken the one before it."""
+        self._keep_error(step)
+        self.exchange.fail_together(self.error, self._phase(phase))
+
+    def _write_file(self) -> None:
+        self._write()
+        self.writer.folder.complete(self.writer.heads([self.writer.blocks]), self.writer.sync_files)
+
+
+def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, list[int]]]]:
+    """The inventory of a part of which each box is a tensor of its own, and where in the whole it begins."""
+    names, rows, offsets = [], [], {}
+    if objects := items.objects():
+        raise CheckpointError(f"safetensors files hold tensors only, and these are none: {', '.join(objects[:10])}")
+    for item, key in zip(items, map(items.key, range(len(items))), strict=True):
+        chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
+        if key in offsets:
+            raise CheckpointError(f"{key}: this rank has several pieces of it, and its file can hold one", key=key)
+        offsets[key] = {"saved_offsets": list(chunk.offsets)}
+        names.append(key)
+        origin = Piece((0,) * len(chunk.sizes), chunk.sizes, ())
+        code = dtype_code(properties.dtype, key)
+        rows.append(packed_row(TENSOR, code, False, properties.dtype.itemsize, origin, chunk.sizes))
+    return _C.pack_inventory(names, b"".join(rows), 0), offsets

@@ -1,0 +1,46 @@
+"""Tensors of a state that lie in the same memory, for formats that store each tensor once, by one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _C
+from .describe import Description
+from .safetensors import shared_memory_error
+
+
+def tied_names(description: Description) -> dict[str, str]:
+    """For each key whose tensor is another's, in the same memory: the key that is kept, the first of the state.
+
+    Raises RuntimeError for tensors that share memory and are not the same.
+    """
+    groups = _C.items_that_share_memory(
+        description.inventory, description.sources, description.table, description.ready
+    )
+    if not groups:
+        return {}
+    names = description.names
+    involved = {names[item] for group in groups for item in group}
+    lie: dict[str, list[Any]] = {name: [] for name in involved}
+    for item, name in enumerate(names):
+        if name in involved:
+            lie[name].append(_where(description, item))
+    tied: dict[str, str] = {}
+    refused = []
+    for group in groups:
+        of_group = list(dict.fromkeys(names[item] for item in group))
+        kept, *others = of_group
+        if all(lie[other] == lie[kept] for other in others):
+            tied.update(dict.fromkeys(others, kept))
+        else:
+            refused.append(of_group)
+    if refused:
+        raise shared_memory_error(refused)
+    return tied
+
+
+def _where(description: Description, item: int) -> tuple[Any, ...]:
+    """What an item is, in every respect but its name."""
+    _, _, dtype, _, _, shape, offset, size = description.items[item]
+    tensor, local_offset = description.source(item)
+    return dtype, shape, offset, size, tensor.data_ptr(), tensor.shape, tensor.stride(), local_offset
