@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -169,6 +170,16 @@ def test_only_known_formats(checkpoint: Path) -> None:
         vescale_ckpt.save(checkpoint, {}, format="onnx")
     with pytest.raises(ValueError, match="dcp, safetensors"):
         StorageWriter(checkpoint, format="onnx")
+
+
+def test_a_writer_can_be_pickled_and_used_again(checkpoint: Path) -> None:
+    writer = StorageWriter(checkpoint, format="safetensors", max_shard_size="1MB")
+    for k in (0, 1):
+        dcp.save(model(k), storage_writer=writer, checkpoint_id=checkpoint)
+        assert same(read(checkpoint), model(k)) and len(files(checkpoint)) > 1
+        writer = pickle.loads(pickle.dumps(writer))
+    assert type(writer) is type(StorageWriter(checkpoint, format="safetensors"))
+    assert type(writer) is not type(StorageWriter(checkpoint))
 
 
 def test_the_header_says_torch_or_what_was_asked_for(checkpoint: Path) -> None:
