@@ -69,7 +69,7 @@ bool JsonReader::more(char bracket) {
     first_ = false;
     return true;
   }
-  if (next != ',') fail(std::string("',' or '") + bracket + "' is wanted");
+  if (next != ',') fail(std::string("',' or '").append(1, bracket).append("' is wanted"));
   ++at_;
   if (peek() == bracket) fail("a comma with nothing behind it");
   return true;
