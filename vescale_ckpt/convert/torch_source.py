@@ -1,0 +1,137 @@
+"""Files of torch.save."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from .. import _C
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ..flatten import flatten
+from ..stock import checkpoint_offset
+from .raw_source import Area, RawFiles, RawTensor
+from .source import Read, TensorInfo
+from .zip_file import Entry, damage_named, entries
+
+
+class TorchSource:
+    """A dict, nested or not, whose tensors are read from where they lie. Keys are flattened as DCP does.
+
+    Nothing but its pickle is read at first. Tensors that do not lie as they are (transposed ones) are mapped to memory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        stored = entries(path)
+        _check_pickle(path, stored)
+        with FakeTensorMode():
+            state = _load(path)
+        flat, self.paths = flatten(state)
+        areas = {entry.offset: Area(0, entry.offset, entry.bytes, entry.crc or -1) for entry in stored}
+        self._files = RawFiles([path], path)
+        self._raw: dict[str, RawTensor] = {}
+        self._odd: dict[str, Area] = {}
+        self._mapped: dict[str, Any] | None = None
+        self.tensors: dict[str, TensorInfo] = {}
+        for key, value in flat.items():
+            if isinstance(value, torch.Tensor):
+                self._add(key, value, areas)
+        self.object_names = [key for key in flat if key not in self.tensors]
+        self._plain = {key: flat[key] for key in self.object_names if not _holds_tensor(flat[key])}
+
+    def _add(self, key: str, value: torch.Tensor, areas: Mapping[int, Area]) -> None:
+        if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_quantized:
+            raise CheckpointError(
+                f"{key}: a {type(value).__name__} of layout {value.layout} cannot be converted", key=key
+            )
+        info = self.tensors[key] = TensorInfo(tuple(value.shape), value.dtype)
+        storage = value.untyped_storage()
+        begin = checkpoint_offset(storage)
+        area = areas.get(-1 if begin is None else begin)
+        if area is None:
+            if value.numel():
+                raise CheckpointError(f"{key}: torch does not say where in {self._path} it lies", key=key)
+            area = Area(0, 0, 0, -1)
+        offset = area.offset + int(value.storage_offset()) * value.itemsize
+        if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+            if value.numel() and offset + value.numel() * value.itemsize > area.offset + area.bytes:
+                raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {self._path}", key=key)
+            self._raw[key] = RawTensor(info, offset, area)
+        else:
+            self._odd[key] = area
+
+    def close(self) -> None:
+        self._mapped = None
+
+    def objects(self, names: Iterable[str]) -> dict[str, Any]:
+        wanted = list(names)
+        if all(key in self._plain for key in wanted):
+            return {key: self._plain[key] for key in wanted}
+        with open(self._path, "rb") as file:
+            length = file.seek(0, io.SEEK_END)
+        wrong, offset, _ = _C.check_archive_at(self._path, 0, length, -1)  # they hold tensors
+        if wrong:
+            raise CorruptCheckpointError(f"{self._path}: {wrong}", key=None, file=self._path, offset=offset)
+        return {key: self._values()[key] for key in wanted}
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._files.read([read for read in reads if read.key in self._raw], self._raw.__getitem__)
+        for read in reads:
+            if read.key in self._odd:
+                self._files.verify(self._odd[read.key], read.key)
+                tensor = self._values()[read.key]
+                for dim, (start, length) in enumerate(zip(read.offsets, read.target.shape, strict=True)):
+                    tensor = tensor.narrow(dim, start, length)
+                read.target.copy_(tensor.detach())
+
+    def _values(self) -> dict[str, Any]:
+        if self._mapped is None:
+            self._mapped = flatten(_load(self._path, mmap=True))[0]
+        return self._mapped
+
+
+def _load(path: str, **options: Any) -> Mapping[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise UntrustedCheckpointError(
+            f"{path} needs code to load, which conversions do not run (if you trust it, add its classes by "
+            f"torch.serialization.add_safe_globals): {error}"
+        ) from error
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CorruptCheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}", key=None, file=path
+        ) from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, no dict of tensors", path=path)
+    return state
+
+
+def _check_pickle(path: str, stored: Sequence[Entry]) -> None:
+    names = [entry.name for entry in stored if entry.name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
+    with damage_named(path), zipfile.ZipFile(path) as archive:
+        archive.read(names[0])  # compares its checksum
+
+
+class _TensorFinder(pickle.Pickler):
+    found = False
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            self.found = True
+            return ""
+        return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    finder = _TensorFinder(io.BytesIO())
+    finder.dump(value)
+    return finder.found
