@@ -46,19 +46,23 @@ class RawFiles:
 
     def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
         table, keys = engine.int_table(), []
+        whole: list[tuple[Read, Area]] = []
         for read in reads:
             tensor, length = tensor_of(read.key), read.target.nbytes
             if length == 0:
                 continue
             offset = tensor.offset + _start(tensor.info, read.offsets)
             area = tensor.area
-            crc = area.crc
-            if area in self._sound or (offset, length) != (area.offset, area.bytes):
+            if (offset, length) != (area.offset, area.bytes):
                 self.verify(area, read.key)
-                crc = -1
-            table.extend((area.file, offset, length, crc, read.target.data_ptr()))
+            else:
+                whole.append((read, area))
+            table.extend((area.file, offset, length, read.target.data_ptr()))
             keys.append(read.key)
         self._read(table, keys)
+        for read, area in whole:
+            if area.crc >= 0:
+                self._compare(_C.crc32_of_memory(read.target.data_ptr(), area.bytes), area, read.key)
 
     def verify(self, area: Area, key: str) -> None:
         """Raises `CorruptCheckpointError` if the bytes of an area are not those that its checksum is of."""
@@ -68,9 +72,13 @@ class RawFiles:
         crc = 0
         for start in range(0, area.bytes, _CHECK_BYTES):
             length = min(_CHECK_BYTES, area.bytes - start)
-            row = (area.file, area.offset + start, length, -1, buffer.data_ptr())
+            row = (area.file, area.offset + start, length, buffer.data_ptr())
             self._read(engine.int_table(row), [key])
             crc = _C.crc32_combine(crc, _C.crc32_of_memory(buffer.data_ptr(), length), length)
+        self._compare(crc, area, key)
+        self._sound.add(area)
+
+    def _compare(self, crc: int, area: Area, key: str) -> None:
         if crc != area.crc:
             path = self.paths[area.file]
             raise CorruptCheckpointError(
@@ -80,7 +88,6 @@ class RawFiles:
                 file=path,
                 offset=area.offset,
             )
-        self._sound.add(area)
 
     def _read(self, table: Sequence[int], keys: Sequence[str]) -> None:
         with engine.named_errors(lambda row: keys[row], self._where):
