@@ -122,12 +122,12 @@ class _Conversion:
         def prepare() -> None:
             self._source = open_source(self._source_path)
             self._closing.callback(self._source.close)
+            destination.check(self._source_path, self._path, self._format, overwrite)
             self.made = make(self._source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
             self._files = self._files_of(most_bytes)
-            destination.check(self._source_path, self._path, self._format, overwrite)
 
         self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()

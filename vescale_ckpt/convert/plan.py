@@ -33,6 +33,11 @@ class Output:
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def converts(self) -> bool:
+        """Whether it is written as another dtype than it is stored as."""
+        return self.dtype != self.stored_dtype
+
     def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
         """What fills `target` with the box of its sizes at `offsets`."""
         if self.stacked:

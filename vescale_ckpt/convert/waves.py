@@ -36,8 +36,7 @@ class Piece:
     @property
     def stored_bytes(self) -> int:
         """Memory that it takes beside itself: as it is stored, if it is converted."""
-        converts = self.output.dtype != self.output.stored_dtype
-        return prod(self.sizes) * self.output.stored_dtype.itemsize if converts else 0
+        return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,7 @@ def memory_of(buffer: torch.Tensor) -> memoryview:
 
 def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterator[Piece]:
     """All of an output, in order."""
-    converts = output.dtype != output.stored_dtype
-    each = output.dtype.itemsize + (output.stored_dtype.itemsize if converts else 0)
+    each = output.dtype.itemsize + (output.stored_dtype.itemsize if output.converts else 0)
     at = file_offset
     for offsets, sizes in cut(output.shape, max(1, most_bytes // each)):
         piece = Piece(output, offsets, sizes, at)
@@ -192,7 +190,7 @@ def _add(wave: Wave, part: Part, at: int, beside: int) -> tuple[int, int]:
         wave.places.append(Place(part, at, target, target))
         return end, beside
     target = stored = _view(wave.buffer, at, part.sizes, part.output.dtype)
-    if part.stored_bytes:
+    if part.output.converts:
         begin = (len(wave.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
         stored = _view(wave.buffer, begin, part.sizes, part.output.stored_dtype)
         beside = len(wave.buffer) - begin
