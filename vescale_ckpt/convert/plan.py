@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -29,7 +30,7 @@ class Output:
     stacked: bool = False
     index: int | None = None
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 

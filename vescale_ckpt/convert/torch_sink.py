@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from .. import objects
 from ..errors import CheckpointError
 from ..flatten import Path, flatten
 from ..nesting import nested
-from ..stock import checkpoint_offset
 from .archive_layout import ArchiveLayout, Member
 from .plan import Output
+from .torch_source import tensors_in
 from .zip_file import Entry, entries
+
+_ALIGNMENT = 64
 
 
 def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path]) -> ArchiveLayout:
@@ -31,27 +34,43 @@ def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Ma
     descriptor = os.memfd_create("vescale_ckpt")
     try:
         path = f"/proc/self/fd/{descriptor}"
-        fake = FakeTensorMode()
-        with fake:
-            tensors = {output.name: torch.empty(output.shape, dtype=output.dtype) for output in outputs}
+        tensors = _without_memory(outputs)
         state = nested({**tensors, **values}, paths)
         try:
-            with skip_data(materialize_fake_tensors=True):
+            with skip_data():
                 torch.save(state, path)
         except Exception as error:
             raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
-        with FakeTensorMode():
-            kept = flatten(torch.load(path, weights_only=False))[0]  # ours, made above
-        at: dict[int | None, Output | bytes] = {}
-        for output in outputs:
-            at[checkpoint_offset(kept[output.name].untyped_storage())] = output
         found = entries(path)
+        state, places = tensors_in(path, found)
+        kept = flatten(state)[0]
+        at: dict[int, Output | bytes] = {places[id(kept[output.name])].entry.offset: output for output in outputs}
         rest = [entry for entry in found if _is_storage(entry) and entry.offset not in at]
         at.update(_storages_of_objects(rest, [values[key] for key in kept if key in values]))
         with zipfile.ZipFile(path) as archive:
             return ArchiveLayout("archive/", [_member(entry, at.get(entry.offset), archive) for entry in found])
     finally:
         os.close(descriptor)
+
+
+def _without_memory(outputs: Sequence[Output]) -> dict[str, torch.Tensor]:
+    """Tensors that have addresses, and take no memory while nobody looks at them."""
+    reserved = mmap.mmap(-1, sum(map(_room, outputs)) or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    tensors, at = {}, 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they are not for writing
+        for output in outputs:
+            if output.bytes:
+                memory = torch.frombuffer(reserved, dtype=torch.uint8, count=output.bytes, offset=at)
+                tensors[output.name] = memory.view(output.dtype).view(output.shape)
+                at += _room(output)
+            else:
+                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype)
+    return tensors
+
+
+def _room(output: Output) -> int:
+    return -(-output.bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _member(entry: Entry, content: Output | bytes | None, archive: zipfile.ZipFile) -> Member:
@@ -67,7 +86,7 @@ def _is_storage(entry: Entry) -> bool:
     return entry.name.partition("/")[2].startswith("data/")
 
 
-def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[int | None, Output | bytes]:
+def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[int, Output | bytes]:
     """What lies in the storages of tensors within objects: torch.save has left it out for these, too."""
     if not rest:
         return {}

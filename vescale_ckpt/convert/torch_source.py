@@ -6,6 +6,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..flatten import flatten
 from ..stock import checkpoint_offset
 from .raw_source import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo
+from .torch_pickle import unpickled
 from .zip_file import Entry, damage_named, entries
 
 
@@ -29,11 +31,8 @@ class TorchSource:
     def __init__(self, path: str) -> None:
         self._path = path
         stored = entries(path)
-        _check_pickle(path, stored)
-        with FakeTensorMode():
-            state = _load(path)
-        flat, self.paths = flatten(state)
-        areas = {entry.offset: Area(0, entry.offset, entry.bytes, entry.crc or -1) for entry in stored}
+        state, places = tensors_in(path, stored)
+        flat, self.paths = flatten(_checked(state, path))
         self._files = RawFiles([path], path)
         self._raw: dict[str, RawTensor] = {}
         self._odd: dict[str, Area] = {}
@@ -41,24 +40,19 @@ class TorchSource:
         self.tensors: dict[str, TensorInfo] = {}
         for key, value in flat.items():
             if isinstance(value, torch.Tensor):
-                self._add(key, value, areas)
+                self._add(key, value, places)
         self.object_names = [key for key in flat if key not in self.tensors]
         self._plain = {key: flat[key] for key in self.object_names if not _holds_tensor(flat[key])}
 
-    def _add(self, key: str, value: torch.Tensor, areas: Mapping[int, Area]) -> None:
-        if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_quantized:
-            raise CheckpointError(
-                f"{key}: a {type(value).__name__} of layout {value.layout} cannot be converted", key=key
-            )
+    def _add(self, key: str, value: torch.Tensor, places: Mapping[int, Place]) -> None:
+        place = places.get(id(value))
+        if place is None or value.layout is not torch.strided or value.is_quantized:
+            kind = f"{type(value).__name__} of layout {value.layout}"
+            raise CheckpointError(f"{key}: a {kind} cannot be converted, or its data are missing", key=key)
         info = self.tensors[key] = TensorInfo(tuple(value.shape), value.dtype)
-        storage = value.untyped_storage()
-        begin = checkpoint_offset(storage)
-        area = areas.get(-1 if begin is None else begin)
-        if area is None:
-            if value.numel():
-                raise CheckpointError(f"{key}: torch does not say where in {self._path} it lies", key=key)
-            area = Area(0, 0, 0, -1)
-        offset = area.offset + int(value.storage_offset()) * value.itemsize
+        entry = place.entry
+        area = Area(0, entry.offset, entry.bytes, entry.crc or -1)
+        offset = area.offset + place.offset
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
             if value.numel() and offset + value.numel() * value.itemsize > area.offset + area.bytes:
                 raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {self._path}", key=key)
@@ -92,13 +86,42 @@ class TorchSource:
 
     def _values(self) -> dict[str, Any]:
         if self._mapped is None:
-            self._mapped = flatten(_load(self._path, mmap=True))[0]
+            self._mapped = flatten(_checked(_load(self._path, mmap=True), self._path))[0]
         return self._mapped
 
 
-def _load(path: str, **options: Any) -> Mapping[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    entry: Entry  #: its storage
+    offset: int  #: of its first byte in that
+
+
+def tensors_in(path: str, stored: Sequence[Entry]) -> tuple[Any, dict[int, Place]]:
+    """What a file of torch.save holds, without data, and by `id` where those of each tensor are."""
+    data, root = _pickle(path, stored)
+    found = unpickled(data)
+    if found is not None:
+        state, tensors = found
+        by_name = {entry.name: entry for entry in stored}
+        entries_of = {number: by_name.get(f"{root}data/{tensor.key}") for number, tensor in tensors.items()}
+        return state, {number: Place(entry, tensors[number].offset) for number, entry in entries_of.items() if entry}
+    by_offset: dict[int | None, Entry] = {entry.offset: entry for entry in stored}
+    with FakeTensorMode():
+        state = _load(path)
+    places = {}
+    for value in flatten(_checked(state, path))[0].values():
+        if isinstance(value, FakeTensor):
+            entry = by_offset.get(checkpoint_offset(value.untyped_storage()))
+            if entry is not None:
+                places[id(value)] = Place(entry, int(value.storage_offset()) * value.itemsize)
+    return state, places
+
+
+def _load(path: str, **options: Any) -> Any:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, **options)
+        return torch.load(path, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise UntrustedCheckpointError(
             f"{path} needs code to load, which conversions do not run (if you trust it, add its classes by "
@@ -108,17 +131,21 @@ def _load(path: str, **options: Any) -> Mapping[str, Any]:
         raise CorruptCheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {error}", key=None, file=path
         ) from error
+
+
+def _checked(state: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, no dict of tensors", path=path)
     return state
 
 
-def _check_pickle(path: str, stored: Sequence[Entry]) -> None:
+def _pickle(path: str, stored: Sequence[Entry]) -> tuple[bytes, str]:
+    """The pickle, and what stands before the names of all entries."""
     names = [entry.name for entry in stored if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
     with damage_named(path), zipfile.ZipFile(path) as archive:
-        archive.read(names[0])  # compares its checksum
+        return archive.read(names[0]), names[0].removesuffix("data.pkl")  # its checksum was compared
 
 
 class _TensorFinder(pickle.Pickler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -29,11 +30,11 @@ class Piece:
     sizes: tuple[int, ...]
     file_offset: int = -1  #: where its bytes go; -1: the file decides
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return prod(self.sizes) * self.output.dtype.itemsize
 
-    @property
+    @cached_property
     def stored_bytes(self) -> int:
         """Memory that it takes beside itself: as it is stored, if it is converted."""
         return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
