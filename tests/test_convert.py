@@ -22,6 +22,7 @@ from damage import fork, same
 from ranks import RanksFailedError, run_ranks
 
 import vescale_ckpt
+from benchmarks import convert as benchmark
 from vescale_ckpt import (
     _C,
     CheckpointError,
@@ -215,6 +216,55 @@ def test_views_of_one_storage_and_tensors_within_objects(tmp_path: Path) -> None
     assert [torch.equal(x, y) for x, y in zip(found["held"], held, strict=True)] == [True, True]
     assert torch.equal(found["later"][0], base) and list(found) == list(saved)
     assert zipfile.ZipFile(tmp_path / "b.pt").testzip() is None
+
+
+def test_what_only_torch_knows_of_its_files(tmp_path: Path) -> None:
+    """Lazy conjugates, which are mapped, and classes that torch allows beside tensors."""
+    lazy = torch.randn(2, 3, dtype=torch.complex64).conj()
+    saved = {"lazy": lazy, "strided": torch.arange(6.0).view(2, 3).t(), "size": torch.Size([1, 2]), "own": {"n": 1}}
+    torch.save(saved, tmp_path / "a.pt")
+    for format in FORMATS:
+        convert(tmp_path / "a.pt", tmp_path / NAMES[format], format=format, on_objects="drop")
+        wanted = {"lazy": lazy.resolve_conj(), "strided": saved["strided"].contiguous()}
+        assert_same(read_by_us(tmp_path / NAMES[format]), wanted)
+    assert torch.load(tmp_path / "one.pt", weights_only=True)["size"] == torch.Size([1, 2])
+    assert vescale_ckpt.load(tmp_path / "dcp")["own"] == {"n": 1}
+
+
+def test_modules_and_parameters(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    torch.save({"model": module.state_dict(), "p": torch.nn.Parameter(torch.ones(2))}, tmp_path / "a.pt")
+    wanted = {f"model.{key}": value for key, value in module.state_dict().items()}
+    assert_same(converted(tmp_path / "a.pt"), {**wanted, "p": torch.ones(2)})
+
+
+def with_pickle(path: Path, data: bytes, storage: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+        archive.writestr("archive/data/0", storage)
+        archive.writestr("archive/version", "3")
+    return path
+
+
+def test_pickles_that_lie(tmp_path: Path) -> None:
+    def tensor(numbers: tuple[int, ...], key: str = "0") -> bytes:
+        start, size, stride = numbers
+        stored = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0%sX\x03\0\0\0cpuK\x04tQ" % key.encode()
+        box = b"K%c(K%ct(K%ct" % (start, size, stride)
+        return b"\x80\x02}X\x01\0\0\0wctorch._utils\n_rebuild_tensor_v2\n(" + stored + box + b"\x89NtRs."
+
+    data = np.arange(4, dtype=np.float32).tobytes()
+    good = with_pickle(tmp_path / "good.pt", tensor((1, 3, 1)), data)
+    assert_same(converted(good), {"w": torch.arange(1.0, 4.0)})
+    beyond = with_pickle(tmp_path / "beyond.pt", tensor((2, 3, 1)), data)
+    with pytest.raises(UntrustedCheckpointError, match="beyond its storage"):
+        converted(beyond)
+    absent = with_pickle(tmp_path / "absent.pt", tensor((0, 3, 1), "7"), data)
+    with pytest.raises(CheckpointError, match="missing"):
+        converted(absent)
+    code = with_pickle(tmp_path / "code.pt", b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.", data)
+    with pytest.raises(UntrustedCheckpointError, match="needs code"):
+        converted(code)
 
 
 def test_names_that_files_cannot_have(tmp_path: Path) -> None:
@@ -641,3 +691,10 @@ def test_the_command_line(
     assert json.loads(capsys.readouterr().out)["tensors"] == 4
     assert np.load(tmp_path / "a.npz")["large"].dtype == np.float32
     assert "bw" in np.load(tmp_path / "a.npz").files
+
+
+def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--gib", "0.004", "--rounds", "1", "--dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in lines[1:]] == ["ceiling", "convert", "load, save_file"] * 2
+    assert list(tmp_path.iterdir()) == []

@@ -222,11 +222,12 @@ void bind_engine(py::module_& module) {
              [](const py::bytes& archive, bool checksums) { return text(check_archive(view(archive), checksums)); });
   module.def(
       "check_pickle",
-      [](const py::bytes& pickle) {
+      [](const py::bytes& pickle, bool storages) {
         size_t end = 0;
-        std::string wrong = check_pickle(view(pickle), false, &end);
+        std::string wrong = check_pickle(view(pickle), storages, &end);
         return std::pair(std::move(wrong), end);
       },
+      py::arg("pickle"), py::arg("storages") = false,
       "what is wrong with a pickle, empty if nothing, and where it ends");
   module.def("archive_has_checksums", [](const py::bytes& archive) { return has_checksums(view(archive)); });
   module.def("archive_pickle", [](const py::bytes& archive) -> py::object {

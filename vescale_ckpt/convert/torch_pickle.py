@@ -32,7 +32,7 @@ class Stored:
 def unpickled(data: bytes) -> tuple[Any, dict[int, Stored]] | None:
     """The value, and by `id` each tensor in it. None unless it is made of plain tensors, parameters, containers,
     numbers and text alone: of all else torch knows more."""
-    if _C.check_pickle(data)[0]:
+    if _C.check_pickle(data, storages=True)[0]:
         return None
     unpickler = _Unpickler(io.BytesIO(data))
     try:
