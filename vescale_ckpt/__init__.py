@@ -1,6 +1,7 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
 from .api import prepare, save
+from .convert import ConvertReport, convert
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "CheckpointTimeoutError",
+    "ConvertReport",
     "CorruptCheckpointError",
     "IncompatibleStateError",
     "LoadFailedError",
@@ -52,6 +54,7 @@ __all__ = [
     "StorageWriter",
     "UntrustedCheckpointError",
     "VerifyReport",
+    "convert",
     "load",
     "prepare",
     "save",

@@ -13,6 +13,7 @@ from typing import get_args
 import torch
 
 from . import models
+from .convert import command
 from .errors import CheckpointError
 from .models import MODELS, Entry
 from .parallelism import Parallelism
@@ -37,10 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
+    about = "write a checkpoint in another format"
+    convert = commands.add_parser("convert", help=about, description=command.DESCRIPTION)
+    command.add_arguments(convert)
+    convert.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     try:
-        return _plan(options)
-    except (ValueError, OSError, CheckpointError) as error:
+        return int(options.run(options))
+    except (ValueError, TypeError, OSError, CheckpointError) as error:
         print(f"{parser.prog} {options.command}: {error}", file=sys.stderr)
         return 1
 

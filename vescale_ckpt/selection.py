@@ -11,22 +11,31 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 class Selection:
     """Keys by names or patterns: a key is selected if it is one of them, lies under one (`model` selects
-    `model.layers.0.weight`), or matches one as `fnmatch` does (`*.exp_avg`). None selects all."""
+    `model.layers.0.weight`), or matches one as `fnmatch` does (`*.exp_avg`). What one that begins with `!` selects is
+    left out, wherever that stands; where all begin so, all else is selected. None selects all."""
 
     def __init__(self, names: str | Iterable[str] | None) -> None:
-        self.names = [names] if isinstance(names, str) else list(names) if names is not None else None
+        self.names: list[str] | None = [names] if isinstance(names, str) else list(names) if names is not None else None
         if self.names is not None and not all(isinstance(name, str) for name in self.names):
             raise TypeError("keys: names or patterns are wanted, as text")
+        left_out = [name[1:] for name in self.names or () if name.startswith("!")]
+        self._left_out = Selection(left_out) if left_out else None
+        if self.names is not None:
+            self.names = [name for name in self.names if not name.startswith("!")]
+            if left_out and not self.names:
+                self.names = None
         self._exact = frozenset(self.names or ())
         patterns = [name for name in self._exact if any(sign in name for sign in "*?[")]
         under = [re.escape(name) + r"\..*" for name in self._exact if name]
         self._pattern = re.compile("|".join([*map(translate, patterns), *under]) or "(?!)", re.DOTALL)
 
     def __contains__(self, key: str) -> bool:
+        if self._left_out is not None and key in self._left_out:
+            return False
         return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
 
     def without_match(self, keys: Iterable[str]) -> list[str]:
-        """The names and patterns that select none of `keys`."""
+        """The names and patterns that select none of `keys`. Those that begin with `!` need not."""
         present = {key for key in keys if key in self}
         return [name for name in self.names or () if name not in present and not _selects_any(Selection(name), present)]
 

@@ -57,6 +57,7 @@ SETTINGS = {
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
         Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB),
         Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
+        Setting("convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB),
         Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),

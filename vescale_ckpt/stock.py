@@ -37,6 +37,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StridedShard",
+    "checkpoint_offset",
     "clone_of",
     "dtensor_layouts",
     "dtensor_over",
@@ -121,3 +122,9 @@ def clone_of(store: Any) -> Store:
     """The same store by a connection of its own."""
     clone: Store = store.clone()
     return clone
+
+
+def checkpoint_offset(storage: torch.UntypedStorage) -> int | None:
+    """Where in its file a storage lies that torch.load has read under a FakeTensorMode. None if torch does not say."""
+    offset = getattr(storage, "_checkpoint_offset", None)
+    return offset if isinstance(offset, int) else None

@@ -16,6 +16,7 @@ namespace vescale_ckpt {
 namespace py = pybind11;
 
 void bind_device(py::module_& module);       // accelerators
+void bind_bytes(py::module_& module);        // io, format: files made of pieces; archives
 void bind_engine(py::module_& module);       // io, format: bytes between memory and files
 void bind_export(py::module_& module);       // io, plan: sets of safetensors files that all ranks write
 void bind_index(py::module_& module);        // plan: metadata, its index, load plans

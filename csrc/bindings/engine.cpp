@@ -181,13 +181,31 @@ void bind_engine(py::module_& module) {
           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
       .def_static(
           "exactly",
-          [](const std::string& path, uint64_t bytes, const EngineOptions& options) {
-            return std::make_unique<FileWriter>(path, bytes, options, true);
+          [](const std::string& path, uint64_t bytes, const EngineOptions& options, bool checksums) {
+            return std::make_unique<FileWriter>(path, bytes, options, checksums);
           },
-          py::arg("path"), py::arg("bytes"), py::arg("options"), py::call_guard<py::gil_scoped_release>(),
-          "for a file whose length is known")
+          py::arg("path"), py::arg("bytes"), py::arg("options"), py::arg("checksums") = true,
+          py::call_guard<py::gil_scoped_release>(), "for a file whose length is known")
       .def("write_tensors", &write_tensors)
       .def("write_objects", &write_objects)
+      .def(
+          "write_bytes",
+          [](FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
+            RecordSource source;
+            source.data = reinterpret_cast<const std::byte*>(address);
+            source.bytes = bytes;
+            writer.write_tiled({&source, 1}, offset);
+          },
+          py::arg("address"), py::arg("bytes"), py::arg("offset"), py::call_guard<py::gil_scoped_release>(),
+          "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
+      .def(
+          "finish_bytes",
+          [](FileWriter& writer, const py::bytes& head, bool sync) {
+            const std::span<const std::byte> bytes = view(head);
+            const py::gil_scoped_release release;
+            return writer.finish_tiled(bytes, sync);
+          },
+          py::arg("head"), py::arg("sync"), "`head`: what the file begins with, over what was written there")
       .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
       .def("progress", &FileWriter::progress, "bytes given to the file so far; from any thread")
       .def("cancel", &FileWriter::cancel, "from any thread")
@@ -211,11 +229,12 @@ void bind_engine(py::module_& module) {
              [](const py::bytes& archive, bool checksums) { return text(check_archive(view(archive), checksums)); });
   module.def(
       "check_pickle",
-      [](const py::bytes& pickle) {
+      [](const py::bytes& pickle, bool storages) {
         size_t end = 0;
-        std::string wrong = check_pickle(view(pickle), false, &end);
+        std::string wrong = check_pickle(view(pickle), storages, &end);
         return std::pair(std::move(wrong), end);
       },
+      py::arg("pickle"), py::arg("storages") = false,
       "what is wrong with a pickle, empty if nothing, and where it ends");
   module.def("archive_has_checksums", [](const py::bytes& archive) { return has_checksums(view(archive)); });
   module.def("archive_pickle", [](const py::bytes& archive) -> py::object {

@@ -35,6 +35,7 @@ PYBIND11_MODULE(_C, module) {
     }
   });
 
+  bind_bytes(module);
   bind_device(module);
   bind_engine(module);
   bind_export(module);

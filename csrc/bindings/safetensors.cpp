@@ -95,7 +95,18 @@ std::unique_ptr<ReadReport> called(SafetensorsReads& reads, const Paths& paths, 
 void bind_safetensors(py::module_& module) {
   py::class_<SafetensorsLayout>(module, "SafetensorsLayout")
       .def(py::init(&make_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
-      .def_property_readonly("file_bytes", &SafetensorsLayout::file_bytes);
+      .def_property_readonly("file_bytes", &SafetensorsLayout::file_bytes)
+      .def_property_readonly("data_begin", &SafetensorsLayout::data_begin)
+      .def(
+          "order",
+          [](const SafetensorsLayout& layout) { return std::vector(layout.order().begin(), layout.order().end()); },
+          "numbers of the tensors as they lie in the file")
+      .def(
+          "head",
+          [](const SafetensorsLayout& layout, const std::vector<uint32_t>& blocks) {
+            return py::bytes(layout.head(blocks));
+          },
+          py::arg("blocks"), "the first data_begin bytes of a file whose tensors have such checksums of blocks");
 
   py::class_<SafetensorsFile, std::shared_ptr<SafetensorsFile>>(module, "SafetensorsFile")
       .def_static(

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace vescale_ckpt {
@@ -21,24 +22,29 @@ struct ArchiveEntry {
   size_t crc_field_central = 0;
 };
 
-// Writes an archive in memory; the body of one entry may be left out and counted only.
+// Writes an archive in memory; bodies may be left out and counted only.
 class ArchiveWriter {
  public:
+  explicit ArchiveWriter(std::string root = "archive/") : root_(std::move(root)) {}  // before every name
   void add(std::string_view name, std::string_view body);
   // An entry whose body is written elsewhere: header now, `size` bytes skipped, descriptor with `crc` after them.
+  // Names have up to 65535 bytes.
   void begin(std::string_view name, uint64_t size);
   void end(uint32_t crc);
   void finish();  // central directory and ends
 
-  const std::string& bytes() const { return bytes_; }  // all but the skipped body
-  uint64_t position() const { return position_; }      // in the archive, the skipped body counted
+  const std::string& bytes() const { return bytes_; }  // all but the skipped bodies
+  uint64_t position() const { return position_; }      // in the archive, skipped bodies counted
   const std::vector<ArchiveEntry>& entries() const { return entries_; }
   void reserve(size_t bytes) { bytes_.reserve(bytes); }
+  // What was added since the last call, and lets go of it. Where the copies of a checksum lie is not known any more.
+  std::string take() { return std::exchange(bytes_, {}); }
 
  private:
   void append(std::string_view text);
   template <typename Integer>
   void integer(Integer value);
+  const std::string root_;
   std::string bytes_;
   uint64_t position_ = 0;
   std::vector<ArchiveEntry> entries_;

@@ -16,8 +16,9 @@ std::vector<uint32_t> FileWriter::write_tiled(std::span<const RecordSource> sour
   std::vector<uint32_t> blocks(count);
   std::span<uint32_t> rest(blocks);
   for (TileSource& tile : tiles) {
-    tile.place.blocks = rest.first(cells(tile.place.begin, tile.place.end));
-    rest = rest.subspan(tile.place.blocks.size());
+    const auto of_tile = rest.first(cells(tile.place.begin, tile.place.end));
+    if (checksums_) tile.place.blocks = of_tile;
+    rest = rest.subspan(of_tile.size());
   }
   write_tiles(tiles, TileEdges::ours, options_, control_, stats_);
   cursor_ = at;

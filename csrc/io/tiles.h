@@ -25,7 +25,7 @@
 namespace vescale_ckpt {
 
 // Where a tensor lies in a file, and what is contributed to the checksums of its blocks: for each cell of the file that
-// is written to, from the first of them on; zeros before the first piece.
+// is written to, from the first of them on; zeros before the first piece. No blocks: no checksums.
 struct TensorPlace {
   File* file = nullptr;
   uint64_t begin = 0, end = 0;  // in the file

@@ -64,7 +64,8 @@ class FileWriter {
   uint64_t finish(bool sync);
 
   // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
-  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source.
+  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source; zeros if the
+  // writer has no checksums.
   std::vector<uint32_t> write_tiled(std::span<const RecordSource> sources, uint64_t offset);
   // Instead of finish(), after write_tiled(): `head` is what stands before it. The file ends with the last source.
   uint64_t finish_tiled(std::span<const std::byte> head, bool sync);

@@ -1,0 +1,12 @@
+"""From one format of checkpoints to another, in bounded memory: DCP, safetensors, torch.save, numpy.
+
+A *source* knows the tensors of a checkpoint and reads boxes of them; a *plan* says which tensors come out and of what
+they are made; a *sink* writes them to files. Between the two, *waves* of tensors travel: one is read while the one
+before is converted and the one before that is written.
+"""
+
+from .conversion import Objects, convert
+from .destination import Format
+from .report import ConvertReport
+
+__all__ = ["ConvertReport", "Format", "Objects", "convert"]

@@ -1,0 +1,239 @@
+"""`convert`: all ranks plan the same, share the files by bytes, and one of them gives the result its name."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Literal, TypeVar, get_args
+
+import torch.distributed as dist
+
+from ..errors import CheckpointError, SaveFailedError
+from ..exchange import Exchange
+from . import destination, files_sink
+from .casting import DTypes
+from .dcp_sink import DcpPart, share
+from .destination import Format
+from .files_sink import Files
+from .folder import WholeFolder
+from .open_source import open_source
+from .plan import Plan, plan
+from .renaming import RenameRules
+from .report import ConvertReport
+from .source import Source
+from .stacking import Stack
+from .streamed_file import write_file_in, write_whole_file
+from .waves import Buffers
+
+logger = logging.getLogger(__name__)
+
+Objects = Literal["warn", "drop", "error"]
+_KEEPS_OBJECTS = ("dcp", "torch")
+_Result = TypeVar("_Result")
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: Format,
+    rename: RenameRules | None = None,
+    keys: str | Iterable[str] | None = None,
+    dtype: DTypes | None = None,
+    max_shard_size: int | str = "5GB",
+    stack: Stack | None = None,
+    on_objects: Objects = "warn",
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> ConvertReport:
+    """Writes the checkpoint `src` as another one, in bounded memory: `VESCALE_CKPT_CONVERT_BYTES` and that of slots.
+
+    All ranks of the group call it together, and share the work. What is read is verified as loads verify it; what is
+    written is durable, and has its name only when it is complete. See docs/converting.md.
+
+    Args:
+        src: a directory of DCP, a safetensors file or a folder of them, a file of torch.save, an `.npz` or a folder of
+            `.npy`. Which one is told by what is there.
+        dst: a directory for "dcp" and "npy". For "safetensors" a file if it ends so, else a folder of shards with
+            `model.safetensors.index.json`. For "torch" and "npz" a file.
+        format: "dcp", "safetensors", "torch", "npz" or "npy".
+        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest counts
+            (`{"model": ""}`); or pairs of a regular expression and what takes its place, applied one after another.
+        keys: what is converted, by the source's names: names, prefixes up to a dot, or patterns as of `fnmatch`; those
+            that begin with `!` leave out (`"!optimizer"`).
+        dtype: what floating-point tensors are converted to; or a mapping of (new) names or patterns to dtypes. Rounds
+            to nearest even. Other tensors are converted only if a mapping gives their very name.
+        max_shard_size: of a shard's tensors, bytes or text ("5GB"). A larger tensor has a shard of its own.
+        stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers,
+            `{"layers.w": "layers.*.w"}` splits them. By the names that `rename` gives.
+        on_objects: what to do with values that are no tensors where the format has no place for them (all but "dcp" and
+            "torch"): "warn", "drop" in silence, or "error".
+        overwrite: whether something at `dst` may be replaced.
+        process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+
+    Raises on all ranks if any fails; nothing has the name `dst` then that had not before. ValueError and TypeError for
+    arguments (on several ranks `SaveFailedError` with them as `cause`), before anything is written;
+    `MissingKeysError` for `keys` that select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`,
+    `StorageFullError`, `CheckpointError`.
+    """
+    if format not in get_args(Format):
+        raise ValueError(f"format={format!r}: one of {', '.join(get_args(Format))} is wanted")
+    if on_objects not in get_args(Objects):
+        raise ValueError(f"on_objects={on_objects!r}: one of {', '.join(get_args(Objects))} is wanted")
+    most_bytes = destination.bytes_named(max_shard_size)
+    source_path, path = destination.local(src), destination.local(dst)
+    exchange = Exchange.of(process_group, timeout, purpose="convert")
+    started = time.perf_counter()
+    with ExitStack() as closing:
+        conversion = _Conversion(exchange, source_path, path, format, closing)
+        conversion.plan(lambda source: plan(source, keys, rename, stack, dtype), most_bytes, on_objects, overwrite)
+        files = conversion.write()
+    made = conversion.made
+    return ConvertReport(
+        seconds=time.perf_counter() - started,
+        tensors=len(made.outputs),
+        objects=0 if conversion.left_out else len(made.objects),
+        bytes=sum(output.bytes for output in made.outputs),
+        files=files,
+        left_out=conversion.left_out,
+    )
+
+
+class _Conversion:
+    """One conversion of this rank. Every step is taken by all ranks or by none: an error is kept until all know of
+    it."""
+
+    def __init__(self, exchange: Exchange, source_path: str, path: str, format: Format, closing: ExitStack) -> None:
+        self._exchange = exchange
+        self._source_path = source_path
+        self._path = path
+        self._format = format
+        self._closing = closing
+        self._buffers = Buffers()
+        self.left_out: list[str] = []
+
+    def plan(self, make: Callable[[Source], Plan], most_bytes: int, on_objects: Objects, overwrite: bool) -> None:
+        def prepare() -> None:
+            self._source = open_source(self._source_path)
+            self._closing.callback(self._source.close)
+            destination.check(self._source_path, self._path, self._format, overwrite)
+            self.made = make(self._source)
+            self._check_objects(on_objects)
+            mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
+            self._values = self._objects() if mine else {}
+            self._files = self._files_of(most_bytes)
+
+        self._together(prepare, "plan")
+        text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        least, not_most = self._exchange.agree((digest, ~digest), self._phase("compare"))
+        if least != ~not_most:
+            raise CheckpointError("ranks would convert differently: their arguments, settings or files differ")
+
+    def _check_objects(self, on_objects: Objects) -> None:
+        if self._format in _KEEPS_OBJECTS or not self.made.objects:
+            return
+        self.left_out = sorted(self.made.objects)
+        text = (
+            f"{self._format} has no place for {len(self.left_out)} values that are no tensors: {_some(self.left_out)}"
+        )
+        if on_objects == "error":
+            raise CheckpointError(text)
+        if on_objects == "warn" and self._exchange.is_coordinator:
+            logger.warning("%s: they are left out", text)
+
+    def _objects(self) -> dict[str, Any]:
+        loaded = self._source.objects(self.made.objects.values())
+        return {name: loaded[key] for name, key in self.made.objects.items()}
+
+    def _files_of(self, most_bytes: int) -> Files | None:
+        outputs = self.made.outputs
+        if self._format == "safetensors":
+            return files_sink.safetensors_files(outputs, destination.is_folder(self._path, self._format), most_bytes)
+        if self._format == "torch":
+            return files_sink.torch_file(outputs, self._values, self.made.paths)
+        if self._format == "npz":
+            return files_sink.npz_file(outputs)
+        return files_sink.npy_files(outputs) if self._format == "npy" else None
+
+    def write(self) -> int:
+        """Returns how many files have tensors."""
+        in_place = self._together(lambda: destination.goes_into_place(self._path, self._format), "look")
+        folder = WholeFolder(self._path) if destination.is_folder(self._path, self._format) and not in_place else None
+        directory = self._path
+        try:
+            if folder is not None:
+                own = folder if self._exchange.is_coordinator else None
+                self._together(lambda: own.make() if own is not None else None, "make a folder")
+                told = folder.temporary.encode() if own is not None else None
+                directory = self._exchange.broadcast(told, self._phase("name the folder")).decode()
+            written = self._write_dcp(directory) if self._files is None else self._write_files(self._files, directory)
+            if folder is not None:
+                self._together(lambda: folder.commit() if self._exchange.is_coordinator else None, "commit")
+            return written
+        finally:
+            if folder is not None and self._exchange.is_coordinator:
+                folder.end()
+
+    def _write_files(self, files: Files, directory: str) -> int:
+        ranks = files_sink.shared_out(files.files, self._exchange.size)
+
+        def write() -> None:
+            for file, rank in zip(files.files, ranks, strict=True):
+                if rank != self._exchange.rank:
+                    continue
+                if file.name:
+                    write_file_in(directory, file.name, file.layout(), self._source, self._buffers)
+                else:
+                    write_whole_file(directory, file.layout(), self._source, self._buffers)
+
+        self._together(write, "write")
+        if files.finish is not None:
+            finish = files.finish
+            self._together(lambda: finish(directory) if self._exchange.is_coordinator else None, "finish")
+        return len(files.files)
+
+    def _write_dcp(self, directory: str) -> int:
+        exchange = self._exchange
+        pieces = share(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
+        part = self._together(lambda: DcpPart(directory, exchange.rank), "begin")
+        try:
+            written = self._together(
+                lambda: part.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
+            )
+            gathered = exchange.gather(written, self._phase("gather"))
+        except BaseException:
+            part.discard()
+            raise
+        try:
+            self._together(lambda: None if gathered is None else part.commit(gathered, self._path), "commit")
+        finally:
+            part.end()
+        return exchange.size
+
+    def _together(self, step: Callable[[], _Result], name: str) -> _Result:
+        """Takes a step on all ranks; raises on all if it fails on one."""
+        results: list[_Result] = []
+        error: Exception | None = None
+        try:
+            results.append(step())
+        except Exception as raised:
+            error = raised
+        if self._exchange.size == 1 and error is not None:
+            raise error
+        self._exchange.fail_together(error, self._phase(name), SaveFailedError)
+        return results[0]
+
+    def _phase(self, step: str) -> str:
+        return f"converting to {self._path}: {step}"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:10])
+    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"

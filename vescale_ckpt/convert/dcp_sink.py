@@ -1,0 +1,125 @@
+"""DCP checkpoints: each rank writes a data file, one of them commits."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from .. import _C, engine, objects
+from ..data_file import DataFile, DataFiles, write_table
+from ..flatten import Path
+from ..items import OBJECT, SHARD, TENSOR, packed_row
+from ..message import pack, unpack
+from ..packed import PART_ROW, PLACE_ROW, in_first_file, words
+from ..sharding import Piece as Box
+from ..writer import StorageWriter
+from .plan import Output
+from .source import Source
+from .waves import Buffers, Piece, Wave, convey, pieces_of
+
+_NEVER_SPLIT = 1 << 62
+
+
+def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
+    """This rank's part of all pieces: about as many bytes as the others', one behind another."""
+    total = sum(output.bytes for output in outputs)
+    mine = []
+    at = 0
+    for output in outputs:
+        for piece in pieces_of(output, most_bytes):
+            middle = at + piece.bytes // 2
+            if min(ranks - 1, middle * ranks // total if total else 0) == rank:
+                mine.append(piece)
+            at += piece.bytes
+    return mine
+
+
+class DcpPart:
+    """What one rank writes: a data file, made durable but named by no metadata yet."""
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self.writer = StorageWriter(directory)
+        self.writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        self.writer.prepare_local_plan(SavePlan([]))
+        if rank == 0:
+            self.writer.prepare_global_plan([])
+        self._files = DataFiles(self.writer)
+
+    def write(
+        self,
+        pieces: Sequence[Piece],
+        values: Mapping[str, Any],
+        paths: Mapping[str, Path],
+        source: Source,
+        buffers: Buffers,
+    ) -> bytes:
+        """Writes the pieces, and then objects. Returns what the committing rank needs to know of it."""
+        with self._files as files:
+            contents = [objects.dump(value) for value in values.values()]
+            names = [*(piece.output.name for piece in pieces), *values]
+            if not names:
+                return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
+            file = files.open(array("q", [piece.bytes for piece in pieces]))
+            written = _Written(file)
+            convey(pieces, source, written, buffers)
+            placed = written.placed + file.write_contents(contents, list(values))
+            file.finish()
+            files.finish(len(pieces), len(values))
+        rows = [_row(piece) for piece in pieces]
+        rows += [packed_row(OBJECT, 0, False, len(content), Box((), (), ()), ()) for content in contents]
+        own = dict.fromkeys(names)
+        inventory = _C.pack_inventory(names, b"".join(rows), 0)
+        known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
+        return pack(inventory, known, in_first_file(placed), file.name.encode())
+
+    def commit(self, parts: Sequence[bytes], path: str) -> None:
+        """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
+        inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
+        with engine.named_errors(str, path):
+            plan = _C.GlobalPlan(inventories, "lowest_rank", None, least_piece_bytes=_NEVER_SPLIT)
+            ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
+            files = [[name.decode()] if name else [] for name in names]
+            save_id = str(self.writer.storage_meta().save_id)
+            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id)
+        self.writer.commit(content, index)
+
+    def discard(self) -> None:
+        """Removes what was written: it will not be committed."""
+        self._files.discard()
+
+    def end(self) -> None:
+        self.writer.end()
+
+
+class _Written:
+    """A data file, and where it has put what."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        self.placed: list[int] = []
+
+    def seal(self, wave: Wave) -> None: ...
+
+    def write(self, wave: Wave) -> None:
+        places = wave.places
+        names = [place.part.output.name for place in places if isinstance(place.part, Piece)]
+        if places:
+            table, rows = write_table([place.target for place in places]), range(len(places))
+            self.placed += self._file.write_table(table, names.__getitem__, rows)
+
+
+def _row(piece: Piece) -> bytes:
+    output = piece.output
+    kind = TENSOR if piece.sizes == output.shape else SHARD
+    code = engine.dtype_code(output.dtype, output.name)
+    return packed_row(kind, code, False, output.dtype.itemsize, Box(piece.offsets, piece.sizes, ()), output.shape)
+
+
+def _in_order_of(part: bytes, places: bytes) -> bytes:
+    """Places of all rows of an inventory, in the order in which the plan's part has them. None was split."""
+    row_bytes = PLACE_ROW * struct.calcsize("q")
+    return b"".join(places[item * row_bytes : (item + 1) * row_bytes] for item in words(part)[::PART_ROW])

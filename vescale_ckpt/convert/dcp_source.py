@@ -1,0 +1,184 @@
+"""DCP checkpoints, ours and torch's."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from .. import _C, directory_lock, engine, layout
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..fill_planner import FillPlanner
+from ..flatten import Path
+from ..load import Load
+from ..load_planner import not_all_there
+from ..pause import garbage_collector_paused
+from ..reader import StorageReader
+from .source import Read, TensorInfo
+
+_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
+
+
+class DcpSource:
+    """The checkpoint in a directory, whichever ranks saved it.
+
+    Parts of tensors in files without checksums of blocks can only be verified by reading all of the tensor: that is
+    done once for each, before its first part.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = layout.local_path(path)
+        self._lock = directory_lock.while_reading(self._path, None)
+        with garbage_collector_paused():
+            self._metadata = layout.read_metadata(self._path)
+        if not isinstance(self._metadata.storage_data, dict):
+            raise CorruptCheckpointError(
+                f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
+            )
+        stored = self._metadata.state_dict_metadata
+        self.tensors = {
+            key: TensorInfo(tuple(value.size), value.properties.dtype)
+            for key, value in stored.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        self.object_names = [key for key in stored if key not in self.tensors]
+        paths = self._metadata.planner_data
+        self.paths: dict[str, Path] = dict(paths) if isinstance(paths, dict) else {}
+        self._options = engine.options(None, engine.direct_io_setting("auto"))
+        self._with_table: dict[str, bool] = {}  # by file name
+        self._sound: set[MetadataIndex] = set()  # chunks that were verified as a whole
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def objects(self, names: Iterable[str]) -> dict[str, Any]:
+        planner = FillPlanner(allow_cast=False)
+        planner.set_up_planner(dict.fromkeys(names), self._metadata)
+        self._load(planner, planner.create_local_plan().items, verify=True)
+        return planner.objects
+
+    def read(self, reads: Sequence[Read]) -> None:
+        verified, unverified = _Boxes(), _Boxes()
+        for read in reads:
+            for chunk, item, target in self._pieces(read):
+                boxes = unverified if self._is_part_of_sound(chunk, item) else verified
+                boxes.add(item, target)
+        for boxes, verify in ((verified, True), (unverified, False)):
+            if boxes.items:
+                self._load(boxes, boxes.items, verify)
+
+    def _load(self, planner: LoadPlanner, items: list[ReadItem], verify: bool) -> None:
+        Load(StorageReader(self._path, verify=verify), self._metadata, planner).run(items)
+
+    def _pieces(self, read: Read) -> Iterator[tuple[ChunkStorageMetadata, ReadItem, torch.Tensor]]:
+        """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""
+        stored = self._metadata.state_dict_metadata[read.key]
+        assert isinstance(stored, TensorStorageMetadata)
+        sizes = read.target.shape
+        found = 0
+        for number, chunk in enumerate(stored.chunks):
+            begin = [max(a, b) for a, b in zip(chunk.offsets, read.offsets, strict=True)]
+            end = [
+                min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, read.offsets, sizes, strict=True)
+            ]
+            lengths = torch.Size([max(0, stop - start) for start, stop in zip(begin, end, strict=True)])
+            if 0 in lengths and 0 not in sizes:
+                continue
+            found += lengths.numel()
+            target = read.target
+            for dim, (start, origin, length) in enumerate(zip(begin, read.offsets, lengths, strict=True)):
+                if length != target.shape[dim]:
+                    target = target.narrow(dim, start - origin, length)
+            index = MetadataIndex(read.key, chunk.offsets, number)
+            inside = torch.Size([start - origin for start, origin in zip(begin, chunk.offsets, strict=True)])
+            yield chunk, ReadItem(LoadItemType.TENSOR, index, inside, index, inside, lengths), target
+            if found == sizes.numel():
+                return
+        if found != sizes.numel():
+            raise not_all_there(read.key)
+
+    def _is_part_of_sound(self, chunk: ChunkStorageMetadata, item: ReadItem) -> bool:
+        """Whether an item is a part of a chunk that is known to be sound, in a file where parts cannot be verified."""
+        index = item.storage_index
+        info = self._metadata.storage_data.get(index)
+        if item.lengths == chunk.sizes or info is None:
+            return False
+        name = layout.check_relative(layout.checked_place(info, index.fqn).relative_path, index.fqn)
+        if info.transform_descriptors:
+            raise CheckpointError(
+                f"{index.fqn}: a part of it is wanted, but it was stored through a stream transform (compression): "
+                "load the checkpoint and save it again",
+                key=index.fqn,
+            )
+        path = os.path.join(self._path, name)
+        if self._has_table(path):
+            return False
+        if index not in self._sound:
+            dtype = self.tensors[index.fqn].dtype
+            row = (0, info.offset, info.length, layout.crc_of(info), engine.dtype_code(dtype, index.fqn))
+            with engine.named_errors(lambda row: index.fqn, self._path):
+                damaged, odd, _ = _C.check_tensors(
+                    [path], engine.int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options
+                )
+            if odd:
+                return False  # no plain tensor: it is read as a whole in any case
+            for _, offset, reason in damaged:
+                raise CorruptCheckpointError(f"{index.fqn}: {reason}", key=index.fqn, file=path, offset=offset)
+            self._sound.add(index)
+        return True
+
+    def _has_table(self, path: str) -> bool:
+        if path not in self._with_table:
+            try:
+                with open(path, "rb") as file:
+                    file.seek(-_FOOTER_BYTES, os.SEEK_END)
+                    self._with_table[path] = file.read(len(_TABLE_MAGIC)) == _TABLE_MAGIC
+            except OSError:  # reading it tells what is wrong
+                return True
+        return self._with_table[path]
+
+
+class _Boxes(LoadPlanner):
+    """Hands out the targets of boxes, each an item with its own number."""
+
+    def __init__(self) -> None:
+        self.items: list[ReadItem] = []
+        self._targets: dict[int, torch.Tensor] = {}
+
+    def add(self, item: ReadItem, target: torch.Tensor) -> None:
+        number = len(self.items)
+        index = MetadataIndex(item.storage_index.fqn, None, number)
+        self.items.append(
+            ReadItem(item.type, index, item.dest_offsets, item.storage_index, item.storage_offsets, item.lengths)
+        )
+        self._targets[number] = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        number = read_item.dest_index.index
+        assert number is not None
+        return self._targets[number]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+
+    # What is planned elsewhere
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError

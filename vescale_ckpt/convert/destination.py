@@ -1,0 +1,72 @@
+"""Where a conversion writes to, and what may be there before."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+
+from .. import layout
+from ..errors import CheckpointError
+
+Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
+_SUFFIXES: dict[str, Format] = {
+    ".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"
+}  # fmt: skip
+_OF_FORMAT = {
+    "safetensors": re.compile(r".*\.safetensors|.*\.safetensors\.index\.json"),
+    "npy": re.compile(r".*\.npy|torch_dtypes\.json"),
+}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
+          "TIB": 1 << 40}  # fmt: skip
+
+
+def format_of(path: str) -> Format | None:
+    """What the name of a destination stands for."""
+    return _SUFFIXES.get(os.path.splitext(path)[1])
+
+
+def is_folder(path: str, format: Format) -> bool:
+    """Whether a destination is a folder rather than a file."""
+    return format in ("dcp", "npy") or (format == "safetensors" and not path.endswith(".safetensors"))
+
+
+def check(source: str, path: str, format: Format, overwrite: bool) -> None:
+    """Raises `CheckpointError` if what is there must not be replaced. With `overwrite`, one file may be by another, a
+    checkpoint by the next, and a folder by another of the same format if nothing else is in it."""
+    if not os.path.lexists(path):
+        return
+    if os.path.exists(path) and os.path.samefile(source, path):
+        raise CheckpointError(f"{path} would be converted onto itself", path=path)
+    if os.path.isdir(path) != is_folder(path, format):
+        kinds = ("a file", "a folder") if is_folder(path, format) else ("a folder", "a file")
+        raise CheckpointError(f"{path} is {kinds[0]}, where {kinds[1]} would be written", path=path)
+    names = os.listdir(path) if os.path.isdir(path) else [""]
+    if names and not overwrite:
+        raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
+    pattern = _OF_FORMAT.get(format) if os.path.isdir(path) else None
+    others = sorted(name for name in names if pattern is not None and not pattern.fullmatch(name))
+    if others:
+        raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
+
+
+def goes_into_place(path: str, format: Format) -> bool:
+    """Whether a new checkpoint takes the place of one in the same directory, as saves do, or of what else is there."""
+    return format == "dcp" and os.path.isdir(path) and bool(os.listdir(path))
+
+
+def bytes_named(size: int | str) -> int:
+    """5_000_000_000, "5GB" or "4.5GiB". Raises ValueError for what is no size."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", size.strip(), re.IGNORECASE)
+        unit = None if match is None else _UNITS.get(match[2].upper().removesuffix("B") + "B" if match[2] else "")
+        if match is None or unit is None:
+            raise ValueError(f"max_shard_size={size!r}: a size as 5GB or 500MiB is wanted")
+        size = int(float(match[1]) * unit)
+    if size < 1:
+        raise ValueError(f"max_shard_size={size}: at least 1 byte is wanted")
+    return size
+
+
+def local(path: str | os.PathLike[str]) -> str:
+    return layout.local_path(path)

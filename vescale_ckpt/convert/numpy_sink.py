@@ -1,0 +1,70 @@
+"""Files of numpy: an archive `.npz`, or a folder of `.npy`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from urllib.parse import quote
+
+import numpy as np
+
+from ..errors import CheckpointError
+from .archive_layout import ArchiveLayout, Member
+from .numpy_dtypes import DTYPES_NAME, dump_dtypes, numpy_dtype
+from .numpy_source import SUFFIX
+from .plan import Output
+from .streamed_file import Body
+from .waves import Piece
+
+_LONGEST_NAME = 255  # bytes, of files
+
+
+def npz_layout(outputs: Sequence[Output]) -> ArchiveLayout:
+    """What `numpy.savez` writes, with each array's bytes on a border of 64."""
+    members = [Member(output.name + SUFFIX, npy_header(output), output) for output in outputs]
+    dtypes = dtypes_to_tell(outputs)
+    return ArchiveLayout("", [*members, Member(DTYPES_NAME, dtypes)] if dtypes else members)
+
+
+class NpyLayout:
+    """What `numpy.save` writes."""
+
+    def __init__(self, output: Output) -> None:
+        self._header = npy_header(output)
+        self.bodies = [Body(output, len(self._header))]
+        self.length = len(self._header) + output.bytes
+
+    def sealed(self, piece: Piece, address: int) -> None: ...
+
+    def filling(self, number: int) -> bytes:
+        return self._header
+
+    def head(self) -> bytes:
+        return b""
+
+
+def npy_header(output: Output) -> bytes:
+    dtype, _ = numpy_dtype(output.dtype, output.name)
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": output.shape}
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, fields)
+    return text.getvalue()
+
+
+def dtypes_to_tell(outputs: Sequence[Output]) -> bytes:
+    """The text that names the dtypes that numpy does not have. Empty if there are none."""
+    dtypes = {output.name: output.dtype for output in outputs if not numpy_dtype(output.dtype, output.name)[1]}
+    return dump_dtypes(dtypes) if dtypes else b""
+
+
+def file_name(name: str) -> str:
+    """Of a tensor in a folder: its own name, with what a file's name cannot hold as in a URL.
+
+    Raises `CheckpointError` if that is too long.
+    """
+    quoted = quote(name, safe=" !#$&'()+,;=@[]{}^~`*:<>?|\"\\")
+    if quoted.startswith("."):
+        quoted = "%2E" + quoted[1:]
+    if len(quoted) + len(SUFFIX) > _LONGEST_NAME:
+        raise CheckpointError(f"{name}: its name is too long for a file's: save an .npz, or rename it", key=name)
+    return quoted + SUFFIX

@@ -1,0 +1,50 @@
+"""Which format a checkpoint is of."""
+
+from __future__ import annotations
+
+import os
+
+from .. import layout
+from ..errors import CheckpointError
+from .dcp_source import DcpSource
+from .numpy_source import SUFFIX, NumpySource
+from .safetensors_source import SafetensorsSource
+from .source import Source
+from .torch_source import TorchSource
+from .zip_file import entries
+
+_ZIP = b"PK\3\4"
+
+
+def open_source(path: str) -> Source:
+    """Opens a checkpoint of any format that is known, told by what is there.
+
+    Raises `CheckpointError` if nothing is, or it is something else, and what the formats' sources raise.
+    """
+    if os.path.isdir(path):
+        if layout.has_metadata(path, None):
+            return DcpSource(path)
+        names = os.listdir(path)
+        if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+            return SafetensorsSource(path)
+        if any(name.endswith(SUFFIX) for name in names):
+            return NumpySource(path)
+        raise CheckpointError(
+            f"{path} has no .metadata, no .safetensors and no .npy files: not a checkpoint, or one whose save did not "
+            "finish",
+            path=path,
+        )
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(len(_ZIP))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+    if magic != _ZIP:
+        if magic.startswith(b"\x80"):  # a pickle
+            raise CheckpointError(
+                f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again", path=path
+            )
+        return SafetensorsSource(path)
+    if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
+        return TorchSource(path)
+    return NumpySource(path)

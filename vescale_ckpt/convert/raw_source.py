@@ -1,0 +1,100 @@
+"""Tensors whose bytes lie in files as they are: what sources of torch.save's and numpy's files share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from .. import _C, engine
+from ..errors import CorruptCheckpointError
+from .source import Read, TensorInfo
+
+_CHECK_BYTES = 16 << 20  # at a time, of what is verified before parts of it are read
+
+
+@dataclass(frozen=True)
+class Area:
+    """Bytes of a file that one checksum is of."""
+
+    file: int
+    offset: int
+    bytes: int
+    crc: int  #: CRC-32, -1 if there is none
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """Where a contiguous tensor lies."""
+
+    info: TensorInfo
+    offset: int  #: of its first byte in the file
+    area: Area  #: that it lies in
+
+
+class RawFiles:
+    """Reads boxes of raw tensors. What is read as a whole is verified while it is read; the area around a part is
+    verified once, before."""
+
+    def __init__(self, paths: Sequence[str], where: str) -> None:
+        self.paths = list(paths)
+        self._where = where
+        self._options = engine.options(None, engine.direct_io_setting("auto"))
+        self._sound: set[Area] = set()
+
+    def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
+        table, keys = engine.int_table(), []
+        whole: list[tuple[Read, Area]] = []
+        for read in reads:
+            tensor, length = tensor_of(read.key), read.target.nbytes
+            if length == 0:
+                continue
+            offset = tensor.offset + _start(tensor.info, read.offsets)
+            area = tensor.area
+            if (offset, length) != (area.offset, area.bytes):
+                self.verify(area, read.key)
+            else:
+                whole.append((read, area))
+            table.extend((area.file, offset, length, read.target.data_ptr()))
+            keys.append(read.key)
+        self._read(table, keys)
+        for read, area in whole:
+            if area.crc >= 0:
+                self._compare(_C.crc32_of_memory(read.target.data_ptr(), area.bytes), area, read.key)
+
+    def verify(self, area: Area, key: str) -> None:
+        """Raises `CorruptCheckpointError` if the bytes of an area are not those that its checksum is of."""
+        if area.crc < 0 or area in self._sound:
+            return
+        buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8)
+        crc = 0
+        for start in range(0, area.bytes, _CHECK_BYTES):
+            length = min(_CHECK_BYTES, area.bytes - start)
+            row = (area.file, area.offset + start, length, buffer.data_ptr())
+            self._read(engine.int_table(row), [key])
+            crc = _C.crc32_combine(crc, _C.crc32_of_memory(buffer.data_ptr(), length), length)
+        self._compare(crc, area, key)
+        self._sound.add(area)
+
+    def _compare(self, crc: int, area: Area, key: str) -> None:
+        if crc != area.crc:
+            path = self.paths[area.file]
+            raise CorruptCheckpointError(
+                f"{key}: CRC-32 of the {area.bytes:,} bytes at offset {area.offset} of {path} is {crc:08x}, not "
+                f"{area.crc:08x}",
+                key=key,
+                file=path,
+                offset=area.offset,
+            )
+
+    def _read(self, table: Sequence[int], keys: Sequence[str]) -> None:
+        with engine.named_errors(lambda row: keys[row], self._where):
+            _C.read_bytes(self.paths, table, self._options)
+
+
+def _start(info: TensorInfo, offsets: Sequence[int]) -> int:
+    """Bytes before the element at `offsets`."""
+    elements = sum(offset * prod(info.shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+    return elements * info.dtype.itemsize

@@ -1,0 +1,80 @@
+"""Safetensors: one file, or a folder of shards as Hugging Face names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from .. import _C, engine
+from .plan import Output
+from .safetensors_source import INDEX_SUFFIX
+from .streamed_file import Body
+from .waves import Piece
+
+_STORABLE = frozenset(getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name))
+
+
+class SafetensorsLayout:
+    """As `vescale_ckpt.safetensors.save_file` writes it. Raises ValueError for what the format does not hold."""
+
+    def __init__(self, outputs: Sequence[Output]) -> None:
+        names = [output.name for output in outputs]
+        table = engine.int_table()
+        for output in outputs:
+            if output.dtype not in _STORABLE:
+                raise ValueError(f"{output.name}: safetensors files have no {output.dtype}: give it another dtype")
+            shape, ndim = output.shape, len(output.shape)
+            table.extend((0, engine.DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
+        try:
+            self._layout = _C.SafetensorsLayout(names, table, [("format", "pt")])
+        except _C.EngineError as error:
+            raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
+        self.length = self._layout.file_bytes
+        self.bodies = []
+        at = self._layout.data_begin
+        for number in self._layout.order():
+            self.bodies.append(Body(outputs[number], at))
+            at += outputs[number].bytes
+        self._blocks: list[int] = []
+        self._of: Output | None = None  # whose block the last one is
+
+    def sealed(self, piece: Piece, address: int) -> None:
+        row = (address, piece.bytes, piece.file_offset)
+        found = memoryview(_C.crc32_of_cells(engine.int_table(row))).cast("q").tolist()
+        crcs, lengths = found[::2], found[1::2]
+        if crcs and piece.output is self._of and piece.file_offset % _C.CHECKSUM_BLOCK:
+            self._blocks[-1] = _C.crc32_combine(self._blocks[-1], crcs.pop(0), lengths[0])
+        self._blocks += crcs
+        self._of = piece.output if piece.bytes else None
+
+    def filling(self, number: int) -> bytes:
+        return bytes(self._layout.data_begin)  # the header comes last
+
+    def head(self) -> bytes:
+        return self._layout.head(self._blocks)
+
+
+def shards(outputs: Sequence[Output], most_bytes: int) -> list[tuple[str, list[Output]]]:
+    """Names of files and what is in each: no more than `most_bytes` of tensors, unless one tensor is larger."""
+    parts: list[list[Output]] = [[]]
+    held = 0
+    for output in outputs:
+        if parts[-1] and held + output.bytes > most_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(output)
+        held += output.bytes
+    if len(parts) == 1:
+        return [("model.safetensors", parts[0])]
+    return [(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, start=1)]
+
+
+def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -> None:
+    """Which file of a folder has which tensor."""
+    total = sum(output.bytes for _, outputs in files for output in outputs)
+    places = {output.name: name for name, outputs in files for output in outputs}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    with engine.named_errors(str, directory, len(text)):
+        _C.commit_file(directory, "model" + INDEX_SUFFIX, text.encode())

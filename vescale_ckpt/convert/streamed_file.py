@@ -1,0 +1,113 @@
+"""One file that is written from begin to end, of tensors at known offsets and of bytes between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .. import _C, engine
+from ..errors import StorageFullError
+from ..whole_file import WholeFile
+from .plan import Output
+from .source import Source
+from .waves import PAGE, Buffers, Filling, Part, Piece, Wave, convey, memory_of, pieces_of
+
+Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
+
+
+@dataclass(frozen=True)
+class Body:
+    """A tensor in the file."""
+
+    output: Output
+    file_offset: int
+
+
+class Layout(Protocol):
+    """What a format has to say of a file."""
+
+    @property
+    def bodies(self) -> Sequence[Body]:
+        """In the order of their offsets."""
+
+    @property
+    def length(self) -> int:
+        """Of the file, bytes."""
+
+    def sealed(self, piece: Piece, address: int) -> None:
+        """A piece lies in memory as it will lie in the file. Pieces come in order."""
+
+    def filling(self, number: int) -> bytes:
+        """The bytes before the body of that number; those at the end come after all bodies. All pieces before them were
+        sealed."""
+
+    def head(self) -> bytes:
+        """What the file begins with, over its first filling; all were written before."""
+
+
+def write_whole_file(path: str, layout: Layout, source: Source, buffers: Buffers) -> None:
+    """Under its name when it is complete and durable, or not at all."""
+    with WholeFile(path) as file:
+        write_file(file.directory, file.create, layout, source, buffers)
+        file.commit()
+
+
+def write_file_in(directory: str, name: str, layout: Layout, source: Source, buffers: Buffers) -> None:
+    """In a folder that nobody knows yet: durable, but for its name."""
+    write_file(directory, lambda make: make(os.path.join(directory, name)), layout, source, buffers)
+
+
+def write_file(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
+    """`create` makes a file by calling what it is given with the file's name."""
+    with engine.named_errors(str, directory, layout.length):
+        free = _C.free_bytes(directory)
+        if free < layout.length:
+            raise StorageFullError(directory, layout.length, free)
+        options = engine.options(None, engine.direct_io_setting("auto"))
+        writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
+        convey(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
+        writer.finish_bytes(layout.head(), sync=True)
+
+
+def _parts(layout: Layout, most_bytes: int) -> Iterator[Part]:
+    at = 0
+    for number, body in enumerate(layout.bodies):
+        yield from _filling(number, at, body.file_offset, most_bytes)
+        yield from pieces_of(body.output, most_bytes, body.file_offset)
+        at = body.file_offset + body.output.bytes
+    yield from _filling(len(layout.bodies), at, layout.length, most_bytes)
+
+
+def _filling(number: int, begin: int, end: int, most_bytes: int) -> Iterator[Filling]:
+    for start in range(begin, end, most_bytes):
+        yield Filling(number, start - begin, min(end, start + most_bytes) - begin, start)
+
+
+class _Streamed:
+    """Writes waves by whole pages: what is left over goes with the next one."""
+
+    def __init__(self, layout: Layout, writer: _C.FileWriter) -> None:
+        self._layout = layout
+        self._writer = writer
+        self._rest = b""  # bytes from the last page's border on
+
+    def seal(self, wave: Wave) -> None:
+        for place in wave.places:
+            part = place.part
+            if isinstance(part, Piece):
+                self._layout.sealed(part, place.target.data_ptr())
+            else:
+                content = self._layout.filling(part.number)[part.begin : part.end]
+                memory_of(place.target)[:] = content
+
+    def write(self, wave: Wave) -> None:
+        image = memory_of(wave.buffer)
+        image[: len(self._rest)] = self._rest
+        last = wave.places[-1] if wave.places else None
+        end = 0 if last is None else last.at + last.target.nbytes
+        whole = end if wave.last else end // PAGE * PAGE
+        self._rest = bytes(image[whole:end])
+        if whole:
+            self._writer.write_bytes(wave.buffer.data_ptr(), whole, wave.file_offset)

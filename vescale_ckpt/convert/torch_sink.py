@@ -1,0 +1,100 @@
+"""Files of torch.save."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.serialization import skip_data
+
+from .. import objects
+from ..errors import CheckpointError
+from ..flatten import Path, flatten
+from ..nesting import nested
+from .archive_layout import ArchiveLayout, Member
+from .plan import Output
+from .torch_source import tensors_in
+from .zip_file import Entry, entries
+
+_ALIGNMENT = 64
+
+
+def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path]) -> ArchiveLayout:
+    """The archive that torch.save writes for a dict of these tensors and objects, nested as `paths` say.
+
+    torch.save writes it itself, without the tensors' bytes, to a file in memory that has holes in their place.
+    Raises `CheckpointError` for objects that it does not store.
+    """
+    descriptor = os.memfd_create("vescale_ckpt")
+    try:
+        path = f"/proc/self/fd/{descriptor}"
+        tensors = _without_memory(outputs)
+        state = nested({**tensors, **values}, paths)
+        try:
+            with skip_data():
+                torch.save(state, path)
+        except Exception as error:
+            raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
+        found = entries(path)
+        state, places = tensors_in(path, found)
+        kept = flatten(state)[0]
+        at: dict[int, Output | bytes] = {places[id(kept[output.name])].entry.offset: output for output in outputs}
+        rest = [entry for entry in found if _is_storage(entry) and entry.offset not in at]
+        at.update(_storages_of_objects(rest, [values[key] for key in kept if key in values]))
+        with zipfile.ZipFile(path) as archive:
+            return ArchiveLayout("archive/", [_member(entry, at.get(entry.offset), archive) for entry in found])
+    finally:
+        os.close(descriptor)
+
+
+def _without_memory(outputs: Sequence[Output]) -> dict[str, torch.Tensor]:
+    """Tensors that have addresses, and take no memory while nobody looks at them."""
+    reserved = mmap.mmap(-1, sum(map(_room, outputs)) or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    tensors, at = {}, 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they are not for writing
+        for output in outputs:
+            if output.bytes:
+                memory = torch.frombuffer(reserved, dtype=torch.uint8, count=output.bytes, offset=at)
+                tensors[output.name] = memory.view(output.dtype).view(output.shape)
+                at += _room(output)
+            else:
+                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype)
+    return tensors
+
+
+def _room(output: Output) -> int:
+    return -(-output.bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _member(entry: Entry, content: Output | bytes | None, archive: zipfile.ZipFile) -> Member:
+    name = entry.name.partition("/")[2]
+    if isinstance(content, Output):
+        if content.bytes != entry.bytes:
+            raise CheckpointError(f"{content.name}: torch.save wants {entry.bytes} bytes for it, not {content.bytes}")
+        return Member(name, b"", content)
+    return Member(name, archive.read(entry.name) if content is None else content)
+
+
+def _is_storage(entry: Entry) -> bool:
+    return entry.name.partition("/")[2].startswith("data/")
+
+
+def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[int, Output | bytes]:
+    """What lies in the storages of tensors within objects: torch.save has left it out for these, too."""
+    if not rest:
+        return {}
+    contents = []
+    for value in values:
+        with zipfile.ZipFile(io.BytesIO(objects.dump(value))) as archive:
+            names = [name for name in archive.namelist() if name.partition("/")[2].startswith("data/")]
+            contents += [archive.read(name) for name in names]
+    if [len(content) for content in contents] != [entry.bytes for entry in rest]:
+        raise CheckpointError("objects that share tensors with each other cannot be converted to a file of torch.save")
+    return {entry.offset: content for entry, content in zip(rest, contents, strict=True)}

@@ -1,0 +1,206 @@
+"""Tensors on their way from a source to a file: read, converted and written a wave at a time, all three at once."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from .. import settings
+from ..overlap import overlap
+from .plan import Output, cut
+from .source import Source
+
+PAGE = 4096
+_AT_ONCE = 3  # waves: one that is read, one that is converted, one that is written
+_LARGE, _LARGE_AT, _ALIGNMENT = 2 << 20, 64, 64  # where in a page a large tensor may be written from (docs/format.md)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of an output: all of it, or as much as there is memory for."""
+
+    output: Output
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file_offset: int = -1  #: where its bytes go; -1: the file decides
+
+    @cached_property
+    def bytes(self) -> int:
+        return prod(self.sizes) * self.output.dtype.itemsize
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Memory that it takes beside itself: as it is stored, if it is converted."""
+        return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Bytes of a file between tensors, told when all tensors before them are known."""
+
+    number: int  #: by the file's own count
+    begin: int
+    end: int
+    file_offset: int
+
+
+Part = Piece | Filling
+
+
+@dataclass
+class Place:
+    """A part in the memory of its wave."""
+
+    part: Part
+    at: int  #: in the buffer
+    target: torch.Tensor  #: of the output's dtype, or bytes
+    stored: torch.Tensor  #: of the stored dtype: the same unless it is converted
+
+
+@dataclass
+class Wave:
+    """Some parts in one buffer. Those of files that do not decide themselves lie there as in the file."""
+
+    buffer: torch.Tensor
+    file_offset: int = 0  #: of the buffer's first byte, a multiple of PAGE
+    places: list[Place] = field(default_factory=list)
+    last: bool = False
+
+
+class File(Protocol):
+    """What waves are written to, in order."""
+
+    def seal(self, wave: Wave) -> None:
+        """Its tensors are as they will be written: now the file computes checksums and fills in its own bytes."""
+
+    def write(self, wave: Wave) -> None: ...
+
+
+class Buffers:
+    """Memory for waves, used again and again. Together within the setting `convert_bytes`."""
+
+    def __init__(self) -> None:
+        self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
+        self._free: list[torch.Tensor] = []
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a piece, with the memory to convert it: several fit in a wave, whatever lies between them."""
+        return self.bytes // 2 - PAGE
+
+    def take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, on a page's border
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
+
+
+def memory_of(buffer: torch.Tensor) -> memoryview:
+    """The bytes of a tensor of uint8."""
+    array: Any = buffer.numpy()
+    return memoryview(array)
+
+
+def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterator[Piece]:
+    """All of an output, in order."""
+    each = output.dtype.itemsize + (output.stored_dtype.itemsize if output.converts else 0)
+    at = file_offset
+    for offsets, sizes in cut(output.shape, max(1, most_bytes // each)):
+        piece = Piece(output, offsets, sizes, at)
+        yield piece
+        at += piece.bytes if at >= 0 else 0
+
+
+def convey(parts: Iterable[Part], source: Source, file: File, buffers: Buffers) -> None:
+    """Moves all parts from the source to the file. Raises what they raise, after both have stopped."""
+
+    def filled() -> Iterator[Wave]:
+        for wave in _waves(parts, buffers):
+            source.read(
+                [
+                    read
+                    for place in wave.places
+                    if isinstance(place.part, Piece)
+                    for read in place.part.output.reads(place.part.offsets, place.stored)
+                ]
+            )
+            yield wave
+
+    def seal(wave: Wave) -> None:
+        for place in wave.places:
+            if place.stored is not place.target:
+                place.target.copy_(place.stored)
+        file.seal(wave)
+
+    def write(wave: Wave) -> None:
+        file.write(wave)
+        buffer, wave.places = wave.buffer, []
+        buffers.give_back(buffer)
+
+    for _ in overlap((wave for wave, _ in overlap(filled(), seal)), write):
+        pass
+
+
+def _waves(parts: Iterable[Part], buffers: Buffers) -> Iterator[Wave]:
+    """Cuts parts into waves. The last one is marked; if there are no parts it is empty."""
+    wave: Wave | None = None
+    end = 0  # of what is placed, from the buffer's begin on
+    beside = 0  # bytes at the buffer's end for what is converted
+    for part in parts:
+        if wave is not None:
+            at = _place_behind(part, end, wave)
+            size = part.bytes if isinstance(part, Piece) else part.end - part.begin
+            stored = part.stored_bytes if isinstance(part, Piece) else 0
+            if at + size + beside + stored + _ALIGNMENT > buffers.bytes:
+                yield wave
+                wave = None
+        if wave is None:
+            wave, end, beside = Wave(buffers.take(), max(part.file_offset, 0) // PAGE * PAGE), 0, 0
+            at = _place_behind(part, end, wave)
+        end, beside = _add(wave, part, at, beside)
+    wave = wave or Wave(buffers.take())
+    wave.last = True
+    yield wave
+
+
+def _place_behind(part: Part, end: int, wave: Wave) -> int:
+    if part.file_offset >= 0:
+        return part.file_offset - wave.file_offset
+    assert isinstance(part, Piece)
+    if part.bytes >= _LARGE:
+        return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
+    return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _add(wave: Wave, part: Part, at: int, beside: int) -> tuple[int, int]:
+    """Where its bytes end, and how many bytes at the buffer's end are taken then."""
+    if isinstance(part, Filling):
+        end = at + part.end - part.begin
+        target = wave.buffer[at:end]
+        wave.places.append(Place(part, at, target, target))
+        return end, beside
+    target = stored = _view(wave.buffer, at, part.sizes, part.output.dtype)
+    if part.output.converts:
+        begin = (len(wave.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
+        stored = _view(wave.buffer, begin, part.sizes, part.output.stored_dtype)
+        beside = len(wave.buffer) - begin
+    wave.places.append(Place(part, at, target, stored))
+    return at + part.bytes, beside
+
+
+def _view(buffer: torch.Tensor, at: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    length = prod(sizes) * dtype.itemsize
+    if length == 0:
+        return torch.empty(sizes, dtype=dtype)
+    return buffer[at : at + length].view(dtype).view(sizes)
