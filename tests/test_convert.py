@@ -36,11 +36,11 @@ from vescale_ckpt import (
 )
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
-from vescale_ckpt.convert import conversion, waves
-from vescale_ckpt.convert.destination import Format, bytes_named
-from vescale_ckpt.convert.open_source import open_source
-from vescale_ckpt.convert.plan import cut
-from vescale_ckpt.convert.source import Read
+from vescale_ckpt.conversion import run, waves
+from vescale_ckpt.conversion.destination import Format, bytes_named
+from vescale_ckpt.conversion.open_source import open_source
+from vescale_ckpt.conversion.plan import cut
+from vescale_ckpt.conversion.source import Read
 from vescale_ckpt.flatten import flatten
 
 Tensors = dict[str, torch.Tensor]
@@ -505,7 +505,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             self.out -= len(buffer)
             give_back(self, buffer)
 
-    monkeypatch.setattr(conversion, "Buffers", Counting)
+    monkeypatch.setattr(run, "Buffers", Counting)
     source = path
     for format in FORMATS:
         convert(source, tmp_path / NAMES[format], format=format)

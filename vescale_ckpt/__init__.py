@@ -1,7 +1,8 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
+from . import safetensors
 from .api import prepare, save
-from .convert import ConvertReport, convert
+from .conversion import ConvertReport, convert
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -57,6 +58,7 @@ __all__ = [
     "convert",
     "load",
     "prepare",
+    "safetensors",
     "save",
     "verify",
 ]

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 
 from . import models
-from .convert import command
+from .conversion import command
 from .errors import CheckpointError
 from .models import MODELS, Entry
 from .parallelism import Parallelism
