@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import _C, CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader, layout
+from vescale_ckpt.item_reads import Record
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -243,6 +244,21 @@ def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner:
     assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
 
 
+def _many_objects(directory: Path) -> int:
+    """How many records were made to read 60 objects."""
+    objects = {f"object{i}": i for i in range(60)}
+    vescale_ckpt.save(directory, dict(objects))
+    state: dict[str, Any] = dict.fromkeys(objects)
+    with mock.patch("vescale_ckpt.load.Record", wraps=Record) as made:
+        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
+    assert state == objects
+    return made.call_count
+
+
+def test_objects_are_looked_up_once(checkpoint: Path) -> None:
+    assert run_ranks(2, _many_objects, checkpoint) == [120, 60]
+
+
 def _damaged_object(directory: Path) -> str:
     vescale_ckpt.save(directory, {"w": _numbers(100), "object": "kept" * 1000})
     dist.barrier()
@@ -377,6 +393,15 @@ def _different_disks(directory: Path) -> list[str]:
 def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
     for texts in run_ranks(2, _different_disks, tmp_path):
         assert len(texts) == 1 and "different saves" in texts[0], texts
+
+
+def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    reader = StorageReader(checkpoint)
+    metadata = reader.read_metadata()
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10) + 1})
+    with pytest.raises(CheckpointError, match="replaced by a later save"):
+        metadata.state_dict_metadata.keys()
 
 
 def _different_options(directory: Path) -> list[str]:

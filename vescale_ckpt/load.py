@@ -167,7 +167,12 @@ class Load:
 
         `object_records` are those of its objects."""
         reads, routed = sharing.begin(reads_of, save_id(self.metadata), self.reader.verify)
-        self._objects_of_all = routed.objects(lambda rows: self._read_whole([object_records()[row] for row in rows]))
+
+        def read_objects(rows: list[int]) -> list[bytes]:
+            records = object_records()
+            return self._read_whole([records[row] for row in rows])
+
+        self._objects_of_all = routed.objects(read_objects)
         outcome = routed.deliver(self, reads)
         if outcome is Outcome.failed_elsewhere:
             raise _FailedElsewhereError
