@@ -181,8 +181,9 @@ class StorageReader(DcpStorageReader):
         self._lock = directory_lock.while_reading(self.path, rank)
 
     def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
-        metadata = LazyMetadata(build=partial(_whole_metadata, self.path, rank, self._load_id))  # without the reader:
-        metadata.index = index  # together they would be a cycle that keeps files open
+        # Without the reader: together they would be a cycle that keeps files open.
+        metadata = LazyMetadata(build=partial(_metadata_of, self.path, rank, self._load_id, index.save_id))
+        metadata.index = index
         return metadata
 
     def _on_safetensors(self, contents: Contents) -> Metadata:
@@ -251,6 +252,11 @@ class StorageReader(DcpStorageReader):
 
 def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:
     return _with_load_id(layout.read_metadata(directory, rank), load_id)
+
+
+def _metadata_of(directory: str, rank: int | None, load_id: str, save_id: str) -> Metadata:
+    """Of the save that the index is of: other ranks may go by that, while a later save takes its place."""
+    return _with_load_id(layout.read_metadata_of(directory, rank, save_id), load_id)
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:
