@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import vescale_ckpt
 from vescale_ckpt import _C, CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader, layout
 from vescale_ckpt.item_reads import Record
+from vescale_ckpt.node import ranks_of_this_node
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -338,6 +339,16 @@ def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoi
         if direct[2] == 0:
             pytest.skip("files are in the page cache, or cannot be read past it")
         assert direct[2] > 0.9 * everything[2] and direct[1] > 0.9 * everything[1]
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("", 3), ("0", 3), ("-1", 3), ("two", 3), (None, 3)])
+def test_who_started_the_ranks_says_how_many_are_on_a_node(
+    said: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert ranks_of_this_node(3) == ranks
 
 
 # --- Metadata
