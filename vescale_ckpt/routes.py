@@ -48,9 +48,10 @@ class Round:
 
 
 class Routes:
-    """One rank's."""
+    """One rank's. `number`: of the plan, which its ranks have in common with no other."""
 
-    def __init__(self, packed: bytes, objects: bytes = b"") -> None:
+    def __init__(self, number: int, packed: bytes, objects: bytes = b"") -> None:
+        self.number = number
         self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
         self._words = words(packed)
         self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own, trial = self._words[:_HEAD]
@@ -85,7 +86,7 @@ class Reads:
     save: str = ""
 
 
-_kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they were made for: number of the plan, routes
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
 _kept_lock = threading.Lock()
 
 
@@ -106,19 +107,20 @@ def routes_of_all(
     group = pack(reads.save.encode(), node if settings.value("broadcast_scope") == "node" else b"")
     form = blake2b(pack(reads.rows, reads.objects, names, limits, domain, group), digest_size=16).digest()
     with _kept_lock:
-        number, routes = _kept.get(form, (_UNKNOWN, None))
+        routes = _kept.get(form)
+    number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, measure, phase)
+        routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, measure, phase)
     with _kept_lock:
-        _kept[form] = number, routes
+        _kept[form] = routes
         _kept.move_to_end(form)
         while len(_kept) > _MOST_KEPT:
             _kept.popitem(last=False)
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: str) -> tuple[int, Routes]:
+def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: str) -> Routes:
     gathered = exchange.gather(needs, phase)
     planned, error = None, None
     if gathered is not None:
@@ -128,7 +130,7 @@ def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: 
             error = raised
     exchange.fail_together(error, phase, LoadFailedError)
     number, packed, objects = unpack(exchange.scatter(planned, phase))
-    return int.from_bytes(number, "little"), Routes(packed, objects)
+    return Routes(int.from_bytes(number, "little"), packed, objects)
 
 
 def _plan_for(gathered: list[bytes], verify: bool, measure: bool) -> list[bytes]:
