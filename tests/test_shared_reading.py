@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import time
+from array import array
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +28,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader, layout
+from vescale_ckpt import (
+    _C,
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadPlanner,
+    PerRank,
+    StorageReader,
+    layout,
+    routes,
+)
 from vescale_ckpt.item_reads import Record
 from vescale_ckpt.node import ranks_of_this_node
+from vescale_ckpt.packed import words
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -258,6 +271,27 @@ def _many_objects(directory: Path) -> int:
 
 def test_objects_are_looked_up_once(checkpoint: Path) -> None:
     assert run_ranks(2, _many_objects, checkpoint) == [120, 60]
+
+
+def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> None:
+    def needs(files: list[str], *rows: tuple[int, int, int], group: bytes = b"") -> tuple[bytes, bytes, bytes]:
+        numbers = [(item, file, offset, 10, 7) for item, file, offset in rows]
+        return array("q", chain.from_iterable(numbers)).tobytes(), json.dumps(files).encode(), group
+
+    def common(*of_ranks: tuple[bytes, bytes, bytes]) -> list[list[int]]:
+        with mock.patch.object(routes, "_object_places", wraps=routes._object_places) as looked:
+            rows = [words(table).tolist() for table in routes._common_objects(list(of_ranks))]
+        assert looked.call_count == len(set(of_ranks)), "what ranks have in common is looked at once"
+        return rows
+
+    mine = needs(["a", "b"], (5, 0, 100), (6, 1, 100), (7, 1, 200))
+    other = needs(["b", "a"], (1, 0, 200), (2, 1, 300), (3, 1, 100))
+    assert common(mine, other, mine) == [[0, 2], [2, 0], [0, 2]]
+    assert common(mine, mine) == [[0, 1, 2]] * 2
+    assert common(mine, needs([])) == [[], []]
+    assert common(mine, needs(["a"], (5, 0, 100), group=b"another save")) == [[], []]
+    with mock.patch.object(routes, "_MOST_OBJECT_BYTES", 19):
+        assert common(mine, other) == [[], []]
 
 
 def _damaged_object(directory: Path) -> str:

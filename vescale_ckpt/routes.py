@@ -143,20 +143,27 @@ def _plan_for(gathered: list[bytes], verify: bool, measure: bool) -> list[bytes]
         rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget, trial_bytes=trial
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
-    common = _common_objects(objects, files, groups)
+    common = _common_objects(list(zip(objects, names, groups, strict=True)))
     return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
 
 
-def _common_objects(objects: list[bytes], files: list[list[str]], groups: list[bytes]) -> list[bytes]:
-    """For each rank the rows, in one order for all, of objects that every rank wants."""
-    places: list[dict[tuple[Any, ...], int]] = []
-    for table, names, group in zip(map(words, objects), files, groups, strict=True):
-        rows = [table[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(table), OBJECT_ROW)]
-        places.append({(group, names[file], *where): row for row, (file, *where) in enumerate(rows)})
-    common = sorted(set(places[0]).intersection(*places[1:]))
+def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
+    """For each rank the rows, in one order for all, of objects that every rank wants. `needs`: by rank the table of its
+    objects, the names of files, and its group; what ranks have in common is looked at once."""
+    places = {need: _object_places(*need) for need in set(needs)}
+    first, *others = places.values()
+    common = sorted(set(first).intersection(*others))
     if sum(length for _, _, _, length, _ in common) > _MOST_OBJECT_BYTES:
         common = []
-    return [array("q", [of_rank[place] for place in common]).tobytes() for of_rank in places]
+    rows = {need: array("q", [of_need[place] for place in common]).tobytes() for need, of_need in places.items()}
+    return [rows[need] for need in needs]
+
+
+def _object_places(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
+    """By where they are stored, the rows of a table of objects."""
+    numbers, files = words(table), json.loads(names)
+    rows = [numbers[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(numbers), OBJECT_ROW)]
+    return {(group, files[file], *where): row for row, (file, *where) in enumerate(rows)}
 
 
 def _numbered(values: list[bytes]) -> list[int]:
