@@ -227,6 +227,42 @@ def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None
         assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
 
 
+def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
+    full = _full()
+    _save(directory, full, "us")
+    if dist.get_rank() == 1:
+        os.environ[variable] = "wrong"
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["BROADCAST_BYTES", "BROADCAST_SCOPE", "NODE"])
+def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: str) -> None:
+    name = f"VESCALE_CKPT_{variable}"
+    for text in run_ranks(2, _one_has_a_bad_setting, checkpoint, name):
+        assert f"rank 1: ValueError: {name}='wrong'" in text, text
+
+
+def _ways_that_differ(directory: Path) -> list[bool]:
+    full = _full()
+    _save(directory, full, "us")
+    shares = []
+    for ways in ((True, False), (False, True), (True, "auto")):
+        way: Any = ways[dist.get_rank()]
+        reader = StorageReader(directory, broadcast_checkpoint=way)
+        state = _zeros(full)
+        dcp.load(state, storage_reader=reader)
+        assert_same(state, full)
+        assert reader.last_stats is not None
+        shares.append(reader.last_stats.shared_bytes > 0)
+    return shares
+
+
+def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
+    assert run_ranks(2, _ways_that_differ, checkpoint, timeout=20.0) == [[True, False, True]] * 2
+
+
 # --- Objects
 
 

@@ -17,7 +17,7 @@ from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .node import memory_domain
-from .packed import OBJECT_ROW, words
+from .packed import OBJECT_ROW, PlannedReads, words
 
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
@@ -76,14 +76,25 @@ class Routes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank would read by itself: `LoadPlan.reads`, `.objects` and `.files`, and of which save they are.
+    """What a rank would read by itself, and with whom; in bytes, as it is told."""
 
-    Nothing if it tells nobody."""
+    rows: bytes  #: `LoadPlan.reads`
+    objects: bytes  #: `LoadPlan.objects`
+    files: bytes  #: `LoadPlan.files`
+    group: bytes  #: ranks that differ in it deliver each other nothing
+    domain: bytes  #: ranks of the same see each other's memory
+    budget: int  #: of the rounds' memory, bytes
 
-    rows: bytes = b""
-    objects: bytes = b""
-    files: tuple[str, ...] = ()
-    save: str = ""
+    @classmethod
+    def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
+        """Of a plan (None: of nothing), but only those `rows` of tensors; `save` names the save that they are of.
+
+        Raises ValueError for a setting or a name that cannot be used.
+        """
+        domain = memory_domain().encode()
+        group = pack(save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
+        objects, files = (b"", []) if plan is None else (plan.objects, plan.files)
+        return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
 
 
 _kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
@@ -99,19 +110,16 @@ def routes_of_all(
 
     Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
     """
-    names = json.dumps(reads.files).encode()
-    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {settings.number('broadcast_bytes')}".encode()
-    node = memory_domain().encode()
-    domain = f"{exchange.rank} alone".encode() if through_devices else node
-    # Ranks of different groups deliver each other nothing.
-    group = pack(reads.save.encode(), node if settings.value("broadcast_scope") == "node" else b"")
-    form = blake2b(pack(reads.rows, reads.objects, names, limits, domain, group), digest_size=16).digest()
+    domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
+    needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
+    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {reads.budget}".encode()
+    form = blake2b(pack(needs, limits), digest_size=16).digest()
     with _kept_lock:
         routes = _kept.get(form)
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, measure, phase)
+        routes = _plan(exchange, needs, verify, measure, reads.budget, phase)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -120,12 +128,12 @@ def routes_of_all(
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: str) -> Routes:
+def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, budget: int, phase: str) -> Routes:
     gathered = exchange.gather(needs, phase)
     planned, error = None, None
     if gathered is not None:
         try:
-            planned = _plan_for(gathered, verify, measure)
+            planned = _plan_for(gathered, verify, measure, budget)
         except Exception as raised:
             error = raised
     exchange.fail_together(error, phase, LoadFailedError)
@@ -133,14 +141,13 @@ def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: 
     return Routes(int.from_bytes(number, "little"), packed, objects)
 
 
-def _plan_for(gathered: list[bytes], verify: bool, measure: bool) -> list[bytes]:
+def _plan_for(gathered: list[bytes], verify: bool, measure: bool, budget: int) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
     rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
     files = [json.loads(of_rank) for of_rank in names]
-    budget = settings.number("broadcast_bytes") // MEMORIES
     trial = _TRIAL_BYTES if measure else 0
     routes = _C.plan_routes(
-        rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget, trial_bytes=trial
+        rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget // MEMORIES, trial_bytes=trial
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     common = _common_objects(list(zip(objects, names, groups, strict=True)))
