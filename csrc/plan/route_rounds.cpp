@@ -63,8 +63,12 @@ class Rounds {
   // Readers take turns where messages of all at once would be more than somebody has memory for.
   void run() {
     std::vector<size_t> done(routes_.size());
+    std::vector<std::map<uint32_t, Message>> next(routes_.size());  // what each would send: asked for in many rounds
     size_t left = 0, turn = 0;
-    for (const uint32_t rank : members_) left += buckets_[rank].size();
+    for (const uint32_t rank : members_) {
+      left += buckets_[rank].size();
+      if (!buckets_[rank].empty()) next[rank] = messages_of(buckets_[rank].front(), rank);
+    }
     for (size_t round = 0; left > 0; ++round) {
       for (const uint32_t rank : members_) routes_[rank].rounds.resize(round + 1);
       bool any = false;
@@ -74,15 +78,16 @@ class Rounds {
         const uint32_t reader = members_[member];
         if (done[reader] == buckets_[reader].size()) continue;
         const Bucket& bucket = buckets_[reader][done[reader]];
-        const std::map<uint32_t, Message> messages = messages_of(bucket, reader);
-        if (any && !has_room(bucket, messages, reader, round)) {
+        if (any && !has_room(bucket, next[reader], reader, round)) {
           if (next_turn == turn) next_turn = member;  // who was left out first begins the next round
           continue;
         }
         any = true;
-        deliver(bucket, messages, reader, round);
-        ++done[reader];
+        deliver(bucket, next[reader], reader, round);
         --left;
+        if (++done[reader] < buckets_[reader].size()) {
+          next[reader] = messages_of(buckets_[reader][done[reader]], reader);
+        }
       }
       turn = next_turn;
     }
