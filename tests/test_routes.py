@@ -16,9 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from damage import flip
 from ranks import run_ranks
 from states import MiB, assert_same
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -199,6 +201,23 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
 def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
     for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
         assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
+
+
+def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
+    full = {"large": _numbers(1024, 4096), "small": _numbers(256, 1024)}
+    dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with mock.patch.object(routed_read, "RoundMemory", wraps=RoundMemory) as memory:
+        shared = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.shared_bytes
+    assert_same(state, full)
+    return sum(memory.call_args.args[0]), shared == full["small"].nbytes
+
+
+def test_records_that_are_checked_as_a_whole_keep_to_the_memory(checkpoint: Path) -> None:
+    taken, only_small = zip(*run_ranks(2, _whole_records_with_little_memory, checkpoint), strict=True)
+    assert MiB <= sum(taken) <= 4 * MiB, "one has read the small one for both"
+    assert all(only_small)
 
 
 # --- Failures

@@ -24,6 +24,7 @@ _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 6  # words of packed routes
 _TRIAL_BYTES = 16 << 20  # of each of two rounds that are tried both ways
+_MOST_WHOLE_BYTES = 64 << 20  # of a record that can only be checked as a whole; larger ones each rank reads by itself
 _MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
 
 
@@ -147,7 +148,14 @@ def _plan_for(gathered: list[bytes], verify: bool, measure: bool, budget: int) -
     files = [json.loads(of_rank) for of_rank in names]
     trial = _TRIAL_BYTES if measure else 0
     routes = _C.plan_routes(
-        rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget // MEMORIES, trial_bytes=trial
+        rows,
+        files,
+        _numbered(groups),
+        _numbered(domains),
+        verify,
+        whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
+        budget_bytes=budget // MEMORIES,
+        trial_bytes=trial,
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     common = _common_objects(list(zip(objects, names, groups, strict=True)))
