@@ -28,6 +28,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt.item_reads import resolves_views
 
 
 def save_with(path: Path, state: dict[str, Any], planner: AbstractSavePlanner) -> None:
@@ -441,6 +442,21 @@ def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -
     save(checkpoint, state)
     target = load_with(checkpoint, blank(state), Scratch())
     assert_same(target, {key: value * 2 for key, value in state.items()})
+
+
+@pytest.mark.parametrize("base", [DefaultLoadPlanner, LoadPlanner])
+def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
+    save(checkpoint, {"w": torch.arange(5), "object": "kept"})
+    planner = base()
+    assert resolves_views(planner)
+    filled: dict[str, torch.Tensor] = {}
+    decoded = []
+    planner.resolve_tensor = lambda item: filled.setdefault(item.dest_index.fqn, torch.zeros(5, dtype=torch.int64))
+    planner.load_bytes = lambda item, value: decoded.append(item.dest_index.fqn)
+    state = load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"}, planner)
+    assert_same(filled, {"w": torch.arange(5)})
+    assert_same(state, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"})
+    assert decoded == ["object"] and not resolves_views(planner), "it must not be left to other ranks"
 
 
 def test_load_planner_may_decode_objects_itself(checkpoint: Path) -> None:

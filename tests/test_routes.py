@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from damage import flip
 from ranks import run_ranks
 from states import MiB, assert_same
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -200,6 +203,23 @@ def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
         assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
 
 
+def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
+    full = {"large": _numbers(1024, 4096), "small": _numbers(256, 1024)}
+    dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with mock.patch.object(routed_read, "RoundMemory", wraps=RoundMemory) as memory:
+        shared = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.shared_bytes
+    assert_same(state, full)
+    return sum(memory.call_args.args[0]), shared == full["small"].nbytes
+
+
+def test_records_that_are_checked_as_a_whole_keep_to_the_memory(checkpoint: Path) -> None:
+    taken, only_small = zip(*run_ranks(2, _whole_records_with_little_memory, checkpoint), strict=True)
+    assert MiB <= sum(taken) <= 4 * MiB, "one has read the small one for both"
+    assert all(only_small)
+
+
 # --- Failures
 
 
@@ -334,6 +354,54 @@ def test_all_ranks_take_the_way_that_was_faster(checkpoint: Path, slow: str, sha
     assert run_ranks(2, _decide, checkpoint, slow) == [(shares, 4 * MiB)] * 2
 
 
+def _one_gets_little(directory: Path) -> tuple[bool, int]:
+    """Rank 2 shares but one small tensor, which comes late: of the first rounds it knows only how long it waited."""
+    rank = dist.get_rank()
+    alone, _ = dist.new_subgroups(1)
+    full = {"a": _numbers(1024, 1024), "of_2": _numbers(1024, 1024), "z": _numbers(64, 256)}
+    if rank == 0:
+        vescale_ckpt.save(directory, dict(full), process_group=alone)
+    dist.barrier()
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+
+    def slowed(step: str, seconds: float) -> Any:
+        original = getattr(routed_read.RoutedRead, step)
+        return mock.patch.object(routed_read.RoutedRead, step, lambda *args: original(*args) + seconds)
+
+    state = {name: torch.zeros_like(full[name]) for name in (("of_2", "z") if rank == 2 else ("a", "z"))}
+    small = mock.patch.object(routes, "_TRIAL_BYTES", MiB)
+    with small, slowed("_send", 1) if rank == 2 else slowed("_read_trial", 100):
+        stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
+    for name, value in state.items():
+        assert_same(value, full[name])
+    return stats.shared_bytes > 0, stats.bytes
+
+
+def test_who_gets_nothing_in_the_first_rounds_does_not_decide(checkpoint: Path) -> None:
+    assert run_ranks(3, _one_gets_little, checkpoint) == [(True, 4 * MiB + 64 * 1024)] * 3
+
+
+def _crossed(directory: Path) -> str:
+    """As if two loads of the group, in two threads, had met each other's collectives."""
+    full = {"w": _numbers(100, 10)}
+    vescale_ckpt.save(directory, full)
+    _load(directory, {"w": torch.zeros(100, 10)})
+    plan = routes.routes_of_all
+
+    def other_plan(*args: Any) -> routes.Routes:
+        of_all = plan(*args)
+        of_all.number += dist.get_rank()
+        return of_all
+
+    with mock.patch("vescale_ckpt.shared_reading.routes_of_all", other_plan):
+        return str(_error(directory, {"w": torch.zeros(100, 10)}))
+
+
+def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
+    for text in run_ranks(2, _crossed, checkpoint, check=False):
+        assert "ranks are in different places" in text and "plan" in text, text
+
+
 def _without_trying(directory: Path) -> list[int]:
     """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
     full = _numbers(2048, 1023)
@@ -375,6 +443,21 @@ def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint:
     (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
     assert shared == also_shared == 0 and none == []
     assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
+
+
+def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:
+    """What a number of a process of another machine happens to mean on this one."""
+    memory = RoundMemory([5000, 0, 70])
+    hello = bytearray(round_memory._HELLO.pack(os.getpid(), memory._file, 3, memory._token))
+    sizes = struct.pack("<3q", *memory._sizes)
+    opened = round_memory._open(hello + sizes)
+    memory[0][7] = 3
+    assert opened.memories[0][7] == 3
+    (tmp_path / "short").write_bytes(b"another file")
+    with (tmp_path / "short").open("rb+") as file:
+        hello = bytearray(round_memory._HELLO.pack(os.getpid(), file.fileno(), 3, memory._token))
+        with pytest.raises(ValueError, match="of another size"):
+            round_memory._open(hello + sizes)
 
 
 def test_one_rank_shares_nothing(checkpoint: Path) -> None:

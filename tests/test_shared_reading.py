@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import time
+from array import array
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +28,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader, layout
+from vescale_ckpt import (
+    _C,
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadPlanner,
+    PerRank,
+    StorageReader,
+    layout,
+    routes,
+)
+from vescale_ckpt.item_reads import Record
+from vescale_ckpt.node import ranks_of_this_node
+from vescale_ckpt.packed import words
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -212,6 +227,42 @@ def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None
         assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
 
 
+def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
+    full = _full()
+    _save(directory, full, "us")
+    if dist.get_rank() == 1:
+        os.environ[variable] = "wrong"
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["BROADCAST_BYTES", "BROADCAST_SCOPE", "NODE"])
+def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: str) -> None:
+    name = f"VESCALE_CKPT_{variable}"
+    for text in run_ranks(2, _one_has_a_bad_setting, checkpoint, name):
+        assert f"rank 1: ValueError: {name}='wrong'" in text, text
+
+
+def _ways_that_differ(directory: Path) -> list[bool]:
+    full = _full()
+    _save(directory, full, "us")
+    shares = []
+    for ways in ((True, False), (False, True), (True, "auto")):
+        way: Any = ways[dist.get_rank()]
+        reader = StorageReader(directory, broadcast_checkpoint=way)
+        state = _zeros(full)
+        dcp.load(state, storage_reader=reader)
+        assert_same(state, full)
+        assert reader.last_stats is not None
+        shares.append(reader.last_stats.shared_bytes > 0)
+    return shares
+
+
+def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
+    assert run_ranks(2, _ways_that_differ, checkpoint, timeout=20.0) == [[True, False, True]] * 2
+
+
 # --- Objects
 
 
@@ -241,6 +292,42 @@ def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -
 def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
     own = int(by == "us")
     assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
+
+
+def _many_objects(directory: Path) -> int:
+    """How many records were made to read 60 objects."""
+    objects = {f"object{i}": i for i in range(60)}
+    vescale_ckpt.save(directory, dict(objects))
+    state: dict[str, Any] = dict.fromkeys(objects)
+    with mock.patch("vescale_ckpt.load.Record", wraps=Record) as made:
+        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
+    assert state == objects
+    return made.call_count
+
+
+def test_objects_are_looked_up_once(checkpoint: Path) -> None:
+    assert run_ranks(2, _many_objects, checkpoint) == [120, 60]
+
+
+def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> None:
+    def needs(files: list[str], *rows: tuple[int, int, int], group: bytes = b"") -> tuple[bytes, bytes, bytes]:
+        numbers = [(item, file, offset, 10, 7) for item, file, offset in rows]
+        return array("q", chain.from_iterable(numbers)).tobytes(), json.dumps(files).encode(), group
+
+    def common(*of_ranks: tuple[bytes, bytes, bytes]) -> list[list[int]]:
+        with mock.patch.object(routes, "_object_places", wraps=routes._object_places) as looked:
+            rows = [words(table).tolist() for table in routes._common_objects(list(of_ranks))]
+        assert looked.call_count == len(set(of_ranks)), "what ranks have in common is looked at once"
+        return rows
+
+    mine = needs(["a", "b"], (5, 0, 100), (6, 1, 100), (7, 1, 200))
+    other = needs(["b", "a"], (1, 0, 200), (2, 1, 300), (3, 1, 100))
+    assert common(mine, other, mine) == [[0, 2], [2, 0], [0, 2]]
+    assert common(mine, mine) == [[0, 1, 2]] * 2
+    assert common(mine, needs([])) == [[], []]
+    assert common(mine, needs(["a"], (5, 0, 100), group=b"another save")) == [[], []]
+    with mock.patch.object(routes, "_MOST_OBJECT_BYTES", 19):
+        assert common(mine, other) == [[], []]
 
 
 def _damaged_object(directory: Path) -> str:
@@ -324,6 +411,16 @@ def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoi
         assert direct[2] > 0.9 * everything[2] and direct[1] > 0.9 * everything[1]
 
 
+@pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("", 3), ("0", 3), ("-1", 3), ("two", 3), (None, 3)])
+def test_who_started_the_ranks_says_how_many_are_on_a_node(
+    said: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert ranks_of_this_node(3) == ranks
+
+
 # --- Metadata
 
 
@@ -377,6 +474,15 @@ def _different_disks(directory: Path) -> list[str]:
 def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
     for texts in run_ranks(2, _different_disks, tmp_path):
         assert len(texts) == 1 and "different saves" in texts[0], texts
+
+
+def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    reader = StorageReader(checkpoint)
+    metadata = reader.read_metadata()
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10) + 1})
+    with pytest.raises(CheckpointError, match="replaced by a later save"):
+        metadata.state_dict_metadata.keys()
 
 
 def _different_options(directory: Path) -> list[str]:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from . import engine
 from .describe import Describer
 from .load_planner import LoadPlanner as OurLoadPlanner
+from .load_planner import is_method_of
 from .packed import PackedReads
 
 _KEEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
@@ -52,8 +53,7 @@ def resolves_views(planner: LoadPlanner) -> bool:
     """Whether what it resolves are views of its state, there from the beginning of a load to its end and filled when
     they are filled: other planners hand out memory piece by piece, and want it committed."""
     return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) in (getattr(DefaultLoadPlanner, name), getattr(OurLoadPlanner, name))
-        for name in _KEEPS
+        is_method_of(planner, name, DefaultLoadPlanner, OurLoadPlanner) for name in _KEEPS
     )
 
 

@@ -23,7 +23,7 @@ from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateEr
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
 from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
-from .load_planner import not_all_there, wanted_elements
+from .load_planner import is_method_of, not_all_there, wanted_elements
 from .node import ranks_of_this_node
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
@@ -88,9 +88,7 @@ class Load:
         self.cached_options = engine.options(reader.thread_count, False)  # through the page cache
         self._safetensors: dict[bool, _C.SafetensorsReads] = {}  # open files, by whether through the page cache
         # Ours take the object itself, unless a subclass wants to decode the bytes.
-        self.takes_objects = (
-            isinstance(planner, OurLoadPlanner) and type(planner).load_bytes is OurLoadPlanner.load_bytes
-        )
+        self.takes_objects = isinstance(planner, OurLoadPlanner) and is_method_of(planner, "load_bytes", OurLoadPlanner)
         self.allow_cast = bool(getattr(planner, "allow_cast", False))
         self.paths: list[str] = []
         self.path_index: dict[str, int] = {}
@@ -167,7 +165,12 @@ class Load:
 
         `object_records` are those of its objects."""
         reads, routed = sharing.begin(reads_of, save_id(self.metadata), self.reader.verify)
-        self._objects_of_all = routed.objects(lambda rows: self._read_whole([object_records()[row] for row in rows]))
+
+        def read_objects(rows: list[int]) -> list[bytes]:
+            records = object_records()
+            return self._read_whole([records[row] for row in rows])
+
+        self._objects_of_all = routed.objects(read_objects)
         outcome = routed.deliver(self, reads)
         if outcome is Outcome.failed_elsewhere:
             raise _FailedElsewhereError

@@ -132,7 +132,7 @@ class LoadPlanner(DefaultLoadPlanner):
             "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor", "commit_tensor",
             "lookup_tensor", "transform_tensor",
         )  # fmt: skip
-        return all(getattr(type(self), name) is getattr(LoadPlanner, name) for name in names)
+        return all(is_method_of(self, name, LoadPlanner) for name in names)
 
     def _try_old_names(self) -> None:
         """Lets the default planner find out if keys are named as before torch 2.4: it changes `state_dict` then."""
@@ -195,6 +195,12 @@ class LoadPlanner(DefaultLoadPlanner):
         else:
             # With flatten_sharded_tensors the state planned with is a copy of the user's.
             self.state_dict[key] = self.original_state_dict[key] = value
+
+
+def is_method_of(planner: object, name: str, *kinds: type) -> bool:
+    """Whether a planner does that as one of `kinds` does: overridden neither by its class nor on the object itself."""
+    function = getattr(getattr(planner, name), "__func__", None)
+    return any(function is getattr(kind, name) for kind in kinds)
 
 
 def _needs_stock_set_up(value: Any) -> bool:

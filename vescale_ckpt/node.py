@@ -40,5 +40,6 @@ def memory_domain() -> str:
 
 
 def ranks_of_this_node(otherwise: int) -> int:
-    """As who started them says."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or otherwise))
+    """As who started them says, if that is a number above 0."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else otherwise

@@ -8,7 +8,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -36,7 +36,10 @@ _MOST_INDEX_BYTES = 16 << 20  # of larger ones each rank reads the few pages tha
 
 @dataclass(frozen=True)
 class _ReadTogether:
-    """The coordinator's word to all ranks that they read for each other."""
+    """The coordinator's word to all ranks that they read for each other, and which way: ranks that disagreed would wait
+    for each other in vain."""
+
+    way: Literal["auto", True]
 
 
 class StorageReader(DcpStorageReader):
@@ -50,7 +53,7 @@ class StorageReader(DcpStorageReader):
         weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
         broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
             others; "auto" does so if the first pieces show that it is faster. For loads that all ranks of the group
-            make together. See docs/loading.md.
+            make together: what DCP's coordinator says counts for all of them. See docs/loading.md.
         direct_io: "auto" goes past the page cache unless the file is in it, False never does, True raises where it
             cannot.
         process_group: whose ranks read for each other: the group of the load. None: the default group.
@@ -181,8 +184,9 @@ class StorageReader(DcpStorageReader):
         self._lock = directory_lock.while_reading(self.path, rank)
 
     def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
-        metadata = LazyMetadata(build=partial(_whole_metadata, self.path, rank, self._load_id))  # without the reader:
-        metadata.index = index  # together they would be a cycle that keeps files open
+        # Without the reader: together they would be a cycle that keeps files open.
+        metadata = LazyMetadata(build=partial(_metadata_of, self.path, rank, self._load_id, index.save_id))
+        metadata.index = index
         return metadata
 
     def _on_safetensors(self, contents: Contents) -> Metadata:
@@ -220,14 +224,14 @@ class StorageReader(DcpStorageReader):
                 self.path, len(plans), ranks,
             )  # fmt: skip
             return plans
-        return [replace(plan, storage_data=_ReadTogether()) for plan in plans]
+        return [replace(plan, storage_data=_ReadTogether(self.broadcast_checkpoint)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         sharing = None
-        if isinstance(plan.storage_data, _ReadTogether) and self.broadcast_checkpoint is not False:
+        if isinstance(plan.storage_data, _ReadTogether):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.path}: read for each other"
-            sharing = SharedReading(exchange, self.broadcast_checkpoint, phase)
+            sharing = SharedReading(exchange, plan.storage_data.way, phase)
         self.read(plan, planner, sharing)
         future: Future[None] = Future()
         future.set_result(None)
@@ -251,6 +255,11 @@ class StorageReader(DcpStorageReader):
 
 def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:
     return _with_load_id(layout.read_metadata(directory, rank), load_id)
+
+
+def _metadata_of(directory: str, rank: int | None, load_id: str, save_id: str) -> Metadata:
+    """Of the save that the index is of: other ranks may go by that, while a later save takes its place."""
+    return _with_load_id(layout.read_metadata_of(directory, rank, save_id), load_id)
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

@@ -119,6 +119,8 @@ def _open(hello: bytearray) -> _Mapped:
     sizes = struct.unpack_from(f"<{count}q", hello, _HELLO.size)
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
+        if os.fstat(file).st_size != sum(sizes) + _PAGE:  # to look beyond a file's end kills the process
+            raise ValueError("a file of another size is in its place")
         mapped = _Mapped(file, sizes)
     finally:
         os.close(file)

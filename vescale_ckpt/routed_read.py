@@ -155,8 +155,8 @@ class RoutedRead:
         alone = self._read_trial()
         got, tried = _placed_bytes(self.routes.rounds[0]), _trial_bytes(self.routes.trial)
         left = self.routes.shared_bytes - got - tried
-        together = (max(steps) + sum(steps)) / 2 * left / max(1, got)
-        alone *= self.routes.shared_bytes / max(1, tried)
+        together = _extrapolated((max(steps) + sum(steps)) / 2, got, left)
+        alone = _extrapolated(alone, tried, self.routes.shared_bytes)
         microseconds = [-int(1e6 * min(seconds, _MOST_SECONDS)) for seconds in (alone, together)]
         least, *slowest = self._exchange.agree([int(self._error is None), *microseconds], self._phase)
         alone, together = (-value / 1e6 for value in slowest)
@@ -178,7 +178,9 @@ class RoutedRead:
         return self._guarded(read)
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
-        return self._exchange.peers(f"rounds {first} to {last} of {len(self.routes.rounds)}", self._phase)
+        # The plan's number: if two loads cross, against the rules, one must not be filled with the other's bytes.
+        of = f"{len(self.routes.rounds)}, plan {self.routes.number:x}"
+        return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
 
     # --- Steps of a round. An error is kept, and what comes after it left out, but for messages that others wait for.
 
@@ -236,9 +238,12 @@ class RoutedRead:
         assert self._reads is not None
         names = self._reads.description.names
         table = _C.staging_table(of.staged, memory.data_ptr(), len(memory))
+        rows: list[list[int]] = []
 
-        def row_at(number: int) -> Sequence[int]:
-            return next(row for at, row in enumerate(_rows(of.staged, 8, 3)) if at == number)
+        def row_at(number: int) -> list[int]:
+            if not rows:  # hardly ever asked for
+                rows.extend(_rows(of.staged, 8, 3))
+            return rows[number]
 
         with engine.named_errors(lambda number: names[row_at(number)[1]], load.reader.path):
             report = load.read_tensors(table)
@@ -259,6 +264,11 @@ class RoutedRead:
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
+
+
+def _extrapolated(seconds: float, done: int, wanted: int) -> float:
+    """How long so many bytes take. 0, which leaves it to other ranks, if this one had nothing to do: then it waited."""
+    return seconds * wanted / done if done else 0.0
 
 
 def _trial_bytes(trial: bytes) -> int:

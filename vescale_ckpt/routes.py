@@ -17,13 +17,14 @@ from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .node import memory_domain
-from .packed import OBJECT_ROW, words
+from .packed import OBJECT_ROW, PlannedReads, words
 
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 6  # words of packed routes
 _TRIAL_BYTES = 16 << 20  # of each of two rounds that are tried both ways
+_MOST_WHOLE_BYTES = 64 << 20  # of a record that can only be checked as a whole; larger ones each rank reads by itself
 _MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
 
 
@@ -48,9 +49,10 @@ class Round:
 
 
 class Routes:
-    """One rank's."""
+    """One rank's. `number`: of the plan, which its ranks have in common with no other."""
 
-    def __init__(self, packed: bytes, objects: bytes = b"") -> None:
+    def __init__(self, number: int, packed: bytes, objects: bytes = b"") -> None:
+        self.number = number
         self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
         self._words = words(packed)
         self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own, trial = self._words[:_HEAD]
@@ -75,17 +77,28 @@ class Routes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank would read by itself: `LoadPlan.reads`, `.objects` and `.files`, and of which save they are.
+    """What a rank would read by itself, and with whom; in bytes, as it is told."""
 
-    Nothing if it tells nobody."""
+    rows: bytes  #: `LoadPlan.reads`
+    objects: bytes  #: `LoadPlan.objects`
+    files: bytes  #: `LoadPlan.files`
+    group: bytes  #: ranks that differ in it deliver each other nothing
+    domain: bytes  #: ranks of the same see each other's memory
+    budget: int  #: of the rounds' memory, bytes
 
-    rows: bytes = b""
-    objects: bytes = b""
-    files: tuple[str, ...] = ()
-    save: str = ""
+    @classmethod
+    def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
+        """Of a plan (None: of nothing), but only those `rows` of tensors; `save` names the save that they are of.
+
+        Raises ValueError for a setting or a name that cannot be used.
+        """
+        domain = memory_domain().encode()
+        group = pack(save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
+        objects, files = (b"", []) if plan is None else (plan.objects, plan.files)
+        return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
 
 
-_kept: OrderedDict[bytes, tuple[int, Routes]] = OrderedDict()  # by what they were made for: number of the plan, routes
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
 _kept_lock = threading.Lock()
 
 
@@ -98,63 +111,74 @@ def routes_of_all(
 
     Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
     """
-    names = json.dumps(reads.files).encode()
-    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {settings.number('broadcast_bytes')}".encode()
-    node = memory_domain().encode()
-    domain = f"{exchange.rank} alone".encode() if through_devices else node
-    # Ranks of different groups deliver each other nothing.
-    group = pack(reads.save.encode(), node if settings.value("broadcast_scope") == "node" else b"")
-    form = blake2b(pack(reads.rows, reads.objects, names, limits, domain, group), digest_size=16).digest()
+    domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
+    needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
+    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {reads.budget}".encode()
+    form = blake2b(pack(needs, limits), digest_size=16).digest()
     with _kept_lock:
-        number, routes = _kept.get(form, (_UNKNOWN, None))
+        routes = _kept.get(form)
+    number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        number, routes = _plan(exchange, pack(reads.rows, reads.objects, names, domain, group), verify, measure, phase)
+        routes = _plan(exchange, needs, verify, measure, reads.budget, phase)
     with _kept_lock:
-        _kept[form] = number, routes
+        _kept[form] = routes
         _kept.move_to_end(form)
         while len(_kept) > _MOST_KEPT:
             _kept.popitem(last=False)
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, phase: str) -> tuple[int, Routes]:
+def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, budget: int, phase: str) -> Routes:
     gathered = exchange.gather(needs, phase)
     planned, error = None, None
     if gathered is not None:
         try:
-            planned = _plan_for(gathered, verify, measure)
+            planned = _plan_for(gathered, verify, measure, budget)
         except Exception as raised:
             error = raised
     exchange.fail_together(error, phase, LoadFailedError)
     number, packed, objects = unpack(exchange.scatter(planned, phase))
-    return int.from_bytes(number, "little"), Routes(packed, objects)
+    return Routes(int.from_bytes(number, "little"), packed, objects)
 
 
-def _plan_for(gathered: list[bytes], verify: bool, measure: bool) -> list[bytes]:
+def _plan_for(gathered: list[bytes], verify: bool, measure: bool, budget: int) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
     rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
     files = [json.loads(of_rank) for of_rank in names]
-    budget = settings.number("broadcast_bytes") // MEMORIES
     trial = _TRIAL_BYTES if measure else 0
     routes = _C.plan_routes(
-        rows, files, _numbered(groups), _numbered(domains), verify, budget_bytes=budget, trial_bytes=trial
+        rows,
+        files,
+        _numbered(groups),
+        _numbered(domains),
+        verify,
+        whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
+        budget_bytes=budget // MEMORIES,
+        trial_bytes=trial,
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
-    common = _common_objects(objects, files, groups)
+    common = _common_objects(list(zip(objects, names, groups, strict=True)))
     return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
 
 
-def _common_objects(objects: list[bytes], files: list[list[str]], groups: list[bytes]) -> list[bytes]:
-    """For each rank the rows, in one order for all, of objects that every rank wants."""
-    places: list[dict[tuple[Any, ...], int]] = []
-    for table, names, group in zip(map(words, objects), files, groups, strict=True):
-        rows = [table[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(table), OBJECT_ROW)]
-        places.append({(group, names[file], *where): row for row, (file, *where) in enumerate(rows)})
-    common = sorted(set(places[0]).intersection(*places[1:]))
+def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
+    """For each rank the rows, in one order for all, of objects that every rank wants. `needs`: by rank the table of its
+    objects, the names of files, and its group; what ranks have in common is looked at once."""
+    places = {need: _object_places(*need) for need in set(needs)}
+    first, *others = places.values()
+    common = sorted(set(first).intersection(*others))
     if sum(length for _, _, _, length, _ in common) > _MOST_OBJECT_BYTES:
         common = []
-    return [array("q", [of_rank[place] for place in common]).tobytes() for of_rank in places]
+    rows = {need: array("q", [of_need[place] for place in common]).tobytes() for need, of_need in places.items()}
+    return [rows[need] for need in needs]
+
+
+def _object_places(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
+    """By where they are stored, the rows of a table of objects."""
+    numbers, files = words(table), json.loads(names)
+    rows = [numbers[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(numbers), OBJECT_ROW)]
+    return {(group, files[file], *where): row for row, (file, *where) in enumerate(rows)}
 
 
 def _numbered(values: list[bytes]) -> list[int]:

@@ -30,19 +30,19 @@ class SharedReading:
         `save` names the save that this rank loads: ranks that look at different ones share nothing. Raises on all ranks
         if it fails on one.
         """
-        reads, told, error = None, Reads(), None
+        reads, told, device, error = None, None, None, None
         try:
             reads = reads_of()
-            if reads is not None:
-                told = Reads(reads.reads, reads.plan.objects, tuple(reads.plan.files), save)
+            told = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
+            device = device_group.device_for([] if reads is None else reads.description.tensors)
         except Exception as raised:
             error = raised
-        device = device_group.device_for([] if reads is None else reads.description.tensors)
         ready, on_devices = self.exchange.agree(
             [int(error is None), int(self.exchange.may_swap_on(device))], f"{self.phase}: begin"
         )
         if not ready:
             self.exchange.fail_together(error, self.phase, LoadFailedError)
+        assert told is not None
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
         measure = self.way == "auto"
         routes = routes_of_all(self.exchange, told, verify, self.phase, devices is not None, measure)

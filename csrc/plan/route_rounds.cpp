@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
+#include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,7 +26,7 @@ struct Bucket {
   std::vector<const Piece*> pieces;
   std::vector<uint64_t> offsets;  // of each, in staging memory
   uint64_t staging_bytes = 0;
-  uint64_t packed_bytes = 0;  // of all messages, if all have to be packed
+  uint64_t packed_bytes = 0;  // of all messages that differ, if all have to be packed
   bool uniform = true;        // all ranks that get anything get all of it
 };
 
@@ -60,8 +63,12 @@ class Rounds {
   // Readers take turns where messages of all at once would be more than somebody has memory for.
   void run() {
     std::vector<size_t> done(routes_.size());
+    std::vector<std::map<uint32_t, Message>> next(routes_.size());  // what each would send: asked for in many rounds
     size_t left = 0, turn = 0;
-    for (const uint32_t rank : members_) left += buckets_[rank].size();
+    for (const uint32_t rank : members_) {
+      left += buckets_[rank].size();
+      if (!buckets_[rank].empty()) next[rank] = messages_of(buckets_[rank].front(), rank);
+    }
     for (size_t round = 0; left > 0; ++round) {
       for (const uint32_t rank : members_) routes_[rank].rounds.resize(round + 1);
       bool any = false;
@@ -71,15 +78,16 @@ class Rounds {
         const uint32_t reader = members_[member];
         if (done[reader] == buckets_[reader].size()) continue;
         const Bucket& bucket = buckets_[reader][done[reader]];
-        const std::map<uint32_t, Message> messages = messages_of(bucket, reader);
-        if (any && !has_room(bucket, messages, reader, round)) {
+        if (any && !has_room(bucket, next[reader], reader, round)) {
           if (next_turn == turn) next_turn = member;  // who was left out first begins the next round
           continue;
         }
         any = true;
-        deliver(bucket, messages, reader, round);
-        ++done[reader];
+        deliver(bucket, next[reader], reader, round);
         --left;
+        if (++done[reader] < buckets_[reader].size()) {
+          next[reader] = messages_of(buckets_[reader][done[reader]], reader);
+        }
       }
       turn = next_turn;
     }
@@ -92,17 +100,25 @@ class Rounds {
       const Piece::Receiver* to;
     };
     std::vector<Part> parts;
-    bool near = false;    // the peer sees the staging memory
-    bool packed = false;  // else it is the staging memory itself
+    bool near = false;                // the peer sees the staging memory
+    bool packed = false;              // else it is the staging memory itself
+    std::optional<uint32_t> same_as;  // an earlier peer, for whom the very same is packed
     uint64_t bytes = 0;
+
+    bool takes_memory() const { return packed && !same_as; }  // of the reader, beside the staging memory
   };
 
   bool near(uint32_t left, uint32_t right) const { return ranks_[left].node == ranks_[right].node; }
 
+  // What ranks of several replicas want alike is packed once.
   uint64_t bytes_to_pack(const Piece& piece) const {
+    const auto less = [](const Region* left, const Region* right) {
+      return std::tie(left->offset, left->size) < std::tie(right->offset, right->size);
+    };
+    std::set<const Region*, decltype(less)> boxes(less);
     uint64_t bytes = 0;
     for (const Piece::Receiver& to : piece.receivers) {
-      if (near(to.need->rank, piece.reader)) continue;
+      if (near(to.need->rank, piece.reader) || !boxes.insert(&to.box).second) continue;
       bytes += align_up(to.box.elements() * item_bytes(*piece.like), kAlignment);
     }
     return bytes;
@@ -136,6 +152,7 @@ class Rounds {
 
   std::map<uint32_t, Message> messages_of(const Bucket& bucket, uint32_t reader) const {
     std::map<uint32_t, Message> messages;
+    std::map<std::vector<int64_t>, uint32_t> packed_for;  // by what is in it
     for (size_t i = 0; i < bucket.pieces.size(); ++i) {
       for (const Piece::Receiver& to : bucket.pieces[i]->receivers) {
         if (to.need->rank != reader) messages[to.need->rank].parts.push_back({i, &to});
@@ -150,9 +167,23 @@ class Rounds {
         message.packed = message.packed || part.to->box != piece.box;
         message.bytes = align_up(message.bytes, kAlignment) + part.to->box.elements() * item_bytes(*piece.like);
       }
-      if (!message.packed) message.bytes = bucket.staging_bytes;
+      if (!message.packed) {
+        message.bytes = bucket.staging_bytes;
+      } else if (const auto [first, is_new] = packed_for.emplace(contents(message), peer); !is_new) {
+        message.same_as = first->second;
+      }
     }
     return messages;
+  }
+
+  static std::vector<int64_t> contents(const Message& message) {
+    std::vector<int64_t> words;
+    for (const auto& [piece, to] : message.parts) {
+      words.push_back(static_cast<int64_t>(piece));
+      append(words, to->box.offset);
+      append(words, to->box.size);
+    }
+    return words;
   }
 
   bool has_room(const Bucket& bucket, const std::map<uint32_t, Message>& messages, uint32_t reader,
@@ -164,7 +195,7 @@ class Rounds {
     for (const auto& [peer, message] : messages) {
       if (message.near) continue;
       if (after(peer, message.bytes, kAlignment) > options_.budget_bytes) return false;
-      if (message.packed) mine = align_up(mine, kAlignment) + message.bytes;
+      if (message.takes_memory()) mine = align_up(mine, kAlignment) + message.bytes;
     }
     return after(reader, mine, kPage) <= options_.budget_bytes;
   }
@@ -187,6 +218,7 @@ class Rounds {
         if (round == 1) append_read(receiver.trial, *to.need, to.box);
       }
     }
+    std::map<uint32_t, uint64_t> packed_at;  // by peer
     for (const auto& [peer, message] : messages) {
       RouteRound& theirs = routes_[peer].rounds[round];
       if (message.near) {
@@ -198,7 +230,11 @@ class Rounds {
         continue;
       }
       const auto bytes = static_cast<int64_t>(message.bytes);
-      const uint64_t from = message.packed ? take_memory(mine, message.bytes, kAlignment) : staging;
+      uint64_t from = staging;
+      if (message.packed) {
+        from = message.same_as ? packed_at.at(*message.same_as) : take_memory(mine, message.bytes, kAlignment);
+        packed_at[peer] = from;
+      }
       const uint64_t to = take_memory(theirs, message.bytes, kAlignment);
       append(mine.sends, std::array{int64_t{peer}, static_cast<int64_t>(from), bytes});
       append(theirs.receives, std::array{int64_t{reader}, static_cast<int64_t>(to), bytes});
@@ -210,7 +246,7 @@ class Rounds {
           continue;
         }
         at = align_up(at, kAlignment);
-        pack(mine, staging + bucket.offsets[number], from + at, piece, receiver->box);
+        if (!message.same_as) pack(mine, staging + bucket.offsets[number], from + at, piece, receiver->box);
         place(theirs, kOwnMemory, to + at, *receiver, receiver->box);
         at += receiver->box.elements() * item_bytes(*piece.like);
       }

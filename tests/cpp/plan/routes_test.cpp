@@ -439,6 +439,21 @@ TEST(Routes, TightBudgetsMakeRanksTakeTurns) {
   for (const uint64_t bytes : job.bytes_by_rank()) EXPECT_GT(bytes, 0u);
 }
 
+TEST(Routes, WhatReplicasOfAShardWantIsPackedOnce) {
+  Job job(16);
+  const size_t record = job.record("uint8", {100, 40});
+  for (uint32_t rank = 0; rank < 16; ++rank) job.want(rank, record, {0, rank % 2 * 20}, {100, 20});
+  RouteOptions options;
+  options.piece_bytes = 4000;
+  options.budget_bytes = 12000;
+  const std::vector<RankRoutes> routes = job.run(options);
+  expect_within(routes, options.budget_bytes);
+  EXPECT_EQ(job.most_readers(record), 1u);
+  size_t words = 0;
+  for (const RankRoutes& of_rank : routes) words += of_rank.rounds.at(0).packs.size();
+  EXPECT_EQ(words, 2u * (4 + 3 * 2)) << "a row for each half, however many want it";
+}
+
 TEST(Routes, ReadersOfWhatAllNeedReadEquallyMuch) {
   for (const uint32_t ranks : {2u, 3u}) {
     Job job(ranks);
