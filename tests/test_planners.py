@@ -459,6 +459,23 @@ def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> N
     assert decoded == ["object"] and not resolves_views(planner), "it must not be left to other ranks"
 
 
+def test_a_hook_may_be_put_on_a_save_planner_itself(checkpoint: Path) -> None:
+    planner = SavePlanner()
+    stock = planner.resolve_data
+
+    def doubled(item: WriteItem) -> Any:
+        found = stock(item)
+        return found * 2 if isinstance(found, torch.Tensor) else found
+
+    assert planner.packs()
+    planner.resolve_data = doubled  # type: ignore[method-assign]
+    assert not planner.packs()
+    dcp.save({"w": torch.arange(5)}, storage_writer=StorageWriter(checkpoint), planner=planner)
+    assert_same(
+        load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64)}, LoadPlanner()), {"w": 2 * torch.arange(5)}
+    )
+
+
 def test_load_planner_may_decode_objects_itself(checkpoint: Path) -> None:
     class Text(LoadPlanner):
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

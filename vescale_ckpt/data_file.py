@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from . import _C, engine, layout, settings
 from .errors import CheckpointError, StorageFullError
+from .hooks import is_method_of
 from .overlap import GROUP_TENSORS, overlap
 from .packed import words
 from .stats import SaveStats
@@ -227,9 +228,8 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> tuple[torch.Tensor, bool]
 
 def _makes_tensors(planner: SavePlanner) -> bool:
     """Whether the planner may answer `resolve_data` with tensors that are not the state's own."""
-    kind = type(planner)
     return not isinstance(planner, DefaultSavePlanner) or any(
-        getattr(kind, name) is not getattr(DefaultSavePlanner, name)
-        and not getattr(getattr(kind, name), "keeps_memory", False)
+        not is_method_of(planner, name, DefaultSavePlanner)
+        and not getattr(getattr(planner, name), "keeps_memory", False)
         for name in ("resolve_data", "lookup_object", "transform_object")
     )

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from . import engine
 from .describe import Describer
+from .hooks import is_method_of
 from .load_planner import LoadPlanner as OurLoadPlanner
-from .load_planner import is_method_of
 from .packed import PackedReads
 
 _KEEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from . import _C, engine, layout, objects, settings
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from .hooks import is_method_of
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
 from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
-from .load_planner import is_method_of, not_all_there, wanted_elements
+from .load_planner import not_all_there, wanted_elements
 from .node import ranks_of_this_node
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow

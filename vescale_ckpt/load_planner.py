@@ -19,6 +19,7 @@ from .describe import Describer
 from .engine import is_plain_tensor
 from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysError
 from .flatten import flatten
+from .hooks import is_method_of
 from .lazy_metadata import LazyMetadata
 from .packed import PackedReads
 from .pause import garbage_collector_paused
@@ -195,12 +196,6 @@ class LoadPlanner(DefaultLoadPlanner):
         else:
             # With flatten_sharded_tensors the state planned with is a copy of the user's.
             self.state_dict[key] = self.original_state_dict[key] = value
-
-
-def is_method_of(planner: object, name: str, *kinds: type) -> bool:
-    """Whether a planner does that as one of `kinds` does: overridden neither by its class nor on the object itself."""
-    function = getattr(getattr(planner, name), "__func__", None)
-    return any(function is getattr(kind, name) for kind in kinds)
 
 
 def _needs_stock_set_up(value: Any) -> bool:

@@ -19,6 +19,7 @@ from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
 from .flatten import flatten
+from .hooks import is_method_of
 from .items import OBJECT
 from .node import node_of_this_process
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
@@ -267,7 +268,7 @@ class SavePlanner(DefaultSavePlanner):
         )  # fmt: skip
 
     def _overrides(self, *names: str) -> bool:
-        return any(getattr(type(self), name) is not getattr(SavePlanner, name) for name in names)
+        return not all(is_method_of(self, name, SavePlanner) for name in names)
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:

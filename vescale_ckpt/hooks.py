@@ -1,0 +1,9 @@
+"""Which of a planner's steps are ours, and which somebody has put in their place."""
+
+from __future__ import annotations
+
+
+def is_method_of(planner: object, name: str, *kinds: type) -> bool:
+    """Whether a planner does that as one of `kinds` does: overridden neither by its class nor on the object itself."""
+    function = getattr(getattr(planner, name), "__func__", None)
+    return any(function is getattr(kind, name) for kind in kinds)
