@@ -408,7 +408,9 @@ def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoi
         assert direct[0] == 0 < everything[0]
         if direct[2] == 0:
             pytest.skip("files are in the page cache, or cannot be read past it")
-        assert direct[2] > 0.9 * everything[2] and direct[1] > 0.9 * everything[1]
+        assert direct[2] > 0.9 * everything[2]
+        # Parts of what stock DCP wrote can only be checked by reading all of it: then rows are wanted by all, too.
+        assert direct[1] == 0 if by == "stock" else direct[1] > 0.9 * everything[1]
 
 
 @pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("", 3), ("0", 3), ("-1", 3), ("two", 3), (None, 3)])

@@ -1,6 +1,7 @@
 #include "plan/route_pieces.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <tuple>
 #include <unordered_map>
@@ -267,6 +268,9 @@ uint64_t bytes_read_for(const Need& need, const Region& box, bool verify) {
   constexpr uint64_t kGap = 128 << 10;    // what is closer is read in one go
   uint64_t slice = item_bytes(need);      // of the chunk: all of the dimensions that follow
   uint64_t outer = box.elements();
+  if (verify && need.crc() == kUnknownCrc) {  // can only be checked as a whole
+    return std::accumulate(need.chunk().begin(), need.chunk().end(), slice, std::multiplies<uint64_t>());
+  }
   for (size_t dim = box.size.size(); dim-- > 0;) {
     const auto size = static_cast<uint64_t>(box.size[dim]), length = static_cast<uint64_t>(need.chunk()[dim]);
     outer /= std::max<uint64_t>(size, 1);

@@ -409,9 +409,9 @@ TEST(Routes, RoundsThatAreTriedAreSmall) {
 }
 
 TEST(Routes, WhatAllWouldReadAloneIsEstimated) {
-  const auto gain = [](const Sizes& sizes, size_t dim) {
+  const auto gain = [](const Sizes& sizes, size_t dim, int64_t crc = 7) {
     Job job(4);
-    const size_t record = job.record("uint8", sizes);
+    const size_t record = job.record("uint8", sizes, crc);
     for (uint32_t rank = 0; rank < 4; ++rank) {
       Sizes offset(sizes.size(), 0), size = sizes;
       size[dim] = sizes[dim] / 4;
@@ -425,6 +425,7 @@ TEST(Routes, WhatAllWouldReadAloneIsEstimated) {
   EXPECT_LT(gain({4096, 4096}, 0), 1.3) << "rows";
   EXPECT_NEAR(gain({4096, 4096}, 1), 4, 0.3) << "columns lie close together";
   EXPECT_LT(gain({4, 8192, 512}, 1), 1.5) << "long runs of rows in each layer";
+  EXPECT_NEAR(gain({4096, 512}, 0, -1), 4, 0.01) << "checked as a whole";
 }
 
 TEST(Routes, TightBudgetsMakeRanksTakeTurns) {
