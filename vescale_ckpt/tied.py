@@ -6,6 +6,7 @@ from typing import Any
 
 from . import _C
 from .describe import Description
+from .items import OBJECT
 from .safetensors import shared_memory_error
 
 
@@ -37,6 +38,22 @@ def tied_names(description: Description) -> dict[str, str]:
     if refused:
         raise shared_memory_error(refused)
     return tied
+
+
+def empty_twins(description: Description) -> set[str]:
+    """Keys of which this rank has nothing but empty boxes, but for the first of each shape and dtype.
+
+    Whether such are tied memory does not tell, other ranks may know that they are and not store them: then an empty box
+    would be all that is left. Where they are not tied others hold all of them, and an empty box adds nothing.
+    """
+    if all(tensor.numel() for tensor in description.tensors):
+        return set()
+    kinds: dict[str, tuple[Any, ...] | None] = {}
+    for name, (_, kind, dtype, _, _, shape, _, size) in zip(description.names, description.items, strict=True):
+        is_empty = kind != OBJECT and 0 in size and 0 not in shape
+        kinds[name] = (dtype, shape) if is_empty and kinds.get(name, ()) is not None else None
+    first: dict[tuple[Any, ...], str] = {}
+    return {name for name, kind in kinds.items() if kind is not None and first.setdefault(kind, name) != name}
 
 
 def _where(description: Description, item: int) -> tuple[Any, ...]:
