@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale_ckpt import SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
+from vescale_ckpt.convert import convert
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
@@ -161,3 +164,37 @@ def test_a_stock_planner_that_keeps_its_plans_is_refused(tmp_path: Path) -> None
         of_stock(tmp_path / "second")
     assert read(tmp_path / "first")["a"].equal(torch.ones(3))
     assert not files(tmp_path / "second")
+
+
+def test_an_export_over_a_single_file_that_was_killed_before_its_index(tmp_path: Path) -> None:
+    """Its first file has its name already: the older model is whole, and nothing of the new one is mixed into it."""
+    save(tmp_path, {"old": torch.zeros(2)})
+    safetensors.save_file({"new": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    assert vescale_ckpt.load(tmp_path).keys() == {"old"}
+    convert(tmp_path, tmp_path / "a.safetensors", format="safetensors")
+    assert safetensors.load_file(tmp_path / "a.safetensors").keys() == {"old"}
+
+
+# --- Conversions
+
+
+def test_conversions_take_for_a_model_what_loads_do(tmp_path: Path) -> None:
+    made = tmp_path / "made.safetensors"
+    part = tmp_path / "part"
+    part.mkdir()
+    safetensors.save_file({"a": torch.ones(2)}, part / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="did not finish"):
+        convert(part, made, format="safetensors")
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    whole = torch.arange(12.0).view(3, 4)
+    for number, box in enumerate(whole.split([1, 3], 1)):
+        texts = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0, number]}})}
+        name = boxes / f"shard-0000{number + 1}-model-00001-of-00001.safetensors"
+        safetensors.save_file({"a": box.contiguous()}, name, texts)
+    convert(boxes, made, format="safetensors")
+    assert safetensors.load_file(made)["a"].equal(whole)
+    os.unlink(boxes / "shard-00001-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="not hold all"):
+        convert(boxes, made, format="safetensors", overwrite=True)
+    assert safetensors.load_file(made)["a"].equal(whole)

@@ -19,7 +19,7 @@ from ..load import Load
 from ..load_planner import not_all_there
 from ..pause import garbage_collector_paused
 from ..reader import StorageReader
-from .source import Read, TensorInfo
+from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
 
@@ -80,27 +80,13 @@ class DcpSource:
         """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""
         stored = self._metadata.state_dict_metadata[read.key]
         assert isinstance(stored, TensorStorageMetadata)
-        sizes = read.target.shape
         found = 0
-        for number, chunk in enumerate(stored.chunks):
-            begin = [max(a, b) for a, b in zip(chunk.offsets, read.offsets, strict=True)]
-            end = [
-                min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, read.offsets, sizes, strict=True)
-            ]
-            lengths = torch.Size([max(0, stop - start) for start, stop in zip(begin, end, strict=True)])
-            if 0 in lengths and 0 not in sizes:
-                continue
-            found += lengths.numel()
-            target = read.target
-            for dim, (start, origin, length) in enumerate(zip(begin, read.offsets, lengths, strict=True)):
-                if length != target.shape[dim]:
-                    target = target.narrow(dim, start - origin, length)
+        for number, inside, target in parts_of([(chunk.offsets, chunk.sizes) for chunk in stored.chunks], read):
+            chunk, origin = stored.chunks[number], torch.Size(inside)
             index = MetadataIndex(read.key, chunk.offsets, number)
-            inside = torch.Size([start - origin for start, origin in zip(begin, chunk.offsets, strict=True)])
-            yield chunk, ReadItem(LoadItemType.TENSOR, index, inside, index, inside, lengths), target
-            if found == sizes.numel():
-                return
-        if found != sizes.numel():
+            yield chunk, ReadItem(LoadItemType.TENSOR, index, origin, index, origin, target.shape), target
+            found += target.numel()
+        if found != read.target.numel():
             raise not_all_there(read.key)
 
     def _is_part_of_sound(self, chunk: ChunkStorageMetadata, item: ReadItem) -> bool:
