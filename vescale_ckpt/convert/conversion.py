@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, SaveFailedError
 from ..exchange import Exchange
+from ..shard_size import shard_bytes
 from . import destination, files_sink
 from .casting import DTypes
 from .dcp_sink import DcpPart, share
@@ -86,7 +87,7 @@ def convert(
         raise ValueError(f"format={format!r}: one of {', '.join(get_args(Format))} is wanted")
     if on_objects not in get_args(Objects):
         raise ValueError(f"on_objects={on_objects!r}: one of {', '.join(get_args(Objects))} is wanted")
-    most_bytes = destination.bytes_named(max_shard_size)
+    most_bytes = shard_bytes(max_shard_size)
     source_path, path = destination.local(src), destination.local(dst)
     exchange = Exchange.of(process_group, timeout, purpose="convert")
     started = time.perf_counter()
