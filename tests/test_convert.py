@@ -645,6 +645,13 @@ def differs_by_rank(source: str, path: str) -> None:
     convert(source, path, format="npz", keys=["model", "epoch"][: 1 + torch.distributed.get_rank()])
 
 
+def one_says_nonsense(source: str, path: str) -> str:
+    format: Any = ("npz", "no_format")[torch.distributed.get_rank()]
+    with pytest.raises(CheckpointError) as failed:
+        convert(source, path, format=format, timeout=20)
+    return repr(failed.value)
+
+
 def test_ranks_that_would_convert_differently(sources: Path, tmp_path: Path) -> None:
     found = run_ranks(2, differs_by_rank, str(sources / "one.pt"), str(tmp_path / "a.npz"), check=False)
     assert all(isinstance(error, CheckpointError) and "differently" in str(error) for error in found)
@@ -652,6 +659,8 @@ def test_ranks_that_would_convert_differently(sources: Path, tmp_path: Path) -> 
         bad = {"rename": [("^.*$", "x")]}
         run_ranks(2, on_a_rank, str(sources / "dcp"), str(tmp_path / "a.npz"), "npz", bad)
     assert all(isinstance(error, SaveFailedError) for error in failed.value.failures.values())
+    found = run_ranks(2, one_says_nonsense, str(sources / "one.pt"), str(tmp_path / "a.npz"))
+    assert all("SaveFailedError" in error and "no_format" in error for error in found)
     assert list(tmp_path.iterdir()) == []
 
 
