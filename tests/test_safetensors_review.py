@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import itertools
 import json
 import os
 import random
@@ -26,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
-from vescale_ckpt.convert import Format, convert
+from vescale_ckpt.convert import Format, convert, folder
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
@@ -278,3 +280,33 @@ def test_dtypes_that_nothing_converts_to(tmp_path: Path, dtype: Any) -> None:
     with pytest.raises(TypeError, match="no conversion"):
         convert(tmp_path / "a.pt", tmp_path / "made", format="npy", dtype=dtype)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    torch.save({"b": torch.ones(1)}, tmp_path / "b.pt")
+    made = tmp_path / "made"
+    convert(tmp_path / "a.pt", made, format="npy")
+    rename = os.rename
+
+    def fail(old: str, new: str) -> None:
+        if new == str(made) and old.endswith(".0"):
+            raise OSError(errno.EIO, "no")
+        rename(old, new)
+
+    with (
+        mock.patch.object(folder, "_serial", itertools.count()),
+        mock.patch.object(os, "rename", fail),
+        pytest.raises(CheckpointError, match="its name"),
+    ):
+        convert(tmp_path / "b.pt", made, format="npy", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["a.npy"]
+
+
+def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "old", format="npy")
+    (tmp_path / "link").symlink_to("old")
+    convert(tmp_path / "a.pt", tmp_path / "link", format="npy", rename={"a": "b"}, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "link", "old"]
+    assert os.listdir(tmp_path / "old") == ["a.npy"] and os.listdir(tmp_path / "link") == ["b.npy"]

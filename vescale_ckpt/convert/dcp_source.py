@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _C, directory_lock, engine, layout
@@ -34,12 +34,11 @@ class DcpSource:
     def __init__(self, path: str) -> None:
         self._path = layout.local_path(path)
         self._lock = directory_lock.while_reading(self._path, None)
-        with garbage_collector_paused():
-            self._metadata = layout.read_metadata(self._path)
-        if not isinstance(self._metadata.storage_data, dict):
-            raise CorruptCheckpointError(
-                f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
-            )
+        try:
+            self._metadata = self._read_metadata()
+        except BaseException:
+            self.close()
+            raise
         stored = self._metadata.state_dict_metadata
         self.tensors = {
             key: TensorInfo(tuple(value.size), value.properties.dtype)
@@ -56,6 +55,15 @@ class DcpSource:
     def close(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+    def _read_metadata(self) -> Metadata:
+        with garbage_collector_paused():
+            metadata = layout.read_metadata(self._path)
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(
+                f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
+            )
+        return metadata
 
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
         planner = FillPlanner(allow_cast=False)
