@@ -147,6 +147,15 @@ def test_ties_of_uneven_shards_are_known_and_planned_once(tmp_path: Path) -> Non
     assert made == [[4], [], [], []]
 
 
+def test_a_conjugate_is_not_the_tensor_whose_memory_it_has(tmp_path: Path) -> None:
+    tensor = torch.randn(4, dtype=torch.complex64)
+    with pytest.raises(CheckpointError, match="share memory"):
+        save(tmp_path, {"a": tensor, "b": tensor.conj()})
+    save(tmp_path, {"a": tensor, "b": tensor.clone().conj(), "c": tensor})
+    found = read(tmp_path)
+    assert found.keys() == {"a", "b"} and found["b"].equal(tensor.conj().resolve_conj())
+
+
 def test_ties_that_change_while_a_save_fails(tmp_path: Path) -> None:
     """The layout of a save that failed is no layout that ranks have."""
     planner, tensor = SavePlanner(), torch.arange(5000.0)

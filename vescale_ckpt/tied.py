@@ -60,4 +60,5 @@ def _where(description: Description, item: int) -> tuple[Any, ...]:
     """What an item is, in every respect but its name."""
     _, _, dtype, _, _, shape, offset, size = description.items[item]
     tensor, local_offset = description.source(item)
-    return dtype, shape, offset, size, tensor.data_ptr(), tensor.shape, tensor.stride(), local_offset
+    lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return dtype, shape, offset, size, lies, local_offset
