@@ -37,7 +37,7 @@ from vescale_ckpt import (
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
 from vescale_ckpt.conversion import run, waves
-from vescale_ckpt.conversion.destination import Format, bytes_named
+from vescale_ckpt.conversion.destination import Format
 from vescale_ckpt.conversion.open_source import open_source
 from vescale_ckpt.conversion.plan import cut
 from vescale_ckpt.conversion.source import Read
@@ -444,14 +444,6 @@ def test_shards(tmp_path: Path) -> None:
         convert(tmp_path / "many", tmp_path / "two", format="safetensors")
 
 
-def test_sizes_are_named() -> None:
-    named = {"5GB": 5 * 10**9, "4.5GiB": 9 << 29, "17": 17, "10 mb": 10**7, "3KiB": 3072}
-    assert {text: bytes_named(text) for text in named} == named
-    for bad in ("5 apples", "", "-1", "0", "1XB", "1iB"):
-        with pytest.raises(ValueError, match="max_shard_size"):
-            bytes_named(bad)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_only_what_may_be_replaced_is(tmp_path: Path, format: Format) -> None:
     path = tmp_path / NAMES[format]
@@ -653,6 +645,13 @@ def differs_by_rank(source: str, path: str) -> None:
     convert(source, path, format="npz", keys=["model", "epoch"][: 1 + torch.distributed.get_rank()])
 
 
+def one_says_nonsense(source: str, path: str) -> str:
+    format: Any = ("npz", "no_format")[torch.distributed.get_rank()]
+    with pytest.raises(CheckpointError) as failed:
+        convert(source, path, format=format, timeout=20)
+    return repr(failed.value)
+
+
 def test_ranks_that_would_convert_differently(sources: Path, tmp_path: Path) -> None:
     found = run_ranks(2, differs_by_rank, str(sources / "one.pt"), str(tmp_path / "a.npz"), check=False)
     assert all(isinstance(error, CheckpointError) and "differently" in str(error) for error in found)
@@ -660,6 +659,8 @@ def test_ranks_that_would_convert_differently(sources: Path, tmp_path: Path) -> 
         bad = {"rename": [("^.*$", "x")]}
         run_ranks(2, on_a_rank, str(sources / "dcp"), str(tmp_path / "a.npz"), "npz", bad)
     assert all(isinstance(error, SaveFailedError) for error in failed.value.failures.values())
+    found = run_ranks(2, one_says_nonsense, str(sources / "one.pt"), str(tmp_path / "a.npz"))
+    assert all("SaveFailedError" in error and "no_format" in error for error in found)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -152,13 +152,14 @@ def test_an_empty_state_is_one_empty_file(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "bytes_"), [(7, 7), ("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("20 kb", 20_000), ("3", 3), ("3B", 3)]
+    ("size", "bytes_"),
+    [(7, 7), ("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("20 kb", 20_000), ("3", 3), ("3B", 3), ("4.5GiB", 9 << 29)],
 )
 def test_sizes_of_files(size: int | str, bytes_: int) -> None:
     assert shard_bytes(size) == bytes_
 
 
-@pytest.mark.parametrize("size", ["", "5XB", "GB", "-1", 0, "0.1"])
+@pytest.mark.parametrize("size", ["", "5XB", "GB", "-1", 0, "0.1", "5 apples", "1iB"])
 def test_sizes_that_are_none(checkpoint: Path, size: int | str) -> None:
     with pytest.raises(ValueError, match="max_shard_size"):
         save(checkpoint, {}, max_shard_size=size)

@@ -17,7 +17,7 @@ from .export_names import file_names
 from .export_writer import SafetensorsWriter, Targets
 from .message import pack, unpack
 from .save_planner import SavePlanner
-from .tied import tied_names
+from .tied import empty_twins, tied_names
 from .writer import StorageWriter
 
 
@@ -66,19 +66,20 @@ class CollectiveExport(CollectiveSave):
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
         values = _without_empty_name(values)
         plan.describe(values, self.writer.storage_meta())
-        self._tied = {} if plan.description is None else tied_names(plan.description)
-        if self._tied:
-            flat = {key: value for key, value in self.planner.state_dict.items() if key not in self._tied}
-            plan.describe(flat, self.writer.storage_meta())
+        if plan.description is not None:
+            self._tied = tied_names(plan.description)
+            if left_out := self._tied.keys() | empty_twins(plan.description):
+                plan.leave_out(left_out)
         return values
 
     def _lay_out(self) -> None:
         """Where all ranks write what. The layout of the save before is taken if all ranks still have it."""
         exchange, items = self.exchange, self._items
         assert items is not None
-        tied, table = items.exports.get(self.writer.wanted, ({}, None))
-        have = table is not None and tied == self._tied
-        all_have, none_tied = exchange.agree([int(have), int(not self._tied)], self._phase("agree on files"))
+        known, tied, table = items.exports.get(self.writer.wanted, ("0", {}, None))
+        have = int(known, 16) if tied == self._tied else 0
+        least, not_most, none_tied = exchange.agree([have, ~have, int(not self._tied)], self._phase("agree on files"))
+        all_have = known if least == ~not_most and least != 0 else ""
         of_all: list[dict[str, str]] = [{}]
         if not (all_have or none_tied):
             texts = [text.encode() for names in self._tied.items() for text in names]
@@ -86,27 +87,32 @@ class CollectiveExport(CollectiveSave):
         answers = None
         if exchange.is_coordinator:
             answers = [b""] * exchange.size
-            self._keep_error(self._make_files, answers, bool(all_have), of_all)
+            self._keep_error(self._make_files, answers, all_have, of_all)
         answer = exchange.scatter(answers, self._phase("scatter files"))
         if not answer:  # the coordinator could not make them: all ranks learn why
             exchange.fail_together(self.error, self._phase("make files"))
         token, count, places = unpack(answer)
         if places:
             table = _C.export_targets(items.description.inventory, items.part, unpack(places)[0])
-            items.exports[self.writer.wanted] = self._tied, table
+            items.exports[self.writer.wanted] = token.decode(), self._tied, table
         assert table is not None
         self.writer.targets = Targets(file_names(int(count)), token.decode(), table)
 
-    def _make_files(self, answers: list[bytes], all_have: bool, tied: list[dict[str, str]]) -> None:
+    def _make_files(self, answers: list[bytes], all_have: str, tied: list[dict[str, str]]) -> None:
+        """`all_have`: the token of the export for which the layout was made that all ranks have, empty if they have no
+        such one. A save that failed may have left a newer one with some of them."""
         planned, writer = self._of_all, self.writer
         assert planned is not None
-        made = planned.exports.get(writer.wanted) if all_have else None
-        known = made is not None
-        if made is None:
+        name, made = planned.exports.get(writer.wanted, ("", None))
+        known = made is not None and name == all_have
+        if made is None or not known:
             made = writer.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
-        token, count = writer.begin(made).encode(), str(len(made.file_bytes)).encode()
+        token = writer.begin(made)
+        if not known:
+            planned.exports[writer.wanted] = token, made
+        count = str(len(made.file_bytes)).encode()
         for rank in range(len(answers)):
-            answers[rank] = pack(token, count, b"" if known else pack(made.places(rank)))
+            answers[rank] = pack(token.encode(), count, b"" if known else pack(made.places(rank)))
 
     def _write_and_commit(self) -> None:
         message = b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,16 @@ class CollectivePlan:
         planner = self._planner
         with counted(self._exchange.rank, self._exchange.size):
             planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
+        self._describe()
+
+    def leave_out(self, keys: Collection[str]) -> None:
+        """Behind `describe`: this rank saves nothing of these."""
+        planner = self._planner
+        planner.state_dict = {key: value for key, value in planner.state_dict.items() if key not in keys}
+        self._describe()
+
+    def _describe(self) -> None:
+        planner = self._planner
         self.description = planner.describe() if planner.packs() else None
         self._local = None if self.description is None else planner.local_plan(self.description)
 

@@ -55,5 +55,11 @@ def holds_unfinished_export(directory: str) -> bool:
     return False
 
 
+def without_unfinished(names: list[str]) -> list[str]:
+    """Of the files of a folder without an index, those that are a model: beside one that is whole in a single file,
+    files of several are an export over it that did not finish."""
+    return [name for name in names if not _SEVERAL.fullmatch(name)] if SINGLE_NAME in names else names
+
+
 def holds_export(directory: str) -> bool:
     return any(os.path.lexists(os.path.join(directory, name)) for name in (INDEX_NAME, SINGLE_NAME))

@@ -74,6 +74,12 @@ class SafetensorsWriter(StorageWriter):
             raise CheckpointError("safetensors files are written by all ranks together", path=self.path)
         if not self.overwrite and holds_export(self.path):
             raise CheckpointError(f"{self.path} holds a model already and overwrite=False", path=self.path)
+        if not plan.usable:  # ranks would get the answers of an earlier save, with its names of files
+            raise CheckpointError(
+                "the planner keeps its plans (enable_plan_caching=True), which goes for data files only: to save "
+                "safetensors files again take vescale_ckpt.SavePlanner, or a planner that plans each time",
+                path=self.path,
+            )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -109,11 +115,9 @@ class SafetensorsWriter(StorageWriter):
     def layout_of(self, planned: GlobalSavePlan, aliases: dict[str, str]) -> _C.ExportLayout:
         """Raises `CheckpointError` for what no safetensors file can hold."""
         try:
-            made = _C.ExportLayout(planned.catalog(), self.most_file_bytes, self.texts, list(aliases.items()))
+            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, self.texts, list(aliases.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
-        planned.exports[self.wanted] = made
-        return made
 
     def begin(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
         """Makes the files. Returns what their temporary names end in."""

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 PART_ROW = 4  # item, dim (-1: the whole box), start, length
 PLACE_ROW = 4  # file, offset, length, CRC-32 (-1: none)
-#: by what was asked for: the tensors that are not stored, by their names the stored ones', and the engine's targets
-ExportParts = dict[Any, tuple[dict[str, str], bytes]]
+#: by what was asked for: token of the export that it was made for, the tensors that are not stored, by their names the
+#: stored ones', and the engine's targets
+ExportParts = dict[Any, tuple[str, dict[str, str], bytes]]
 NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
 
 
@@ -75,7 +76,7 @@ class GlobalSavePlan:
         # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # by node
-        self.exports: dict[Any, _C.ExportLayout] = {}  #: by what was asked for
+        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by what was asked for, with the same token
 
     def metadata(self) -> LazyMetadata:
         metadata = LazyMetadata(build=self._without_places)

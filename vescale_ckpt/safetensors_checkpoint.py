@@ -103,7 +103,7 @@ class Contents:
                     f"{path} has files of a model but no index of them: it holds an export that did not finish",
                     path=path,
                 )
-            files = sorted(name for name in os.listdir(path) if name.endswith(SUFFIX))
+            files = export_names.without_unfinished(sorted(name for name in os.listdir(path) if name.endswith(SUFFIX)))
         else:
             files = sorted(set(weight_map.values()))
         return _Reading(path, verify, on_error).contents(files, weight_map)

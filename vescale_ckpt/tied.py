@@ -6,6 +6,7 @@ from typing import Any
 
 from . import _C
 from .describe import Description
+from .items import OBJECT
 from .safetensors import shared_memory_error
 
 
@@ -39,8 +40,25 @@ def tied_names(description: Description) -> dict[str, str]:
     return tied
 
 
+def empty_twins(description: Description) -> set[str]:
+    """Keys of which this rank has nothing but empty boxes, but for the first of each shape and dtype.
+
+    Whether such are tied memory does not tell, other ranks may know that they are and not store them: then an empty box
+    would be all that is left. Where they are not tied others hold all of them, and an empty box adds nothing.
+    """
+    if all(tensor.numel() for tensor in description.tensors):
+        return set()
+    kinds: dict[str, tuple[Any, ...] | None] = {}
+    for name, (_, kind, dtype, _, _, shape, _, size) in zip(description.names, description.items, strict=True):
+        is_empty = kind != OBJECT and 0 in size and 0 not in shape
+        kinds[name] = (dtype, shape) if is_empty and kinds.get(name, ()) is not None else None
+    first: dict[tuple[Any, ...], str] = {}
+    return {name for name, kind in kinds.items() if kind is not None and first.setdefault(kind, name) != name}
+
+
 def _where(description: Description, item: int) -> tuple[Any, ...]:
     """What an item is, in every respect but its name."""
     _, _, dtype, _, _, shape, offset, size = description.items[item]
     tensor, local_offset = description.source(item)
-    return dtype, shape, offset, size, tensor.data_ptr(), tensor.shape, tensor.stride(), local_offset
+    lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return dtype, shape, offset, size, lies, local_offset

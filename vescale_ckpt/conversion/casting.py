@@ -27,6 +27,8 @@ def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
         wanted = dtype_named(dtype)
         if not wanted.is_floating_point:
             raise ValueError(f"dtype={wanted}: for all tensors only a floating-point dtype is wanted")
+        if wanted == _PACKED:
+            raise TypeError(f"dtype={wanted}: torch has no conversion to it")
         return lambda name, stored: wanted if stored.is_floating_point and stored != _PACKED else stored
     rules = [(pattern, Selection(pattern), dtype_named(value)) for pattern, value in dtype.items()]
 
@@ -35,12 +37,20 @@ def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
             if name in selection:
                 if name != pattern and not (stored.is_floating_point and wanted.is_floating_point):
                     return stored
-                if wanted != stored and _PACKED in (stored, wanted):
+                if wanted != stored and not _converts(stored, wanted):
                     raise TypeError(f"{name}: torch has no conversion from {stored} to {wanted}")
                 return wanted
         return stored
 
     return of
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=wanted).copy_(torch.zeros((), dtype=stored))
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _C, directory_lock, engine, layout
@@ -19,7 +19,7 @@ from ..load import Load
 from ..load_planner import not_all_there
 from ..pause import garbage_collector_paused
 from ..reader import StorageReader
-from .source import Read, TensorInfo
+from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
 
@@ -34,12 +34,11 @@ class DcpSource:
     def __init__(self, path: str) -> None:
         self._path = layout.local_path(path)
         self._lock = directory_lock.while_reading(self._path, None)
-        with garbage_collector_paused():
-            self._metadata = layout.read_metadata(self._path)
-        if not isinstance(self._metadata.storage_data, dict):
-            raise CorruptCheckpointError(
-                f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
-            )
+        try:
+            self._metadata = self._read_metadata()
+        except BaseException:
+            self.close()
+            raise
         stored = self._metadata.state_dict_metadata
         self.tensors = {
             key: TensorInfo(tuple(value.size), value.properties.dtype)
@@ -56,6 +55,15 @@ class DcpSource:
     def close(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+    def _read_metadata(self) -> Metadata:
+        with garbage_collector_paused():
+            metadata = layout.read_metadata(self._path)
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(
+                f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
+            )
+        return metadata
 
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
         planner = FillPlanner(allow_cast=False)
@@ -80,27 +88,13 @@ class DcpSource:
         """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""
         stored = self._metadata.state_dict_metadata[read.key]
         assert isinstance(stored, TensorStorageMetadata)
-        sizes = read.target.shape
         found = 0
-        for number, chunk in enumerate(stored.chunks):
-            begin = [max(a, b) for a, b in zip(chunk.offsets, read.offsets, strict=True)]
-            end = [
-                min(a + m, b + n) for a, m, b, n in zip(chunk.offsets, chunk.sizes, read.offsets, sizes, strict=True)
-            ]
-            lengths = torch.Size([max(0, stop - start) for start, stop in zip(begin, end, strict=True)])
-            if 0 in lengths and 0 not in sizes:
-                continue
-            found += lengths.numel()
-            target = read.target
-            for dim, (start, origin, length) in enumerate(zip(begin, read.offsets, lengths, strict=True)):
-                if length != target.shape[dim]:
-                    target = target.narrow(dim, start - origin, length)
+        for number, inside, target in parts_of([(chunk.offsets, chunk.sizes) for chunk in stored.chunks], read):
+            chunk, origin = stored.chunks[number], torch.Size(inside)
             index = MetadataIndex(read.key, chunk.offsets, number)
-            inside = torch.Size([start - origin for start, origin in zip(begin, chunk.offsets, strict=True)])
-            yield chunk, ReadItem(LoadItemType.TENSOR, index, inside, index, inside, lengths), target
-            if found == sizes.numel():
-                return
-        if found != sizes.numel():
+            yield chunk, ReadItem(LoadItemType.TENSOR, index, origin, index, origin, target.shape), target
+            found += target.numel()
+        if found != read.target.numel():
             raise not_all_there(read.key)
 
     def _is_part_of_sound(self, chunk: ChunkStorageMetadata, item: ReadItem) -> bool:

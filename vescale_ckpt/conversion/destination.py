@@ -17,8 +17,6 @@ _OF_FORMAT = {
     "safetensors": re.compile(r".*\.safetensors|.*\.safetensors\.index\.json"),
     "npy": re.compile(r".*\.npy|torch_dtypes\.json"),
 }
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
-          "TIB": 1 << 40}  # fmt: skip
 
 
 def format_of(path: str) -> Format | None:
@@ -53,19 +51,6 @@ def check(source: str, path: str, format: Format, overwrite: bool) -> None:
 def goes_into_place(path: str, format: Format) -> bool:
     """Whether a new checkpoint takes the place of one in the same directory, as saves do, or of what else is there."""
     return format == "dcp" and os.path.isdir(path) and bool(os.listdir(path))
-
-
-def bytes_named(size: int | str) -> int:
-    """5_000_000_000, "5GB" or "4.5GiB". Raises ValueError for what is no size."""
-    if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", size.strip(), re.IGNORECASE)
-        unit = None if match is None else _UNITS.get(match[2].upper().removesuffix("B") + "B" if match[2] else "")
-        if match is None or unit is None:
-            raise ValueError(f"max_shard_size={size!r}: a size as 5GB or 500MiB is wanted")
-        size = int(float(match[1]) * unit)
-    if size < 1:
-        raise ValueError(f"max_shard_size={size}: at least 1 byte is wanted")
-    return size
 
 
 def local(path: str | os.PathLike[str]) -> str:

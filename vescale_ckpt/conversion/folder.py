@@ -49,12 +49,19 @@ class WholeFolder:
                 if os.path.lexists(self.path):
                     aside = f"{self.path}.tmp.{os.getpid()}.{next(_serial)}"
                     os.rename(self.path, aside)
-                os.rename(self.temporary, self.path)
+                try:
+                    os.rename(self.temporary, self.path)
+                except OSError:
+                    if aside:
+                        os.rename(aside, self.path)
+                    raise
                 self.temporary = ""
                 _C.sync_directory(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot give {self.path} its name: {error}", path=self.path) from error
-        if aside:
+        if os.path.islink(aside):  # what it leads to is somewhere else, and stays
+            os.unlink(aside)
+        elif aside:
             shutil.rmtree(aside, ignore_errors=True)
 
     def end(self) -> None:

@@ -37,7 +37,8 @@ def torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> t
     said = dtypes.get(name)
     if said is not None:
         found = getattr(torch, said, None)
-        if not isinstance(found, torch.dtype) or found.itemsize != dtype.itemsize:
+        stored = _UNSIGNED.get(dtype.itemsize)
+        if not isinstance(found, torch.dtype) or found.itemsize != dtype.itemsize or stored is None or dtype != stored:
             raise CheckpointError(f"{name}: its dtype should be {said}, which {dtype} cannot be", key=name)
         return found
     try:

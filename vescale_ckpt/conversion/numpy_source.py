@@ -22,6 +22,7 @@ from .source import Read, TensorInfo
 from .zip_file import Entry, damage_named, entries
 
 SUFFIX = ".npy"
+_FARTHEST = 1 << 59  # elements; of any dtype these are fewer bytes than 63 bits count
 _SKIP_BYTES = 4 << 20  # at a time, of what is decompressed for nothing
 
 
@@ -100,6 +101,8 @@ class NumpySource:
         self._files = RawFiles([self._path], self._path)
 
     def _add(self, key: str, file: int, path: str, header: _Header, entry: Entry, dtypes: dict[str, str]) -> None:
+        if key in self.tensors:
+            raise CheckpointError(f"{key}: {self._path} has two arrays of that name", key=key)
         if entry.bytes != header.bytes + header.data_bytes:
             raise CorruptCheckpointError(
                 f"{key}: its header promises {header.data_bytes:,} bytes, {path} holds {entry.bytes - header.bytes:,}",
@@ -192,6 +195,8 @@ def _header(file: IO[bytes], path: str) -> _Header:
             shape, fortran, dtype = read.read_array_header_2_0(file)
         else:
             raise ValueError(f"version {version} of the format is for records")
+        if not all(0 <= size < _FARTHEST for size in shape) or prod(max(1, size) for size in shape) >= _FARTHEST:
+            raise ValueError(f"no array has shape {shape}")
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {error}", key=None, file=path) from error
     length = file.tell()

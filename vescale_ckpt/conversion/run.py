@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, SaveFailedError
 from ..exchange import Exchange
+from ..shard_size import shard_bytes
 from . import destination, files_sink
 from .casting import DTypes
 from .dcp_sink import DcpPart, share
@@ -82,17 +83,11 @@ def convert(
     `MissingKeysError` for `keys` that select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`,
     `StorageFullError`, `CheckpointError`.
     """
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r}: one of {', '.join(get_args(Format))} is wanted")
-    if on_objects not in get_args(Objects):
-        raise ValueError(f"on_objects={on_objects!r}: one of {', '.join(get_args(Objects))} is wanted")
-    most_bytes = destination.bytes_named(max_shard_size)
-    source_path, path = destination.local(src), destination.local(dst)
     exchange = Exchange.of(process_group, timeout, purpose="convert")
     started = time.perf_counter()
     with ExitStack() as closing:
-        conversion = _Conversion(exchange, source_path, path, format, closing)
-        conversion.plan(lambda source: plan(source, keys, rename, stack, dtype), most_bytes, on_objects, overwrite)
+        conversion = _Conversion(exchange, src, dst, format, closing)
+        conversion.plan(lambda source: plan(source, keys, rename, stack, dtype), max_shard_size, on_objects, overwrite)
         files = conversion.write()
     made = conversion.made
     return ConvertReport(
@@ -109,27 +104,42 @@ class _Conversion:
     """One conversion of this rank. Every step is taken by all ranks or by none: an error is kept until all know of
     it."""
 
-    def __init__(self, exchange: Exchange, source_path: str, path: str, format: Format, closing: ExitStack) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        src: str | os.PathLike[str],
+        dst: str | os.PathLike[str],
+        format: Format,
+        closing: ExitStack,
+    ) -> None:
         self._exchange = exchange
-        self._source_path = source_path
-        self._path = path
+        self._src, self._dst = src, dst
+        self._path = ""  # known when the arguments were checked
         self._format = format
         self._closing = closing
         self._buffers = Buffers()
         self.left_out: list[str] = []
 
-    def plan(self, make: Callable[[Source], Plan], most_bytes: int, on_objects: Objects, overwrite: bool) -> None:
-        def prepare() -> None:
-            self._source = open_source(self._source_path)
+    def plan(
+        self, make: Callable[[Source], Plan], max_shard_size: int | str, on_objects: Objects, overwrite: bool
+    ) -> None:
+        def prepare() -> int:
+            for name, value, known in (("format", self._format, Format), ("on_objects", on_objects, Objects)):
+                if value not in get_args(known):
+                    raise ValueError(f"{name}={value!r}: one of {', '.join(get_args(known))} is wanted")
+            most_bytes = shard_bytes(max_shard_size)
+            source_path, self._path = destination.local(self._src), destination.local(self._dst)
+            self._source = open_source(source_path)
             self._closing.callback(self._source.close)
-            destination.check(self._source_path, self._path, self._format, overwrite)
+            destination.check(source_path, self._path, self._format, overwrite)
             self.made = make(self._source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
             self._files = self._files_of(most_bytes)
+            return most_bytes
 
-        self._together(prepare, "plan")
+        most_bytes = self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         least, not_most = self._exchange.agree((digest, ~digest), self._phase("compare"))
@@ -231,7 +241,7 @@ class _Conversion:
         return results[0]
 
     def _phase(self, step: str) -> str:
-        return f"converting to {self._path}: {step}"
+        return f"converting to {self._dst}: {step}"
 
 
 def _some(names: list[str]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C, engine
+from ..export_names import INDEX_NAME, file_names
 from .plan import Output
-from .safetensors_source import INDEX_SUFFIX
 from .streamed_file import Body
 from .waves import Piece
 
@@ -66,9 +66,7 @@ def shards(outputs: Sequence[Output], most_bytes: int) -> list[tuple[str, list[O
             held = 0
         parts[-1].append(output)
         held += output.bytes
-    if len(parts) == 1:
-        return [("model.safetensors", parts[0])]
-    return [(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, start=1)]
+    return list(zip(file_names(len(parts)), parts, strict=True))
 
 
 def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -> None:
@@ -77,4 +75,4 @@ def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -
     places = {output.name: name for name, outputs in files for output in outputs}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
     with engine.named_errors(str, directory, len(text)):
-        _C.commit_file(directory, "model" + INDEX_SUFFIX, text.encode())
+        _C.commit_file(directory, INDEX_NAME, text.encode())

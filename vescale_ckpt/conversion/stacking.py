@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
@@ -54,9 +55,12 @@ def _filled(pattern: str, numbers: Sequence[str]) -> str:
 
 
 def _stacked(name: str, layers: Mapping[int, Output]) -> Output:
-    missing = [number for number in range(max(layers) + 1) if number not in layers]
-    if missing:
-        raise CheckpointError(f"{name}: layers {_some(missing)} of {max(layers) + 1} are missing", key=name)
+    count = max(layers) + 1
+    if len(layers) != count:
+        first_missing = islice((number for number in range(count) if number not in layers), 10)  # all may be trillions
+        shown, others = ", ".join(map(str, first_missing)), count - len(layers) - 10
+        more = f" and {others} more" if others > 0 else ""
+        raise CheckpointError(f"{name}: layers {shown}{more} of {count} are missing", key=name)
     ordered = [layers[number] for number in range(len(layers))]
     first = ordered[0]
     for output in ordered:
@@ -81,8 +85,3 @@ def _split(output: Output, pattern: str, numbers: Sequence[str]) -> list[Output]
         replace(output, name=_filled(pattern, [*numbers, str(index)]), shape=output.shape[1:], index=index)
         for index in range(output.shape[0])
     ]
-
-
-def _some(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:10]))
-    return shown if len(numbers) <= 10 else f"{shown} and {len(numbers) - 10} more"

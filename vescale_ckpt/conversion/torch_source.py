@@ -51,6 +51,8 @@ class TorchSource:
             raise CheckpointError(f"{key}: a {kind} cannot be converted, or its data are missing", key=key)
         info = self.tensors[key] = TensorInfo(tuple(value.shape), value.dtype)
         entry = place.entry
+        if not entry.stored:  # by another tool
+            raise CheckpointError(f"{key}: its data are compressed in {self._path}: load it and save it again", key=key)
         area = Area(0, entry.offset, entry.bytes, entry.crc or -1)
         offset = area.offset + place.offset
         if value.is_contiguous() and not value.is_conj() and not value.is_neg():
@@ -144,8 +146,11 @@ def _pickle(path: str, stored: Sequence[Entry]) -> tuple[bytes, str]:
     names = [entry.name for entry in stored if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
-    with damage_named(path), zipfile.ZipFile(path) as archive:
-        return archive.read(names[0]), names[0].removesuffix("data.pkl")  # its checksum was compared
+    root = names[0].removesuffix("data.pkl")
+    with damage_named(path), zipfile.ZipFile(path) as archive:  # which compares checksums
+        if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
+            raise CheckpointError(f"{path} was saved on a big-endian machine: load it and save it again", path=path)
+        return archive.read(names[0]), root
 
 
 class _TensorFinder(pickle.Pickler):

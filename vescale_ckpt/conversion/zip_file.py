@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import lzma
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..errors import CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
 
+#: what zipfile and its decompressors raise for damage; RuntimeError is for what is encrypted
+_DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, zlib.error, lzma.LZMAError, ValueError)
 _LOCAL = struct.Struct("<4s22xHH")
 
 
@@ -29,7 +34,11 @@ def damage_named(path: str) -> Iterator[None]:
     """What Python's zipfile says of damage, in this package's words."""
     try:
         yield
-    except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, UnicodeError) as error:
+    except CheckpointError:
+        raise
+    except (*_DAMAGE, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # that is an offset before the file
+            raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
         raise CorruptCheckpointError(f"{path}: {error}", key=None, file=path) from error
 
 
