@@ -41,6 +41,7 @@ from vescale_ckpt import (
     StorageWriter,
     export_folder,
     export_names,
+    layout,
     safetensors,
 )
 from vescale_ckpt.shard_size import shard_bytes
@@ -523,6 +524,29 @@ def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
     assert torch.cat([of_rank["rows"] for of_rank in found]).equal(whole()["rows"])
     save(checkpoint, model(1))
     assert os.listdir(checkpoint) == ["model.safetensors"]
+
+
+def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) -> None:
+    """Two exports that begin in one folder: the one's clean-up has just found the other's file, not marked yet."""
+    marks: list[str] = []
+    lock, unlink = layout.lock, os.unlink
+
+    def lock_late(path: str) -> Any:
+        if not marks:
+            marks.append(path)
+            export_folder._remove_leftovers(os.path.dirname(path))
+        return lock(path)
+
+    def unlink_while_marked(path: Any) -> None:
+        with pytest.raises(layout.TakenForLeftoverError):
+            lock(path)
+        unlink(path)
+
+    checkpoint.mkdir()
+    with mock.patch.object(layout, "lock", lock_late), mock.patch.object(os, "unlink", unlink_while_marked):
+        folder = _folder(checkpoint)
+    assert not os.path.exists(marks[0]) and folder._lock is not None
+    folder.discard()
 
 
 def _fail(directory: str, who: int, call: str, error: int) -> str:

@@ -138,23 +138,24 @@ def _remove_leftovers(directory: str) -> None:
                 _remove_if_old(os.path.join(directory, name))
     for paths in exports.values():
         try:
-            if _is_over(paths):
-                for path in reversed(paths):
-                    os.unlink(path)
+            _remove_if_over(paths)
         except OSError as error:
             logger.warning("a leftover of an export is kept: %s", error)
 
 
-def _is_over(paths: list[str]) -> bool:
-    """Whether nobody writes these files of one export: the first of them is locked as long as somebody does."""
+def _remove_if_over(paths: list[str]) -> None:
+    """Removes these files of one export if nobody writes them: the first is locked as long as somebody does. It stays
+    locked here until it is gone, so that who has just made it and marks it now sees that it was taken."""
     descriptor = os.open(paths[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         alone = layout.try_lock_alone(descriptor)
+        if alone is None:
+            alone = time.time() - max(os.stat(path).st_mtime for path in paths) > _GRACE_SECONDS
+        if alone:
+            for path in reversed(paths):
+                os.unlink(path)
     finally:
         os.close(descriptor)
-    if alone is None:
-        return time.time() - max(os.stat(path).st_mtime for path in paths) > _GRACE_SECONDS
-    return alone
 
 
 def _remove_if_old(path: str) -> None:
