@@ -407,10 +407,14 @@ def _without_trying(directory: Path) -> list[int]:
     full = _numbers(2048, 1023)
     vescale_ckpt.save(directory, {"w": full})
     shared = []
-    with mock.patch.object(routed_read.RoutedRead, "_run", side_effect=AssertionError("nothing is to be tried")):
+    routes._kept.clear()
+    asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
+    never = mock.patch.object(routed_read.RoutedRead, "_run", side_effect=AssertionError("nothing is to be tried"))
+    with never, asked as planned:
         state = {"w": _sharded(torch.zeros_like(full), Shard(0))}
         shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)
         _assert_filled(state["w"], full)
+    assert not any(rows for call in planned.call_args_list for rows in call.args[0]), "nobody tells what it wants"
     return shared
 
 

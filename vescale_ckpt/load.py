@@ -165,7 +165,7 @@ class Load:
         """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says.
 
         `object_records` are those of its objects."""
-        reads, routed = sharing.begin(reads_of, save_id(self.metadata), self.reader.verify)
+        reads, routed = sharing.begin(reads_of, save_id(self.metadata), stored_bytes(self.metadata), self.reader.verify)
 
         def read_objects(rows: list[int]) -> list[bytes]:
             records = object_records()

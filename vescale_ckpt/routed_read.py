@@ -35,7 +35,7 @@ _MOST_SECONDS = 1e9  # that an estimate may come to
 
 
 # Where ranks on their own would read no more than so many times the bytes, going through others is not tried.
-_LEAST_GAIN = 1.3
+LEAST_GAIN = 1.3
 
 
 class Outcome(enum.Enum):
@@ -47,24 +47,34 @@ class Outcome(enum.Enum):
 
 
 class RoutedRead:
-    """For one load. `measure`: stop after the first rounds where they show that it does not pay."""
+    """For one load. `measure`: stop after the first rounds where they show that it does not pay. `alone`: it is known
+    beforehand that it does not."""
 
     def __init__(
-        self, exchange: Exchange, routes: Routes, phase: str, measure: bool, devices: DeviceGroup | None
+        self,
+        exchange: Exchange,
+        routes: Routes,
+        phase: str,
+        measure: bool,
+        devices: DeviceGroup | None,
+        alone: bool = False,
     ) -> None:
         self.routes = routes
         self._exchange = exchange
         self._phase = phase
         self._measure = measure and len(routes.rounds) > 1
         self._devices = devices
+        self._alone = alone
         self._error: BaseException | None = None
 
     def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
         """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
         rounds = self.routes.rounds
+        if self._alone:
+            return Outcome.stood_down
         if not rounds:
             return Outcome.delivered
-        if self._measure and self.routes.alone_bytes < _LEAST_GAIN * self.routes.once_bytes:
+        if self._measure and self.routes.alone_bytes < LEAST_GAIN * self.routes.once_bytes:
             return Outcome.stood_down
         self._load, self._reads = load, reads
         self._threads = engine.thread_count(load.reader.thread_count)

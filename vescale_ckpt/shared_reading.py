@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from . import device_group
+from . import _C, device_group
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .packed import PackedReads
-from .routed_read import RoutedRead
+from .routed_read import LEAST_GAIN, RoutedRead
 from .routes import Reads, routes_of_all
 
 
@@ -23,27 +23,34 @@ class SharedReading:
     phase: str
 
     def begin(
-        self, reads_of: Callable[[], PackedReads | None], save: str, verify: bool
+        self, reads_of: Callable[[], PackedReads | None], save: str, stored_bytes: int, verify: bool
     ) -> tuple[PackedReads | None, RoutedRead]:
         """What `reads_of` says that this rank needs (None: nothing that others may read), and who reads it.
 
-        `save` names the save that this rank loads: ranks that look at different ones share nothing. Raises on all ranks
-        if it fails on one.
+        `save` names the save that this rank loads, of so many bytes: ranks that look at different ones share nothing.
+        Raises on all ranks if it fails on one.
         """
-        reads, told, device, error = None, None, None, None
+        reads, told, device, error, wanted = None, None, None, None, 0
         try:
             reads = reads_of()
             told = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
+            if reads is not None:
+                wanted = _C.bytes_read_alone(reads.reads, reads.plan.files, verify)
             device = device_group.device_for([] if reads is None else reads.description.tensors)
         except Exception as raised:
             error = raised
-        ready, on_devices = self.exchange.agree(
-            [int(error is None), int(self.exchange.may_swap_on(device))], f"{self.phase}: begin"
+        ready, on_devices, least_stored, not_most_wanted = self.exchange.agree(
+            [int(error is None), int(self.exchange.may_swap_on(device)), stored_bytes, ~wanted], f"{self.phase}: begin"
         )
         if not ready:
             self.exchange.fail_together(error, self.phase, LoadFailedError)
         assert told is not None
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
         measure = self.way == "auto"
+        # If all want about as much, and together what there is, they hardly want the same: what each wants, which is
+        # much for thousands of ranks, is then not even asked.
+        of_all = ~not_most_wanted * self.exchange.size
+        alone = measure and 0.95 * least_stored <= of_all < LEAST_GAIN * least_stored
+        told = replace(told, rows=b"") if alone else told
         routes = routes_of_all(self.exchange, told, verify, self.phase, devices is not None, measure)
-        return reads, RoutedRead(self.exchange, routes, self.phase, measure, devices)
+        return reads, RoutedRead(self.exchange, routes, self.phase, measure, devices, alone)
