@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from .errors import (
     MissingKeysError,
     UntrustedCheckpointError,
 )
-from .exchange import Exchange
+from .exchange import Exchange, digest
 from .fill_planner import FillPlanner
 from .flatten import Path, flatten
 from .lazy_metadata import LazyMetadata, save_id
@@ -127,9 +126,9 @@ class CollectiveLoad:
             mark = reader.mark()
         except OSError:
             mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
-        digest, options = _digest(mark.encode()), _digest(repr(self._options).encode())
+        of_mark, options = digest(mark.encode()), digest(repr(self._options).encode())
         least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
-            (digest, ~digest, int(mark != ""), options, ~options), self._phase("metadata")
+            (of_mark, ~of_mark, int(mark != ""), options, ~options), self._phase("metadata")
         )
         if least_options != ~not_most_options:
             raise CheckpointError(f"ranks load {reader.path} with different {', '.join(self._options)}")
@@ -147,7 +146,11 @@ class CollectiveLoad:
             return metadata
 
         metadata = self._together(read, "read metadata")
-        if not shared and all_have_it and not self._all_have(save_id(metadata).encode(), "compare metadata"):
+        if (
+            not shared
+            and all_have_it
+            and not exchange.all_have(save_id(metadata).encode(), self._phase("compare metadata"))
+        ):
             raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
         return metadata
 
@@ -156,12 +159,6 @@ class CollectiveLoad:
             return self._reader.read_metadata()
         except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error later
             return self._reader.read_metadata(rank=self._exchange.rank)
-
-    def _all_have(self, data: bytes, step: str) -> bool:
-        """Whether all ranks have the same bytes."""
-        digest = _digest(data)
-        least, not_most = self._exchange.agree((digest, ~digest), self._phase(step))
-        return least == ~not_most
 
     def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
         with garbage_collector_paused():
@@ -176,7 +173,7 @@ class CollectiveLoad:
     def _fit_of_all(self, own: _Fit) -> _Fit:
         """Ranks mostly want and find the same: then one reduction says so."""
         packed = own.pack()
-        if self._all_have(packed, "compare"):
+        if self._exchange.all_have(packed, self._phase("compare")):
             return own
         gathered = self._exchange.gather(packed, self._phase("gather differences"))
         merged = None if gathered is None else _Fit.of_all([_Fit.unpack(data) for data in gathered]).pack()
@@ -197,15 +194,7 @@ class CollectiveLoad:
         return self._together(read, "read")
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
-        """Takes a step on all ranks; raises on all if it fails on one."""
-        results: list[_Result] = []
-        error = None
-        try:
-            results.append(step())
-        except Exception as raised:
-            error = raised
-        self._exchange.fail_together(error, self._phase(name), LoadFailedError)
-        return results[0]
+        return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
         return f"loading {self._reader.path}: {step}"
@@ -266,10 +255,6 @@ class _Filling:
         place(self.application.form, path, value)
         if not self.application.owns(path):
             place(self._state, path, value)
-
-
-def _digest(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=7).digest(), "little")
 
 
 def _stored_keys(metadata: Metadata) -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from . import _C, engine, layout, settings
-from .errors import CheckpointError, StorageFullError
+from .errors import CheckpointError
 from .hooks import is_method_of
 from .overlap import GROUP_TENSORS, overlap
 from .packed import words
@@ -100,9 +100,7 @@ class DataFile:
         self.tensor_bytes = sum(memoryview(body_bytes).cast("B").cast("q"))
         self.needed = _C.expected_bytes(body_bytes)
         with engine.named_errors(str, writer.path, self.needed):
-            free = _C.free_bytes(writer.path)
-            if free < self.needed:
-                raise StorageFullError(writer.path, self.needed, free)
+            engine.check_space(writer.path, self.needed)
             options = engine.options(writer.thread_count, writer.direct_io, in_background)
             self.file: _C.FileWriter | None = _C.FileWriter(self.path, body_bytes, options, writer.checksums)
 

@@ -87,6 +87,13 @@ def named_errors(key_of: Callable[[int], str], path: str, needed: int = 0) -> It
         raise translate(error, key_of, path, needed) from None
 
 
+def check_space(directory: str, needed: int) -> None:
+    """Raises `StorageFullError` before anything is written for which there is no room. Within `named_errors`."""
+    free = _C.free_bytes(directory)
+    if free < needed:
+        raise StorageFullError(directory, needed, free)
+
+
 def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, needed: int) -> CheckpointError:
     key = key_of(error.item) if error.item is not None else None
     prefix = f"{key}: " if key is not None else ""

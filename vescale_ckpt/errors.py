@@ -73,7 +73,7 @@ class MissingKeysError(CheckpointError):
     ) -> None:
         unexpected = unexpected or []
         parts = [
-            f"{len(keys)} key{'s' if len(keys) != 1 else ''} {what}: {_listed(keys)}"
+            f"{len(keys)} key{'s' if len(keys) != 1 else ''} {what}: {some([*map(repr, keys)])}"
             for keys, what in ((missing, "missing from the checkpoint"), (unexpected, "not in the state"))
             if keys
         ]
@@ -158,6 +158,7 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
     ]
 
 
-def _listed(keys: list[str], most: int = 10) -> str:
-    shown = ", ".join(repr(key) for key in keys[:most])
-    return shown if len(keys) <= most else f"{shown} and {len(keys) - most} more"
+def some(names: Sequence[str], most: int = 10) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_TEXT = 2000  # characters of each rank's error that reach the other ranks
 _NO_ERROR = 1
+
+_Result = TypeVar("_Result")
 
 
 class Exchange:
@@ -200,6 +203,25 @@ class Exchange:
             logger.warning("%s: no connection to the devices of other ranks: %s", phase, error)
         return self.agree([int(done)], phase) == [1]
 
+    def all_have(self, data: bytes, phase: str) -> bool:
+        """Whether all ranks have the same bytes."""
+        number = digest(data)
+        least, not_most = self.agree((number, ~number), phase)
+        return least == ~not_most
+
+    def together(
+        self, step: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
+    ) -> _Result:
+        """Takes a step on all ranks; if it fails on one, all raise as `fail_together` says."""
+        results: list[_Result] = []
+        error = None
+        try:
+            results.append(step())
+        except Exception as raised:
+            error = raised
+        self.fail_together(error, phase, kind)
+        return results[0]
+
     def fail_together(
         self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> None:
@@ -271,6 +293,11 @@ _places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakr
 _places_lock = threading.Lock()
 # gloo's threads must have ended before the process's destructors run.
 atexit.register(_places.clear)
+
+
+def digest(data: bytes) -> int:
+    """Of bytes, for ranks to compare."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def _first_swap(links: Connections) -> None:

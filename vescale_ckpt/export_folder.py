@@ -13,7 +13,6 @@ import os
 import time
 
 from . import _C, engine, layout
-from .errors import StorageFullError
 from .export_names import (
     INDEX_NAME,
     file_names,
@@ -25,10 +24,7 @@ from .export_names import (
 
 logger = logging.getLogger(__name__)
 
-# After which a file is left over: one whose writer cannot be asked, where there are no locks; an index, which is
-# written at once.
-_GRACE_SECONDS = 24 * 3600.0
-_COMMIT_SECONDS = 600.0
+_COMMIT_SECONDS = 600.0  # after which an index, which is written at once, is left over
 
 
 class ExportFolder:
@@ -45,9 +41,7 @@ class ExportFolder:
         _remove_leftovers(directory)
         needed = sum(sizes)
         with engine.named_errors(str, directory, needed):
-            free = _C.free_bytes(directory)
-            if free < needed:
-                raise StorageFullError(directory, needed, free)
+            engine.check_space(directory, needed)
             try:
                 self._begin(sizes[0])
                 for name, size in zip(self.names[1:], sizes[1:], strict=True):
@@ -144,18 +138,12 @@ def _remove_leftovers(directory: str) -> None:
 
 
 def _remove_if_over(paths: list[str]) -> None:
-    """Removes these files of one export if nobody writes them: the first is locked as long as somebody does. It stays
-    locked here until it is gone, so that who has just made it and marks it now sees that it was taken."""
-    descriptor = os.open(paths[0], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        alone = layout.try_lock_alone(descriptor)
-        if alone is None:
-            alone = time.time() - max(os.stat(path).st_mtime for path in paths) > _GRACE_SECONDS
-        if alone:
+    """Removes these files of one export if nobody writes them: the first is locked as long as somebody does."""
+    first, *others = paths
+    with layout.abandoned(first, layout.GRACE_SECONDS, others) as free:
+        if free:
             for path in reversed(paths):
                 os.unlink(path)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_if_old(path: str) -> None:

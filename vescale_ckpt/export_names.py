@@ -9,6 +9,11 @@ import re
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+# What torch's HuggingFaceStorageWriter has among the texts of a header: `{name: {SHARDING_OFFSETS: [...]}}` as JSON, of
+# each tensor in the file that is a box of a larger one, where it begins.
+SHARDING_INFO = "DCP_SHARDING_INFO"
+SHARDING_OFFSETS = "saved_offsets"
+
 _MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
 _SEVERAL = re.compile(r"model-\d{5,}-of-(?!0+1\.)\d{5,}\.safetensors")
 _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")

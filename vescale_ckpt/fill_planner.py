@@ -10,9 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from . import _C
 from .errors import Mismatch
-from .lazy_metadata import LazyMetadata
 from .load_planner import LoadPlanner, has_chunks, not_all_there
-from .per_rank import Restoring
 
 _CASTS = "(allow_cast=True converts)"
 
@@ -30,9 +28,7 @@ class FillPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._reads = None
-        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
-        self._per_rank = Restoring()
+        self._begin(metadata)
         self.original_state_dict = self.state_dict = state_dict
         self.mappings = {}
         self.metadata, self.is_coordinator = metadata, is_coordinator

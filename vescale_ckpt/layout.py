@@ -19,6 +19,7 @@ import secrets
 import stat
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -37,6 +38,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO of th
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
+GRACE_SECONDS = 24 * 3600.0  # after which files of a save are left over, where there are no locks to tell
 _COMMIT_SECONDS = 600.0  # a commit writes one small file: what is older is left over
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + rf"({re.escape(INDEX_SUFFIX)})?\.tmp.*")
 
@@ -318,6 +320,25 @@ def try_lock_alone(descriptor: int) -> bool | None:
     return True
 
 
+@contextlib.contextmanager
+def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
+    """Whether nobody writes a file (or fills a folder) any more that is marked as long as somebody does. It stays
+    locked within, so that who has just made it and marks it meanwhile sees that it was taken.
+
+    Where the file system has no locks: whether neither it nor `others`, which it stands for, were touched for so long.
+    Raises OSError if it cannot be opened.
+    """
+    descriptor = os.open(marked, _READ)
+    try:
+        alone = try_lock_alone(descriptor)
+        if alone is None:
+            touched = max([os.fstat(descriptor).st_mtime, *(os.stat(path).st_mtime for path in others)])
+            alone = time.time() - touched >= grace_seconds
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
 def _remove_unless_locked(directory: str, name: str) -> bool:
     """Removes a data file unless the save that it is part of goes on. Without locks only after a day.
 
@@ -325,20 +346,16 @@ def _remove_unless_locked(directory: str, name: str) -> bool:
     """
     path = os.path.join(directory, name)
     leader = os.path.join(directory, _PART.sub(rf"_0{DEFAULT_SUFFIX}", name))  # of several files a save locks the first
-    try:
-        descriptor = os.open(leader if os.path.exists(leader) else path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        alone = try_lock_alone(descriptor)
-        if alone is False or (alone is None and time.time() - os.fstat(descriptor).st_mtime < 24 * 3600):
+    with contextlib.ExitStack() as held:
+        try:
+            free = held.enter_context(abandoned(leader if os.path.exists(leader) else path, GRACE_SECONDS))
+        except OSError:
             return False
-        if name in _named_by_any(directory):  # its save has committed, and then let go of it, since names were read
+        # Its save may have committed, and then let go of it, since names were read.
+        if not free or name in _named_by_any(directory):
             return False
         os.unlink(path)
         return True
-    finally:
-        os.close(descriptor)
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:

@@ -212,8 +212,7 @@ class Load:
         ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
         if ranks == 1:
             return 1
-        wanted = _C.bytes_read_alone(reads.reads, reads.plan.files, self.reader.verify)
-        return ranks * wanted / max(1, stored_bytes(self.metadata))
+        return ranks * reads.bytes_read_alone(self.reader.verify) / max(1, stored_bytes(self.metadata))
 
     def _target_of(self, reads: PackedReads, row: ReadRow) -> _Target:
         record = Record(

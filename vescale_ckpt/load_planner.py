@@ -64,9 +64,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        self._reads = None
-        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
-        self._per_rank = Restoring()
+        self._begin(metadata)
         flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
         if not self.flatten_state_dict or any(_needs_stock_set_up(value) for value in flat.values()):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
@@ -79,6 +77,11 @@ class LoadPlanner(DefaultLoadPlanner):
             self.metadata, self.is_coordinator = metadata, is_coordinator
         if metadata is not None:
             self.state_dict = self._per_rank.wanted(self.state_dict, lambda: self._stored_keys(metadata))
+
+    def _begin(self, metadata: Metadata | None) -> None:
+        self._reads = None
+        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
+        self._per_rank = Restoring()
 
     def _stored_keys(self, metadata: Metadata) -> Iterable[str]:
         if self._index is not None:

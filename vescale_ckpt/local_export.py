@@ -10,13 +10,11 @@ from . import _C
 from .collective_export import CollectiveExport
 from .engine import dtype_code
 from .errors import CheckpointError
-from .export_names import name_of_rank
+from .export_names import SHARDING_INFO, SHARDING_OFFSETS, name_of_rank
 from .export_writer import NEVER_SPLIT, Targets
 from .items import TENSOR, packed_row
 from .packed import PackedItems
 from .sharding import Piece
-
-_SHARDING = "DCP_SHARDING_INFO"  # of a header's texts: where each tensor of the file begins in the whole
 
 
 class LocalExport(CollectiveExport):
@@ -32,7 +30,7 @@ class LocalExport(CollectiveExport):
         inventory, offsets = _boxes_as_tensors(items)
         try:
             plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NEVER_SPLIT)
-            texts = [*writer.texts, (_SHARDING, json.dumps(offsets))]
+            texts = [*writer.texts, (SHARDING_INFO, json.dumps(offsets))]
             made = _C.ExportLayout(plan.catalog(), NEVER_SPLIT, texts, list(self._tied.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
@@ -63,7 +61,7 @@ def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, li
         chunk, properties = item.tensor_data.chunk, item.tensor_data.properties
         if key in offsets:
             raise CheckpointError(f"{key}: this rank has several pieces of it, and its file can hold one", key=key)
-        offsets[key] = {"saved_offsets": list(chunk.offsets)}
+        offsets[key] = {SHARDING_OFFSETS: list(chunk.offsets)}
         names.append(key)
         origin = Piece((0,) * len(chunk.sizes), chunk.sizes, ())
         code = dtype_code(properties.dtype, key)

@@ -366,12 +366,19 @@ class PackedReads(_Lazy):
         self.description = description
         self.plan = plan
         self.reads = plan.reads if reads is None else reads  #: of tensors: rows of `LoadPlan.reads`
+        self._bytes_alone: dict[bool, int] = {}
 
     def only(self, reads: bytes) -> PackedReads:
         """The same targets, filled by other rows of tensors."""
         planner = self.planner()
         assert planner is not None
         return PackedReads(planner, self.description, self.plan, reads)
+
+    def bytes_read_alone(self, verify: bool) -> int:
+        """About as many as this rank reads for the tensors if it is on its own."""
+        if verify not in self._bytes_alone:
+            self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
+        return self._bytes_alone[verify]
 
     def _build(self) -> list[ReadItem]:
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _ROUNDS_BETWEEN_LOOKS = 16
 _MOST_SECONDS = 1e9  # that an estimate may come to
 
-
 # Where ranks on their own would read no more than so many times the bytes, going through others is not tried.
 LEAST_GAIN = 1.3
 
@@ -94,17 +93,11 @@ class RoutedRead:
 
     def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
         """By row of `Reads.objects`: what all ranks want, which the coordinator reads. Raises on all if it cannot."""
-        rows, data, error = self.routes.objects, b"", None
+        rows, exchange, phase = self.routes.objects, self._exchange, f"{self._phase}: objects"
         if not rows:
             return {}
-        if self._exchange.is_coordinator:
-            try:
-                data = pack(*read(rows))
-            except Exception as raised:
-                error = raised
-        phase = f"{self._phase}: objects"
-        self._exchange.fail_together(error, phase, LoadFailedError)
-        return dict(zip(rows, unpack(self._exchange.broadcast(data, phase)), strict=True))
+        data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
+        return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
     def _meet(self, sizes: list[int]) -> RoundMemory | DeviceMemory | None:
         """Memory for the rounds; None if not all ranks have it, and see what they have to see of each other's."""

@@ -109,7 +109,7 @@ def routes_of_all(
 
     `through_devices`: nobody looks at the memory of others. `measure`: the first two rounds are small.
 
-    Raises on all ranks, as `fail_together` does, if the coordinator cannot plan.
+    Raises on all ranks, as `together` does, if the coordinator cannot plan.
     """
     domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
     needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
@@ -131,13 +131,9 @@ def routes_of_all(
 
 def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, budget: int, phase: str) -> Routes:
     gathered = exchange.gather(needs, phase)
-    planned, error = None, None
-    if gathered is not None:
-        try:
-            planned = _plan_for(gathered, verify, measure, budget)
-        except Exception as raised:
-            error = raised
-    exchange.fail_together(error, phase, LoadFailedError)
+    planned = exchange.together(
+        lambda: None if gathered is None else _plan_for(gathered, verify, measure, budget), phase, LoadFailedError
+    )
     number, packed, objects = unpack(exchange.scatter(planned, phase))
     return Routes(int.from_bytes(number, "little"), packed, objects)
 

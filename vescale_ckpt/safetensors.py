@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from . import _C, engine, settings
-from .errors import CheckpointError, MissingKeysError, StorageFullError
+from .errors import CheckpointError, MissingKeysError, some
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
 from .whole_file import WholeFile
@@ -31,7 +31,7 @@ Device = str | int | torch.device
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
 }
-_STORABLE = frozenset(_DTYPES.values())
+STORABLE = frozenset(_DTYPES.values())
 _WHOLE = -1  # in a table to read: all of a tensor
 
 
@@ -67,9 +67,7 @@ def save_file(
 
 def _write(path: str, layout: _C.SafetensorsLayout, table: bytes) -> None:
     with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
-        free = _C.free_bytes(file.directory)
-        if free < layout.file_bytes:
-            raise StorageFullError(file.directory, layout.file_bytes, free)
+        engine.check_space(file.directory, layout.file_bytes)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
@@ -87,17 +85,18 @@ def _check_tensors(tensors: object) -> None:
             raise ValueError(f"{name}: a tensor is wanted, not {type(tensor).__name__}")
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
     if sparse:
-        raise ValueError(f"{_some(sparse)}: sparse tensors cannot be saved; make them dense with to_dense()")
+        raise ValueError(f"{some(sorted(sparse))}: sparse tensors cannot be saved; make them dense with to_dense()")
     shared = _sharing_memory(tensors)
     if shared:
         raise shared_memory_error(shared)
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
     if scattered:
         raise ValueError(
-            f"{_some(scattered)}: not contiguous. Save the tensor that it is a view of, or pack it with contiguous()"
+            f"{some(sorted(scattered))}: not contiguous. Save the tensor that it is a view of, or pack it with "
+            "contiguous()"
         )
     for name, tensor in tensors.items():
-        if tensor.dtype not in _STORABLE:
+        if tensor.dtype not in STORABLE:
             raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
 
 
@@ -105,7 +104,7 @@ def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
     """What to raise for groups of names whose tensors share memory."""
     return RuntimeError(
         f"tensors that share memory would be stored once each, and be apart when they are loaded: "
-        f"{'; '.join(_some(group) for group in groups)}. Save one of each group and tie the others again after "
+        f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "
         "loading, or save copies (clone())"
     )
 
@@ -133,11 +132,6 @@ def _sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from its first element to the end of its last."""
     return engine.reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(sorted(names)[:10])
-    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"
 
 
 def checked_metadata(metadata: object) -> list[tuple[str, str]]:

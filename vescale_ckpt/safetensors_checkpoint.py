@@ -45,7 +45,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
-_SHARDING_INFO = "DCP_SHARDING_INFO"  # torch's: of each tensor in the file, where its box begins
 _MOST_JSON_BYTES = 100_000_000  # as of headers
 _FARTHEST = 1 << 62
 _OPENERS = 8  # headers are small and far apart: what takes time is waiting
@@ -246,8 +245,8 @@ class _Reading:
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
         header = _Header(file.head_crc, metadata, tensors)
-        if _SHARDING_INFO in metadata:
-            header.offsets = _offsets(metadata[_SHARDING_INFO], tensors, path)
+        if export_names.SHARDING_INFO in metadata:
+            header.offsets = _offsets(metadata[export_names.SHARDING_INFO], tensors, path)
         return header
 
     def _add(self, number: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
@@ -336,7 +335,7 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
     """Of tensors that are boxes of larger ones, where they begin."""
 
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
-        offset, size = tuple(entry["saved_offsets"]), tensors[key][1]
+        offset, size = tuple(entry[export_names.SHARDING_OFFSETS]), tensors[key][1]
         if len(offset) != len(size) or not all(
             type(start) is int and 0 <= start < _FARTHEST - length for start, length in zip(offset, size, strict=True)
         ):
@@ -346,7 +345,9 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
     try:
         return {key: offset_of(key, entry) for key, entry in _json(text).items() if key in tensors}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UntrustedCheckpointError(f"{path}: its {_SHARDING_INFO} makes no sense: {error!r}", path=path) from None
+        raise UntrustedCheckpointError(
+            f"{path}: its {export_names.SHARDING_INFO} makes no sense: {error!r}", path=path
+        ) from None
 
 
 def _index_name(directory: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from . import _C, device_group
+from . import device_group
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .packed import PackedReads
@@ -35,7 +35,7 @@ class SharedReading:
             reads = reads_of()
             told = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
             if reads is not None:
-                wanted = _C.bytes_read_alone(reads.reads, reads.plan.files, verify)
+                wanted = reads.bytes_read_alone(verify)
             device = device_group.device_for([] if reads is None else reads.description.tensors)
         except Exception as raised:
             error = raised

@@ -43,10 +43,7 @@ def remove(root: str, steps: Iterable[int]) -> list[int]:
             # Where the file system cannot tell, a load that runs loses its files and says so.
             if alone is not False and _doom(path):
                 gone.append(step)
-    _erase_doomed(root)
-    if gone:
-        logger.info("removed the checkpoints of steps %s from %s", gone, root)
-    return gone
+    return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
 
 def remove_leftovers(root: str) -> list[int]:
@@ -64,9 +61,13 @@ def remove_leftovers(root: str) -> list[int]:
             # Looked at again: whoever was about to commit has done so by now.
             if (alone or (alone is None and old)) and _is_leftover(path) and _doom(path):
                 gone.append(step)
+    return _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
+
+
+def _erased(root: str, gone: list[int], text: str) -> list[int]:
     _erase_doomed(root)
     if gone:
-        logger.info("removed what unfinished saves of steps %s left in %s", gone, root)
+        logger.info(text, gone, root)
     return gone
 
 

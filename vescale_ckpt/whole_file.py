@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import os
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TypeVar
 
@@ -35,9 +34,12 @@ class WholeFile:
 
     def create(self, make: Callable[[str], Writer]) -> Writer:
         """What `make` returns, given the name of a file that it creates. Marks that file as being written."""
-        _remove_leftovers(self.directory, os.path.basename(self.path))
+        for found in leftovers(self.path):
+            with contextlib.suppress(OSError), layout.abandoned(found, _GRACE_SECONDS) as free:
+                if free:
+                    os.unlink(found)
         for attempts_left in (2, 1, 0):
-            self.temporary = f"{self.path}.tmp.{os.getpid()}.{next(_serial)}"
+            self.temporary = temporary_name(self.path)
             made = make(self.temporary)
             try:
                 self._lock = layout.lock(self.temporary)
@@ -66,22 +68,15 @@ class WholeFile:
                 os.unlink(self.temporary)
 
 
-def _remove_leftovers(directory: str, name: str) -> None:
-    """Failures are no matter: a leftover does no harm."""
+def temporary_name(path: str) -> str:
+    """Of a file or folder while it is written beside the place that it will have."""
+    return f"{path}.tmp.{os.getpid()}.{next(_serial)}"
+
+
+def leftovers(path: str) -> Iterator[str]:
+    """What has such a name, of this process or another. Ends where the directory cannot be read."""
+    directory, name = os.path.dirname(path) or ".", os.path.basename(path)
     with contextlib.suppress(OSError):
         for found in os.listdir(directory):
             if found.startswith(name) and _TEMPORARY.fullmatch(found, len(name)):
-                with contextlib.suppress(OSError):
-                    _remove_unless_written(os.path.join(directory, found))
-
-
-def _remove_unless_written(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        alone = layout.try_lock_alone(descriptor)
-        idle = time.time() - os.fstat(descriptor).st_mtime
-        if alone is False or (alone is None and idle < _GRACE_SECONDS):
-            return
-        os.unlink(path)
-    finally:
-        os.close(descriptor)
+                yield os.path.join(directory, found)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import os
-import re
 import shutil
 
 from .. import _C, engine, layout
 from ..errors import CheckpointError
-
-_TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+")
-_serial = itertools.count()
+from ..whole_file import leftovers, temporary_name
 
 
 class WholeFolder:
@@ -31,7 +28,7 @@ class WholeFolder:
     def make(self) -> None:
         layout.make_directory(self.directory)
         self._remove_leftovers()
-        self.temporary = f"{self.path}.tmp.{os.getpid()}.{next(_serial)}"
+        self.temporary = temporary_name(self.path)
         try:
             os.mkdir(self.temporary)
         except OSError as error:
@@ -47,7 +44,7 @@ class WholeFolder:
             with engine.named_errors(str, self.directory):
                 _C.sync_directory(self.temporary)
                 if os.path.lexists(self.path):
-                    aside = f"{self.path}.tmp.{os.getpid()}.{next(_serial)}"
+                    aside = temporary_name(self.path)
                     os.rename(self.path, aside)
                 try:
                     os.rename(self.temporary, self.path)
@@ -74,18 +71,7 @@ class WholeFolder:
 
     def _remove_leftovers(self) -> None:
         """Failures are no matter: a leftover does no harm. Without locks nobody knows what is one."""
-        name = os.path.basename(self.path)
-        with contextlib.suppress(OSError):
-            for found in os.listdir(self.directory):
-                if found.startswith(name) and _TEMPORARY.fullmatch(found, len(name)):
-                    _remove_unless_filled(os.path.join(self.directory, found))
-
-
-def _remove_unless_filled(path: str) -> None:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if layout.try_lock_alone(descriptor):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+        for found in leftovers(self.path):
+            with contextlib.suppress(OSError), layout.abandoned(found, math.inf) as free:
+                if free:
+                    shutil.rmtree(found, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
-from ..errors import CheckpointError, SaveFailedError
+from ..errors import CheckpointError, some
 from ..exchange import Exchange
 from ..shard_size import shard_bytes
 from . import destination, files_sink
@@ -141,18 +140,14 @@ class _Conversion:
 
         most_bytes = self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        least, not_most = self._exchange.agree((digest, ~digest), self._phase("compare"))
-        if least != ~not_most:
+        if not self._exchange.all_have(text, self._phase("compare")):
             raise CheckpointError("ranks would convert differently: their arguments, settings or files differ")
 
     def _check_objects(self, on_objects: Objects) -> None:
         if self._format in _KEEPS_OBJECTS or not self.made.objects:
             return
         self.left_out = sorted(self.made.objects)
-        text = (
-            f"{self._format} has no place for {len(self.left_out)} values that are no tensors: {_some(self.left_out)}"
-        )
+        text = f"{self._format} has no place for {len(self.left_out)} values that are no tensors: {some(self.left_out)}"
         if on_objects == "error":
             raise CheckpointError(text)
         if on_objects == "warn" and self._exchange.is_coordinator:
@@ -228,22 +223,10 @@ class _Conversion:
         return exchange.size
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
-        """Takes a step on all ranks; raises on all if it fails on one."""
-        results: list[_Result] = []
-        error: Exception | None = None
-        try:
-            results.append(step())
-        except Exception as raised:
-            error = raised
-        if self._exchange.size == 1 and error is not None:
-            raise error
-        self._exchange.fail_together(error, self._phase(name), SaveFailedError)
-        return results[0]
+        """Takes a step on all ranks; raises on all if it fails on one, and of one rank alone its own error."""
+        if self._exchange.size == 1:
+            return step()
+        return self._exchange.together(step, self._phase(name))
 
     def _phase(self, step: str) -> str:
         return f"converting to {self._dst}: {step}"
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:10])
-    return shown if len(names) <= 10 else f"{shown} and {len(names) - 10} more"

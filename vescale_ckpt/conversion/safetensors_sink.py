@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-import torch
-
 from .. import _C, engine
 from ..export_names import INDEX_NAME, file_names
+from ..safetensors import STORABLE
 from .plan import Output
 from .streamed_file import Body
 from .waves import Piece
-
-_STORABLE = frozenset(getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name))
 
 
 class SafetensorsLayout:
@@ -23,7 +20,7 @@ class SafetensorsLayout:
         names = [output.name for output in outputs]
         table = engine.int_table()
         for output in outputs:
-            if output.dtype not in _STORABLE:
+            if output.dtype not in STORABLE:
                 raise ValueError(f"{output.name}: safetensors files have no {output.dtype}: give it another dtype")
             shape, ndim = output.shape, len(output.shape)
             table.extend((0, engine.DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))

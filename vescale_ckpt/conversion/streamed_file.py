@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .. import _C, engine
-from ..errors import StorageFullError
 from ..whole_file import WholeFile
 from .plan import Output
 from .source import Source
@@ -62,9 +61,7 @@ def write_file_in(directory: str, name: str, layout: Layout, source: Source, buf
 def write_file(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
     """`create` makes a file by calling what it is given with the file's name."""
     with engine.named_errors(str, directory, layout.length):
-        free = _C.free_bytes(directory)
-        if free < layout.length:
-            raise StorageFullError(directory, layout.length, free)
+        engine.check_space(directory, layout.length)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
         convey(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
