@@ -33,7 +33,6 @@ from vescale_ckpt import (
 )
 from vescale_ckpt.application import saved_form
 from vescale_ckpt.fill_planner import FillPlanner
-from vescale_ckpt.load import Load
 from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.routed_read import RoutedRead
 
@@ -116,10 +115,10 @@ class Target:
         assert not self.layer.weight.is_meta and len(self.optimizer.state) == 2
 
 
-def _raised(directory: Path, target: Target, timeout: float, broadcast: Any = True) -> CheckpointError:
+def _raised(directory: Path, target: Target, timeout: float) -> CheckpointError:
     begin = time.monotonic()
     try:
-        vescale_ckpt.load(directory, target.state, broadcast_checkpoint=broadcast, timeout=timeout)
+        vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=timeout)
     except CheckpointError as error:
         target.assert_untouched()
         assert time.monotonic() - begin < 2 * FOREVER
@@ -172,20 +171,14 @@ FAULTS: dict[str, Fault] = {
     "unpickling": (_failing(objects, "load", ValueError("odd")), 1, LoadFailedError, "odd"),
 }
 
-#: where both ways are tried first
-AUTO_FAULTS: dict[str, Fault] = {
-    "the first round": FAULTS["the first round"],
-    "the trial": (_failing(Load, "read_packed", MemoryError("tried")), 2, LoadFailedError, "tried"),
-}
 
-
-def _fail(directory: Path, faults: str, broadcast: Any) -> list[tuple[str, int | None, str]]:
+def _fail(directory: Path) -> list[tuple[str, int | None, str]]:
     _prepare(directory)
     told = []
-    for name, (patch, rank, _, _) in globals()[faults].items():
+    for name, (patch, rank, _, _) in FAULTS.items():
         try:
             with patch() if rank == dist.get_rank() else contextlib.nullcontext():
-                error = _raised(directory, Target(), FOREVER, broadcast)
+                error = _raised(directory, Target(), FOREVER)
         except AssertionError as wrong:
             raise AssertionError(f"{name}: {wrong}") from wrong
         told.append((type(error).__name__, getattr(error, "rank", None), str(error)))
@@ -200,14 +193,10 @@ def _load_after(directory: Path) -> None:
     target.assert_filled()
 
 
-@pytest.mark.parametrize(
-    ("faults", "broadcast"),
-    [("FAULTS", True), ("AUTO_FAULTS", "auto")],
-)
-def test_all_ranks_hear_who_failed_and_why(checkpoint: Path, faults: str, broadcast: Any) -> None:
-    results = run_ranks(RANKS, _fail, checkpoint, faults, broadcast)
+def test_all_ranks_hear_who_failed_and_why(checkpoint: Path) -> None:
+    results = run_ranks(RANKS, _fail, checkpoint)
     assert all(told == results[0] for told in results)
-    for (name, (_, rank, kind, text)), told in zip(globals()[faults].items(), results[0], strict=True):
+    for (name, (_, rank, kind, text)), told in zip(FAULTS.items(), results[0], strict=True):
         assert told[:2] == (kind.__name__, rank) and text in told[2], f"{name}: {told}"
 
 

@@ -331,54 +331,36 @@ def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
     assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
 
 
-def _decide(directory: Path, slow: str) -> tuple[bool, int]:
-    full = _numbers(1024, 1024)
-    vescale_ckpt.save(directory, {"w": full})
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
-    step = getattr(routed_read.RoutedRead, slow)
-
-    def slowed(self: routed_read.RoutedRead, *args: Any) -> float:
-        seconds: float = step(self, *args)
-        return seconds + 1000 * dist.get_rank()  # one rank alone decides for all
-
-    state = {"w": torch.zeros_like(full)}
-    small = mock.patch.object(routes, "_TRIAL_BYTES", MiB)
-    with small, mock.patch.object(routed_read.RoutedRead, slow, slowed):
-        stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
-    assert_same(state["w"], full)
-    return stats.shared_bytes == full.nbytes, stats.bytes
+def _auto(directory: Path, ranks_a_node: int, scope: str) -> tuple[int, int]:
+    full = {"w": _numbers(1024, 1024), "text": "an object"}
+    vescale_ckpt.save(directory, dict(full))
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
+    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
+    state = {"w": torch.zeros(1024, 1024), "text": ""}
+    stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
+    assert_same(state["w"], full["w"])
+    assert state["text"] == "an object"
+    return stats.shared_bytes, stats.bytes
 
 
-@pytest.mark.parametrize(("slow", "shares"), [("_read_trial", True), ("_send", False), ("_place", False)])
-def test_all_ranks_take_the_way_that_was_faster(checkpoint: Path, slow: str, shares: bool) -> None:
-    assert run_ranks(2, _decide, checkpoint, slow) == [(shares, 4 * MiB)] * 2
+@pytest.mark.parametrize(
+    ("ranks_a_node", "scope", "shares"),
+    [(4, "job", False), (2, "job", True), (1, "job", True), (2, "node", False)],
+)
+def test_auto_shares_over_nodes_and_not_within_one(
+    checkpoint: Path, ranks_a_node: int, scope: str, shares: bool
+) -> None:
+    assert run_ranks(4, _auto, checkpoint, ranks_a_node, scope) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
 
 
-def _one_gets_little(directory: Path) -> tuple[bool, int]:
-    """Rank 2 shares but one small tensor, which comes late: of the first rounds it knows only how long it waited."""
-    rank = dist.get_rank()
-    alone, _ = dist.new_subgroups(1)
-    full = {"a": _numbers(1024, 1024), "of_2": _numbers(1024, 1024), "z": _numbers(64, 256)}
-    if rank == 0:
-        vescale_ckpt.save(directory, dict(full), process_group=alone)
-    dist.barrier()
-    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
-
-    def slowed(step: str, seconds: float) -> Any:
-        original = getattr(routed_read.RoutedRead, step)
-        return mock.patch.object(routed_read.RoutedRead, step, lambda *args: original(*args) + seconds)
-
-    state = {name: torch.zeros_like(full[name]) for name in (("of_2", "z") if rank == 2 else ("a", "z"))}
-    small = mock.patch.object(routes, "_TRIAL_BYTES", MiB)
-    with small, slowed("_send", 1) if rank == 2 else slowed("_read_trial", 100):
-        stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
-    for name, value in state.items():
-        assert_same(value, full[name])
-    return stats.shared_bytes > 0, stats.bytes
+def _auto_shards(directory: Path) -> int:
+    """Rows that each rank needs to itself, but for blocks at their edges, on nodes of their own."""
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
+    return _without_trying(directory)[0]
 
 
-def test_who_gets_nothing_in_the_first_rounds_does_not_decide(checkpoint: Path) -> None:
-    assert run_ranks(3, _one_gets_little, checkpoint) == [(True, 4 * MiB + 64 * 1024)] * 3
+def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
+    assert run_ranks(2, _auto_shards, checkpoint) == [0, 0]
 
 
 def _crossed(directory: Path) -> str:

@@ -171,11 +171,12 @@ class Load:
             records = object_records()
             return self._read_whole([records[row] for row in rows])
 
+        if routed is None:
+            return reads
         self._objects_of_all = routed.objects(read_objects)
         outcome = routed.deliver(self, reads)
         if outcome is Outcome.failed_elsewhere:
             raise _FailedElsewhereError
-        self.bytes = 0  # what was read to try it is read again
         if outcome is Outcome.delivered:
             self.bytes = self.shared_bytes = routed.routes.shared_bytes
             return None if reads is None else reads.only(routed.routes.own)

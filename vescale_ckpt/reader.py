@@ -39,7 +39,7 @@ class _ReadTogether:
     """The coordinator's word to all ranks that they read for each other, and which way: ranks that disagreed would wait
     for each other in vain."""
 
-    way: Literal["auto", True]
+    broadcast: Literal["auto", True]
 
 
 class StorageReader(DcpStorageReader):
@@ -52,8 +52,8 @@ class StorageReader(DcpStorageReader):
         verify: False skips checksums of data (never the checks of sizes, paths and pickles).
         weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
         broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
-            others; "auto" does so if the first pieces show that it is faster. For loads that all ranks of the group
-            make together: what DCP's coordinator says counts for all of them. See docs/loading.md.
+            others; "auto" does so where the rule of docs/tuning.md says that it pays. For loads that all ranks of the
+            group make together: what DCP's coordinator says counts for all of them. See docs/loading.md.
         direct_io: "auto" goes past the page cache unless the file is in it, False never does, True raises where it
             cannot.
         process_group: whose ranks read for each other: the group of the load. None: the default group.
@@ -231,7 +231,7 @@ class StorageReader(DcpStorageReader):
         if isinstance(plan.storage_data, _ReadTogether):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.path}: read for each other"
-            sharing = SharedReading(exchange, plan.storage_data.way, phase)
+            sharing = SharedReading(exchange, plan.storage_data.broadcast, phase)
         self.read(plan, planner, sharing)
         future: Future[None] = Future()
         future.set_result(None)

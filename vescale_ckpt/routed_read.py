@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -31,50 +30,41 @@ logger = logging.getLogger(__name__)
 
 # A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
 _ROUNDS_BETWEEN_LOOKS = 16
-_MOST_SECONDS = 1e9  # that an estimate may come to
-
-# Where ranks on their own would read no more than so many times the bytes, going through others is not tried.
-LEAST_GAIN = 1.3
 
 
 class Outcome(enum.Enum):
     """What came of it, the same on all ranks that have no error of their own."""
 
     delivered = enum.auto()  #: what several ranks need is in place, unless one that had to read it has an error to tell
-    stood_down = enum.auto()  #: it is faster if each rank reads all by itself
+    stood_down = enum.auto()  #: each rank reads all by itself
     failed_elsewhere = enum.auto()  #: another rank has an error to tell
 
 
 class RoutedRead:
-    """For one load. `measure`: stop after the first rounds where they show that it does not pay. `alone`: it is known
-    beforehand that it does not."""
+    """For one load. `own_only`: each rank reads its tensors by itself; objects are read once."""
 
     def __init__(
         self,
         exchange: Exchange,
         routes: Routes,
         phase: str,
-        measure: bool,
         devices: DeviceGroup | None,
-        alone: bool = False,
+        own_only: bool = False,
     ) -> None:
         self.routes = routes
         self._exchange = exchange
         self._phase = phase
-        self._measure = measure and len(routes.rounds) > 1
         self._devices = devices
-        self._alone = alone
+        self._own_only = own_only
         self._error: BaseException | None = None
 
     def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
         """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
         rounds = self.routes.rounds
-        if self._alone:
+        if self._own_only:
             return Outcome.stood_down
         if not rounds:
             return Outcome.delivered
-        if self._measure and self.routes.alone_bytes < LEAST_GAIN * self.routes.once_bytes:
-            return Outcome.stood_down
         self._load, self._reads = load, reads
         self._threads = engine.thread_count(load.reader.thread_count)
         sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
@@ -123,13 +113,8 @@ class RoutedRead:
 
     def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
         start = 0
-        if self._measure:
-            outcome = self._try_both_ways(pool, count)
-            if outcome is not Outcome.delivered:
-                return outcome
-            start = 2
-        read = {start: pool.submit(self._read, start)} if start < count else {}
-        placed: dict[int, Future[float]] = {}
+        read = {0: pool.submit(self._read, 0)}
+        placed: dict[int, Future[None]] = {}
         while start < count:
             stop = min(count, start + _ROUNDS_BETWEEN_LOOKS)
             with self._peers(start, stop - 1) as peers:
@@ -148,38 +133,6 @@ class RoutedRead:
             start = stop
         return Outcome.delivered  # the pool's end waits for the last that are put in place
 
-    def _try_both_ways(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
-        """The first round as it is, and what the second would give by reading it alone: which way goes on, all ranks
-        take. What the steps of a round take at a time lies between the longest of them and their sum."""
-        steps = [self._read(0)]
-        with self._peers(0, 0) as peers:
-            steps.append(self._send(peers, 0))
-        steps.append(pool.submit(self._place, 0).result())
-        alone = self._read_trial()
-        got, tried = _placed_bytes(self.routes.rounds[0]), _trial_bytes(self.routes.trial)
-        left = self.routes.shared_bytes - got - tried
-        together = _extrapolated((max(steps) + sum(steps)) / 2, got, left)
-        alone = _extrapolated(alone, tried, self.routes.shared_bytes)
-        microseconds = [-int(1e6 * min(seconds, _MOST_SECONDS)) for seconds in (alone, together)]
-        least, *slowest = self._exchange.agree([int(self._error is None), *microseconds], self._phase)
-        alone, together = (-value / 1e6 for value in slowest)
-        if self._exchange.is_coordinator:
-            logger.info(
-                "%s: %d ranks would read all for themselves in %.2f s, each byte once in %.2f s more: %s",
-                self._phase, self._exchange.size, alone, together, "each for itself" if alone < together else "once",
-            )  # fmt: skip
-        if least != 1:
-            return Outcome.failed_elsewhere
-        return Outcome.stood_down if alone < together else Outcome.delivered
-
-    def _read_trial(self) -> float:
-        def read() -> None:
-            if self._reads is not None:
-                overlap = self.routes.alone_bytes / max(1, self.routes.once_bytes)
-                self._load.read_packed(self._reads.only(self.routes.trial), overlap)
-
-        return self._guarded(read)
-
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
         # The plan's number: if two loads cross, against the rules, one must not be filled with the other's bytes.
         of = f"{len(self.routes.rounds)}, plan {self.routes.number:x}"
@@ -187,7 +140,7 @@ class RoutedRead:
 
     # --- Steps of a round. An error is kept, and what comes after it left out, but for messages that others wait for.
 
-    def _read(self, number: int) -> float:
+    def _read(self, number: int) -> None:
         def read() -> None:
             of, memory = self.routes.rounds[number], self._memory[number]
             if len(of.staged):
@@ -195,16 +148,14 @@ class RoutedRead:
             if len(of.packs):
                 _C.copy_boxes(_C.pack_table(of.packs, memory.data_ptr(), len(memory)), self._threads)
 
-        return self._guarded(read)
+        self._guarded(read)
 
-    def _send(self, peers: Connections, number: int) -> float:
-        started = time.perf_counter()
+    def _send(self, peers: Connections, number: int) -> None:
         peers.come_to(2 * number + 1)
         error = self._memory.swap(peers, number, self.routes.rounds[number])
         self._error = self._error or error
-        return time.perf_counter() - started
 
-    def _place(self, number: int) -> float:
+    def _place(self, number: int) -> None:
         def place() -> None:
             of = self.routes.rounds[number]
             if not len(of.places):
@@ -224,17 +175,14 @@ class RoutedRead:
             if rest:
                 self._copy_by_torch(of.places, set(rest), memories)
 
-        return self._guarded(place)
+        self._guarded(place)
 
-    def _guarded(self, step: Callable[[], None]) -> float:
-        """Seconds that it took."""
-        started = time.perf_counter()
+    def _guarded(self, step: Callable[[], None]) -> None:
         if self._error is None:
             try:
                 step()
             except BaseException as error:
                 self._error = error
-        return time.perf_counter() - started
 
     def _read_pieces(self, of: Round, memory: torch.Tensor) -> None:
         load = self._load
@@ -267,21 +215,6 @@ class RoutedRead:
             size, start, lengths, target = _lists(row[5:], ndim, 4)
             source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
-
-
-def _extrapolated(seconds: float, done: int, wanted: int) -> float:
-    """How long so many bytes take. 0, which leaves it to other ranks, if this one had nothing to do: then it waited."""
-    return seconds * wanted / done if done else 0.0
-
-
-def _trial_bytes(trial: bytes) -> int:
-    rows = _rows(memoryview(trial).cast("q"), 7, 4)
-    return sum(torch.Size(_lists(row[7:], row[6], 4)[2]).numel() * CODE_DTYPES[row[5]].itemsize for row in rows)
-
-
-def _placed_bytes(of: Round) -> int:
-    rows = _rows(of.places, 5, 4)
-    return sum(torch.Size(_lists(row[5:], row[4], 4)[2]).numel() * CODE_DTYPES[row[3]].itemsize for row in rows)
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

@@ -22,8 +22,7 @@ from .packed import OBJECT_ROW, PlannedReads, words
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
 _UNKNOWN = 0
-_HEAD = 6  # words of packed routes
-_TRIAL_BYTES = 16 << 20  # of each of two rounds that are tried both ways
+_HEAD = 5  # words of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # of a record that can only be checked as a whole; larger ones each rank reads by itself
 _MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
 
@@ -55,10 +54,9 @@ class Routes:
         self.number = number
         self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
         self._words = words(packed)
-        self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own, trial = self._words[:_HEAD]
-        self._first = _HEAD + own + trial
+        self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own = self._words[:_HEAD]
+        self._first = _HEAD + own
         self.own = bytes(self._words[_HEAD : _HEAD + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
-        self.trial = bytes(self._words[_HEAD + own : self._first])  #: those that give what the second round gives
 
     @cached_property
     def rounds(self) -> list[Round]:
@@ -102,25 +100,23 @@ _kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
 _kept_lock = threading.Lock()
 
 
-def routes_of_all(
-    exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False, measure: bool = False
-) -> Routes:
+def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
     """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
 
-    `through_devices`: nobody looks at the memory of others. `measure`: the first two rounds are small.
+    `through_devices`: nobody looks at the memory of others.
 
     Raises on all ranks, as `together` does, if the coordinator cannot plan.
     """
     domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
     needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
-    limits = f"{exchange.rank} {exchange.size} {verify} {measure} {reads.budget}".encode()
+    limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget}".encode()
     form = blake2b(pack(needs, limits), digest_size=16).digest()
     with _kept_lock:
         routes = _kept.get(form)
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        routes = _plan(exchange, needs, verify, measure, reads.budget, phase)
+        routes = _plan(exchange, needs, verify, reads.budget, phase)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -129,20 +125,19 @@ def routes_of_all(
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, measure: bool, budget: int, phase: str) -> Routes:
+def _plan(exchange: Exchange, needs: bytes, verify: bool, budget: int, phase: str) -> Routes:
     gathered = exchange.gather(needs, phase)
     planned = exchange.together(
-        lambda: None if gathered is None else _plan_for(gathered, verify, measure, budget), phase, LoadFailedError
+        lambda: None if gathered is None else _plan_for(gathered, verify, budget), phase, LoadFailedError
     )
     number, packed, objects = unpack(exchange.scatter(planned, phase))
     return Routes(int.from_bytes(number, "little"), packed, objects)
 
 
-def _plan_for(gathered: list[bytes], verify: bool, measure: bool, budget: int) -> list[bytes]:
+def _plan_for(gathered: list[bytes], verify: bool, budget: int) -> list[bytes]:
     needs = [unpack(message) for message in gathered]
     rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
     files = [json.loads(of_rank) for of_rank in names]
-    trial = _TRIAL_BYTES if measure else 0
     routes = _C.plan_routes(
         rows,
         files,
@@ -151,7 +146,6 @@ def _plan_for(gathered: list[bytes], verify: bool, measure: bool, budget: int) -
         verify,
         whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
         budget_bytes=budget // MEMORIES,
-        trial_bytes=trial,
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     common = _common_objects(list(zip(objects, names, groups, strict=True)))

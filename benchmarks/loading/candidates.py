@@ -36,7 +36,7 @@ def _stock(path: Path, state: dict[str, Any]) -> None:
 
 
 MODES: dict[str, tuple[str, Load]] = {
-    "auto": ("vescale_ckpt.load, which finds out itself", _ours("auto")),
+    "auto": ("vescale_ckpt.load, by the rule", _ours("auto")),
     "true": ("vescale_ckpt.load, ranks read for each other", _ours(True)),
     "false": ("vescale_ckpt.load, each rank for itself", _ours(False)),
     "reader": ("dcp.load with our StorageReader and LoadPlanner", _plugged()),
@@ -44,7 +44,7 @@ MODES: dict[str, tuple[str, Load]] = {
 }
 if "broadcast_checkpoint" in inspect.signature(vescale_ckpt.StorageReader).parameters:
     MODES["plug"] = ("reader, ranks read for each other", _plugged(broadcast_checkpoint=True))
-    MODES["plug-auto"] = ("reader, which finds out itself", _plugged(broadcast_checkpoint="auto"))
+    MODES["plug-auto"] = ("reader, by the rule", _plugged(broadcast_checkpoint="auto"))
 
 WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "vescale": lambda path, state: vescale_ckpt.save(path, state),

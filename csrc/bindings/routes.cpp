@@ -81,13 +81,12 @@ void bind_routes(py::module_& module) {
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
          const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes, bool verify, uint64_t piece_bytes,
-         uint64_t whole_bytes, uint64_t budget_bytes, uint64_t trial_bytes) {
-        return plan(reads, files, groups, nodes, {piece_bytes, budget_bytes, verify, whole_bytes, trial_bytes});
+         uint64_t whole_bytes, uint64_t budget_bytes) {
+        return plan(reads, files, groups, nodes, {piece_bytes, budget_bytes, verify, whole_bytes});
       },
       py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("nodes"), py::arg("verify") = standard.verify,
       py::arg("piece_bytes") = standard.piece_bytes, py::arg("whole_bytes") = standard.whole_bytes,
-      py::arg("budget_bytes") = standard.budget_bytes, py::arg("trial_bytes") = standard.trial_bytes,
-      "each rank's routes, packed");
+      py::arg("budget_bytes") = standard.budget_bytes, "each rank's routes, packed");
   module.def(
       "bytes_read_alone",
       [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {

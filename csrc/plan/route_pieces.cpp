@@ -291,11 +291,6 @@ uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
   return std::clamp(options.budget_bytes / (senders + 2), least, most);
 }
 
-uint64_t first_bytes(size_t readers, const RouteOptions& options) {
-  constexpr uint64_t kLeast = 256 << 10;
-  return std::max(options.trial_bytes / readers, kLeast);
-}
-
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::unordered_map<std::string, uint32_t> files;
   std::vector<Need> needs;

@@ -92,7 +92,4 @@ std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uin
 // Of a piece, or of all that a reader has in a round. `senders`: whose messages a rank may get at a time.
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
 
-// Of all that a reader has in each of the first two rounds, if they are tried.
-uint64_t first_bytes(size_t readers, const RouteOptions& options);
-
 }  // namespace vescale_ckpt

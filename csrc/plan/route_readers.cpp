@@ -83,22 +83,4 @@ void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   in_order(all.pieces);
 }
 
-void cut_first(Pieces& all, uint64_t bytes) {
-  std::map<uint32_t, unsigned> begun;  // by reader: pieces that are small
-  const size_t count = all.pieces.size();
-  for (size_t number = 0; number < count; ++number) {
-    unsigned& small = begun[all.pieces[number].reader];
-    for (size_t current = number; small < 2; ++small) {
-      std::optional<Piece> rest = all.pieces[current].cut(bytes);
-      if (!rest) {
-        ++small;
-        break;
-      }
-      all.pieces.push_back(std::move(*rest));
-      current = all.pieces.size() - 1;
-    }
-  }
-  in_order(all.pieces);
-}
-
 }  // namespace vescale_ckpt

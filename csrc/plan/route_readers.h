@@ -12,7 +12,4 @@ namespace vescale_ckpt {
 // case (`bytes`, by rank; updated), and each in long stretches. May cut pieces for that; orders them by set and place.
 void choose_readers(Pieces& pieces, std::span<uint64_t> bytes);
 
-// Cuts what each reader begins with, so that its first two pieces have about so many bytes at most.
-void cut_first(Pieces& pieces, uint64_t bytes);
-
 }  // namespace vescale_ckpt

@@ -56,8 +56,7 @@ class Rounds {
          const RouteOptions& options, std::span<RankRoutes> routes)
       : ranks_(ranks), members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
     const uint64_t most = most_bytes_at_once(senders, options);
-    const uint64_t first = options.trial_bytes == 0 ? most : first_bytes(members.size(), options);
-    for (const Piece& piece : pieces.pieces) fill(piece, most, first);
+    for (const Piece& piece : pieces.pieces) fill(piece, most);
   }
 
   // Readers take turns where messages of all at once would be more than somebody has memory for.
@@ -124,9 +123,8 @@ class Rounds {
     return bytes;
   }
 
-  void fill(const Piece& piece, uint64_t most, uint64_t first) {
+  void fill(const Piece& piece, uint64_t most) {
     std::vector<Bucket>& of_reader = buckets_[piece.reader];
-    if (of_reader.size() <= 2) most = std::min(most, first);
     const uint64_t packed = bytes_to_pack(piece);
     if (!of_reader.empty()) {
       Bucket& last = of_reader.back();
@@ -215,7 +213,6 @@ class Rounds {
       for (const Piece::Receiver& to : piece.receivers) {
         RankRoutes& receiver = routes_[to.need->rank];
         receiver.shared_bytes += to.box.elements() * item_bytes(*to.need);
-        if (round == 1) append_read(receiver.trial, *to.need, to.box);
       }
     }
     std::map<uint32_t, uint64_t> packed_at;  // by peer

@@ -53,7 +53,6 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
     const size_t senders = most_senders(ranks, members);
     Pieces pieces = cut_pieces(needs, senders, options, routes, bytes);
     choose_readers(pieces, bytes);
-    if (options.trial_bytes != 0) cut_first(pieces, first_bytes(members.size(), options));
     make_rounds(pieces, ranks, members, senders, options, routes);
     once += once_bytes(pieces);
     alone += alone_bytes(pieces, options.verify);
@@ -80,11 +79,11 @@ uint64_t bytes_read_alone(const RankReads& reads, bool verify) {
 
 std::vector<int64_t> pack_routes(const RankRoutes& routes) {
   std::vector<int64_t> words;
-  for (const uint64_t number : {routes.rounds.size(), routes.shared_bytes, routes.once_bytes, routes.alone_bytes,
-                                routes.own.size(), routes.trial.size()}) {
+  for (const uint64_t number :
+       {routes.rounds.size(), routes.shared_bytes, routes.once_bytes, routes.alone_bytes, routes.own.size()}) {
     words.push_back(static_cast<int64_t>(number));
   }
-  for (const auto* rows : {&routes.own, &routes.trial}) words.insert(words.end(), rows->begin(), rows->end());
+  words.insert(words.end(), routes.own.begin(), routes.own.end());
   for (const RouteRound& round : routes.rounds) {
     const auto tables = {&round.staged, &round.packs, &round.sends, &round.receives, &round.places};
     words.push_back(static_cast<int64_t>(round.memory_bytes));

@@ -21,8 +21,6 @@ struct RouteOptions {
   // a piece if what is needed of it has no more than `whole_bytes`, else each rank reads it for itself.
   bool verify = true;
   uint64_t whole_bytes = 64 << 20;
-  // The first two rounds are of about so many bytes in all, to be tried both ways at little cost. 0: as all others.
-  uint64_t trial_bytes = 0;
 };
 
 // What a rank reads if it is on its own: LoadPlan::reads and LoadPlan::files.
@@ -55,7 +53,6 @@ struct RankRoutes {
   uint64_t shared_bytes = 0;       // that it gets in them
   // The same for all ranks: bytes that are read in the rounds, and about as many as all would read in place of them.
   uint64_t once_bytes = 0, alone_bytes = 0;
-  std::vector<int64_t> trial;  // what it would read in place of the second round: rows of LoadPlan::reads
 };
 
 // One for each rank, the same on every run. Throws Error (invalid, with the rank as item) if ranks disagree about a
@@ -66,8 +63,8 @@ std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const Rout
 // Throws Error (invalid).
 uint64_t bytes_read_alone(const RankReads& reads, bool verify);
 
-// As it travels: numbers of rounds, of shared, once and alone bytes, and of words of `own` and `trial`; these; then of
-// each round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
+// As it travels: numbers of rounds, of shared, once and alone bytes, and of words of `own`; these; then of each
+// round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
 std::vector<int64_t> pack_routes(const RankRoutes& routes);
 
 }  // namespace vescale_ckpt
