@@ -217,7 +217,6 @@ class GlobalPlan:
         self,
         inventories: Sequence[bytes],
         placement: str,
-        previous: GlobalPlan | None = None,
         least_piece_bytes: int = 1048576,
     ) -> None: ...
     @property

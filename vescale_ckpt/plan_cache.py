@@ -80,7 +80,3 @@ class PlanCache:
 
     def keep_global_plan(self, plan: GlobalSavePlan) -> None:
         self._global_plans.put(plan.plan_id, plan)
-
-    @property
-    def last_global_plan(self) -> GlobalSavePlan | None:
-        return next(iter(self._global_plans.latest_first()), None)

@@ -217,12 +217,9 @@ class SavePlanner(DefaultSavePlanner):
                 )
         _warn_of_differing_objects(plans)
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
-        previous = self._cache.last_global_plan
         options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
         try:
-            global_plan = _C.GlobalPlan(
-                inventories, self.placement, previous.plan if previous is not None else None, **options
-            )
+            global_plan = _C.GlobalPlan(inventories, self.placement, **options)
         except _C.EngineError as error:  # it names the key and the ranks
             raise CheckpointError(str(error)) from None
         planned = GlobalSavePlan(inventories, paths, global_plan, self.reuse_plans)

@@ -19,13 +19,13 @@ Placement placement_named(const std::string& name) {
 }
 
 std::unique_ptr<GlobalPlan> make_plan(const std::vector<py::bytes>& inventories, const std::string& placement,
-                                      const GlobalPlan* previous, uint64_t least_piece_bytes) {
+                                      uint64_t least_piece_bytes) {
   const PlanOptions options{placement_named(placement), least_piece_bytes};
   std::vector<std::span<const std::byte>> views;
   views.reserve(inventories.size());
   for (const py::bytes& inventory : inventories) views.push_back(view(inventory));
   const py::gil_scoped_release release;
-  return std::make_unique<GlobalPlan>(views, options, previous);
+  return std::make_unique<GlobalPlan>(views, options);
 }
 
 py::bytes bytes_of(std::span<const std::byte> bytes) {
@@ -62,7 +62,7 @@ void bind_plan(py::module_& module) {
       .def("rows", &catalog_rows, "(name, kind, shape, offset, size, writer, row) of every chunk");
 
   py::class_<GlobalPlan>(module, "GlobalPlan")
-      .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"), py::arg("previous") = nullptr,
+      .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),
            py::arg("least_piece_bytes") = PlanOptions().least_piece_bytes)
       .def_property_readonly("ranks", &GlobalPlan::ranks)
       .def_property_readonly("nodes", &GlobalPlan::node_count)

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <optional>
 
 #include "error.h"
 #include "plan/balance.h"
 #include "plan/holder_sets.h"
-#include "plan/previous.h"
 
 namespace vescale_ckpt {
 namespace {
@@ -55,8 +53,8 @@ const Holder& holder_of(std::span<const Holder> holders, uint32_t rank) {
 // tensor). The contested boxes of each stand in the order of for_each_group.
 class Assigner {
  public:
-  Assigner(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options, const Previous* previous)
-      : layout_(layout), nodes_(nodes), options_(options), previous_(previous) {}
+  Assigner(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options)
+      : layout_(layout), nodes_(nodes), options_(options) {}
 
   Assignment run() {
     if (options_.placement == Placement::local) sort_by_node(layout_, nodes_);
@@ -77,21 +75,12 @@ class Assigner {
   Layout& layout_;
   std::span<const uint32_t> nodes_;
   const PlanOptions& options_;
-  const Previous* previous_;
   HolderSets sets_;
   std::vector<Contested> sized_, weightless_;
-  std::vector<Share> before_;
 };
 
 void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers) {
   uint64_t total = 0;
-  struct Range {
-    size_t begin, count;
-    int32_t dim;
-  };
-  std::vector<Range> sized_before, weightless_before;  // in before_, which still grows
-  std::optional<PreviousOwners> owners;
-  if (previous_ != nullptr) owners.emplace(*previous_, layout_);
   for_each_group(layout_, nodes_, options_.placement,
                  [&](uint32_t number, size_t box, std::span<const Holder> holders) {
                    const Layout::Key& key = layout_.keys[number];
@@ -107,19 +96,8 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
                    (weight == 0 ? weightless_ : sized_)
                        .push_back({.set = sets_.add(holders),
                                    .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
-                                   .size = weight == 0 ? std::span<const int64_t>() : layout_.size(key, box),
-                                   .previous = {}});
-                   const size_t begin = before_.size();
-                   const int32_t dim = owners ? owners->find(number, box, holders, before_) : -1;
-                   (weight == 0 ? weightless_before : sized_before).push_back({begin, before_.size() - begin, dim});
+                                   .size = weight == 0 ? std::span<const int64_t>() : layout_.size(key, box)});
                  });
-  const auto link = [&](std::vector<Contested>& boxes, std::span<const Range> ranges) {
-    for (size_t i = 0; i < boxes.size(); ++i) {
-      boxes[i].previous = {ranges[i].dim, std::span<const Share>(before_).subspan(ranges[i].begin, ranges[i].count)};
-    }
-  };
-  link(sized_, sized_before);
-  link(weightless_, weightless_before);
 }
 
 Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) const {
@@ -155,9 +133,8 @@ Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) con
 
 }  // namespace
 
-Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options,
-                  const Previous* previous) {
-  return Assigner(layout, nodes, options, previous).run();
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options) {
+  return Assigner(layout, nodes, options).run();
 }
 
 }  // namespace vescale_ckpt

@@ -45,15 +45,8 @@ struct Assignment {
   }
 };
 
-// A plan made before: its ranks keep what they had where they still hold it and the balance allows it.
-struct Previous {
-  const Layout& layout;
-  const Assignment& assignment;
-};
-
 // Leaves Piece::row to be filled in. `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders in
 // `layout` are sorted by it. Throws Error (invalid) if there are more bytes than can be counted.
-Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options,
-                  const Previous* previous);
+Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options);
 
 }  // namespace vescale_ckpt

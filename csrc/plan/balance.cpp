@@ -137,44 +137,21 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> 
   for (const uint32_t i : sorted) {
     const Contested& box = boxes[i];
     begin(i);
-    if (box.previous.dim >= 0 || !keep(box, ranks, room, slack)) {
-      const size_t member = room.most();
-      if (room[member] + slack < box.bytes && !cuts_of(box).empty()) {
-        too_large.push_back(i);
-        continue;
-      }
-      shares_.push_back({ranks[member], 0, 1});
-      room.take(member, box.bytes);
+    const size_t member = room.most();
+    if (room[member] + slack < box.bytes && !cuts_of(box).empty()) {
+      too_large.push_back(i);
+      continue;
     }
+    shares_.push_back({ranks[member], 0, 1});
+    room.take(member, box.bytes);
     end(i, -1);
   }
   for (const uint32_t i : too_large) {
     const Contested& box = boxes[i];
     begin(i);
-    end(i, keep(box, ranks, room, slack) ? box.previous.dim : split(box, ranks, room, slack));
+    end(i, split(box, ranks, room, slack));
   }
   for (size_t i = 0; i < ranks.size(); ++i) loads_[ranks[i]] = level - room[i];
-}
-
-bool Balance::keep(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
-  const auto& [dim, had] = box.previous;
-  if (had.empty()) return false;
-  const Cut cut = cut_along(box, dim);
-  size_t kept = 0;
-  for (; kept < had.size(); ++kept) {
-    const size_t member = member_of(ranks, had[kept].rank);
-    const int64_t bytes = had[kept].length * cut.row_bytes;
-    if (bytes > room[member] + slack || had[kept].length < cut.least_rows) break;
-    room.take(member, bytes);
-  }
-  if (kept == had.size()) {
-    shares_.insert(shares_.end(), had.begin(), had.end());
-    return true;
-  }
-  for (const Share& share : had.first(kept)) {
-    room.take(member_of(ranks, share.rank), -share.length * cut.row_bytes);
-  }
-  return false;
 }
 
 // Returns the dimension that it was split along. Later ones are worth their many runs of memory only if they lower the

@@ -25,7 +25,6 @@ struct Contested {
   uint32_t set;                   // the ranks that hold it
   int64_t bytes;                  // more than 0
   std::span<const int64_t> size;  // it may be split along these dimensions; empty if it cannot be
-  Shares previous;                // in the plan before, if all of their ranks are still in the set; else empty
 };
 
 class Balance {
@@ -33,7 +32,7 @@ class Balance {
   // `loads`: bytes that each rank writes anyway.
   Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t least_piece_bytes);
 
-  // Largest first: a box stays with the rank that had it, else goes to the one with the most room. What would lift any
+  // Largest first: a box goes to the rank with the most room. What would lift any
   // rank above the even level by more than 1/200 of it is split over the gaps that the others leave. Ties go to the box
   // that comes first and to the lowest rank. A box is split along its first dimension longer than one, where each piece
   // is one run of memory; along a longer one behind it if the rows of those before are too large to come out even.
@@ -57,8 +56,7 @@ class Balance {
   };
 
   void place_set(uint32_t set, int64_t bytes, std::span<const Contested> boxes, std::span<const uint32_t> sorted);
-  // These append to shares_.
-  bool keep(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
+  // Appends to shares_.
   int32_t split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
   static std::vector<Share> fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
   Cut cut_along(const Contested& box, int32_t dim) const;

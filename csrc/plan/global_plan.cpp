@@ -27,8 +27,7 @@ unsigned thread_count(std::span<const std::span<const std::byte>> inventories) {
 
 }  // namespace
 
-GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options,
-                       const GlobalPlan* previous)
+GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options)
     : options_(options) {
   if (inventories.empty()) throw Error::invalid("a plan needs at least one rank");
   if (inventories.size() >= UINT32_MAX) throw Error::invalid("more than 4 billion ranks");
@@ -59,12 +58,7 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
   }
 
   layout_ = merge(parsed, names, threads);
-  if (previous != nullptr) {
-    const Previous before{previous->layout_, previous->assignment_};
-    assignment_ = assign(layout_, nodes_, options, &before);
-  } else {
-    assignment_ = assign(layout_, nodes_, options, nullptr);
-  }
+  assignment_ = assign(layout_, nodes_, options);
   layout_.holders = {};
   layout_.first_holder = {};
   parts_ = make_parts(layout_, assignment_, this->ranks(), threads);

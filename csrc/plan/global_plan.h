@@ -16,11 +16,10 @@ namespace vescale_ckpt {
 
 class GlobalPlan {
  public:
-  // `inventories`: each rank's, packed and 8-aligned; not used after construction. The same inventories, options and
-  // previous plan give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not
-  // fit together: see merge().
-  GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options,
-             const GlobalPlan* previous = nullptr);
+  // `inventories`: each rank's, packed and 8-aligned; not used after construction. The same inventories and options
+  // give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not fit together:
+  // see merge().
+  GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options);
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   uint32_t node_count() const { return node_count_; }

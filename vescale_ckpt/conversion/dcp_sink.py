@@ -80,7 +80,7 @@ class DcpPart:
         """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
         inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
         with engine.named_errors(str, path):
-            plan = _C.GlobalPlan(inventories, "lowest_rank", None, least_piece_bytes=_NEVER_SPLIT)
+            plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=_NEVER_SPLIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = str(self.writer.storage_meta().save_id)

@@ -64,9 +64,9 @@ struct Placed {
 };
 
 // A box of rows of equal size, or with more dimensions.
-Contested box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size, const Shares& previous = {}) {
+Contested box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size) {
   static std::deque<std::vector<int64_t>> sizes;  // spans into it stay
-  return {set, bytes, sizes.emplace_back(size), previous};
+  return {set, bytes, sizes.emplace_back(size)};
 }
 
 Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<Contested>& boxes,
@@ -151,36 +151,6 @@ TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
   EXPECT_EQ(place(sets, {0, 0, 0, 0}, boxes).loads, (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
 }
 
-TEST(Balance, KeepsOwnersWhileTheyFit) {
-  HolderSets sets;
-  const uint32_t all = add(sets, {0, 1});
-  const Share had[] = {{1, 0, 1}, {0, 0, 1}};
-  std::vector<Contested> boxes = {box_of(all, 10 * kMiB, {10}, {-1, {&had[0], 1}}),
-                                  box_of(all, 10 * kMiB, {10}, {-1, {&had[1], 1}})};
-  Placed placed = place(sets, {0, 0}, boxes);
-  EXPECT_EQ(placed.shares[0][0].rank, 1u);
-  EXPECT_EQ(placed.shares[1][0].rank, 0u);
-  boxes[1].previous = boxes[0].previous;  // both on rank 1: one has to move
-  placed = place(sets, {0, 0}, boxes);
-  EXPECT_EQ(placed.loads[0], placed.loads[1]);
-}
-
-TEST(Balance, KeepsPiecesWhileTheyFit) {
-  HolderSets sets;
-  const uint32_t all = add(sets, {0, 1, 2});
-  const Share had[] = {{2, 0, 33}, {0, 33, 33}, {1, 66, 33}};
-  const std::vector<Contested> boxes = {box_of(all, 99 * kMiB, {99}, {0, had})};
-  Placed placed = place(sets, {0, 0, 0}, boxes);
-  ASSERT_EQ(placed.shares[0].size(), 3u);
-  EXPECT_EQ(placed.shares[0][0].rank, 2u);
-  EXPECT_EQ(placed.shares[0][1].length, 33);
-  placed = place(sets, {18 * kMiB, 0, 0}, boxes);  // no longer even
-  for (const int64_t load : placed.loads) EXPECT_EQ(load, 39 * kMiB);
-  // Pieces smaller than allowed are not kept.
-  placed = place(sets, {0, 0, 0}, boxes, 40 * kMiB);
-  for (const Share& share : placed.shares[0]) EXPECT_GE(share.length, 40);
-}
-
 TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
@@ -216,17 +186,6 @@ TEST(Balance, PiecesAreNotShredded) {
   const std::vector<Contested> boxes = {box_of(all, 604 * 3 * 8000, {604, 3, 8000})};
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes).dims[0], 0);
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes, 1024).dims[0], 2);  // smaller runs are allowed
-}
-
-TEST(Balance, KeepsPiecesAlongTheDimTheyHave) {
-  HolderSets sets;
-  const uint32_t all = add(sets, {0, 1});
-  const Share had[] = {{1, 0, 30}, {0, 30, 30}};
-  const std::vector<Contested> boxes = {box_of(all, 60 * kMiB, {2, 60}, {1, had})};
-  const Placed placed = place(sets, {0, 0}, boxes);
-  EXPECT_EQ(placed.dims[0], 1);
-  EXPECT_EQ(placed.shares[0][0].rank, 1u);
-  EXPECT_EQ(place(sets, {40 * kMiB, 0}, boxes).loads, (std::vector<int64_t>{50 * kMiB, 50 * kMiB}));
 }
 
 }  // namespace

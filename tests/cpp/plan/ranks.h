@@ -47,13 +47,13 @@ class Ranks {
   }
   InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
 
-  GlobalPlan plan(const PlanOptions& options = {}, const GlobalPlan* previous = nullptr) const {
+  GlobalPlan plan(const PlanOptions& options = {}) const {
     std::vector<std::vector<std::byte>> packed;
     for (size_t rank = 0; rank < count(); ++rank) {
       packed.push_back(builders_[rank].pack(static_cast<int64_t>(rank / ranks_a_node_)));
     }
     const std::vector<std::span<const std::byte>> views(packed.begin(), packed.end());
-    return GlobalPlan(views, options, previous);
+    return GlobalPlan(views, options);
   }
 
  private:
