@@ -195,12 +195,12 @@ def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
 
 
 def index_bytes(directory: str) -> bytes | None:
-    """What is in the index's file. None as of `read_index`."""
+    """What is in the index's file, all of it checked. None as of `read_index`."""
     path = os.path.join(directory, METADATA_NAME)
     try:
         with open(os.open(path + INDEX_SUFFIX, _READ), "rb") as file:
             data = file.read()
-        return None if _matching(_C.Index.from_bytes(data), path) is None else data
+        return None if _matching(_C.Index.from_bytes(data, path + INDEX_SUFFIX), path) is None else data
     except (OSError, _C.EngineError):
         return None
 

@@ -165,7 +165,11 @@ class Load:
         """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says.
 
         `object_records` are those of its objects."""
-        reads, routed = sharing.begin(reads_of, save_id(self.metadata), stored_bytes(self.metadata), self.reader.verify)
+
+        def save_of() -> tuple[str, int]:
+            return save_id(self.metadata), stored_bytes(self.metadata)
+
+        reads, routed = sharing.begin(reads_of, save_of, self.reader.verify)
 
         def read_objects(rows: list[int]) -> list[bytes]:
             records = object_records()
@@ -521,6 +525,13 @@ class Load:
                 file=path,
                 offset=record.offset,
             )
+        if self.reader.verify and record.crc >= 0 and record.crc != _crc_of_values(tensor):  # only ours tell it
+            raise CorruptCheckpointError(
+                f"{key}: the record at offset {record.offset} of {path} holds other values than were saved",
+                key=key,
+                file=path,
+                offset=record.offset,
+            )
         if tensor.dtype != record.dtype and not self.allow_cast:
             name = key if target.item is None else target.item.dest_index.fqn
             raise IncompatibleStateError(name, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
@@ -545,6 +556,12 @@ class Load:
                 f"{names}: stored through a stream transform (compression) that cannot be undone here: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _crc_of_values(tensor: torch.Tensor) -> int:
+    """CRC-32 of its elements in order, as saves of ours note it."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
 
 
 def _groups(targets: Iterator[_Target]) -> Iterator[_Group]:

@@ -177,7 +177,9 @@ class StorageReader(DcpStorageReader):
         if not index:
             path = os.path.join(self.path, layout.METADATA_NAME)
             return _with_load_id(metadata_file.loads(whole, path), self._load_id)
-        return self._on_index(_C.Index.from_bytes(index), None)
+        path = os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)
+        with engine.named_errors(str, path):  # it was sound when it was sent
+            return self._on_index(_C.Index.from_bytes(index, f"{path}, as the coordinator sent it,"), None)
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         self._unlock()

@@ -171,11 +171,12 @@ void bind_index(py::module_& module) {
           py::call_guard<py::gil_scoped_release>())
       .def_static(
           "from_bytes",
-          [](const py::bytes& image) {
+          [](const py::bytes& image, const std::string& path) {
             const auto raw = view(image);
-            return std::make_unique<Index>(std::vector<std::byte>(raw.begin(), raw.end()));
+            const py::gil_scoped_release release;
+            return std::make_unique<Index>(std::vector<std::byte>(raw.begin(), raw.end()), path);
           },
-          py::arg("image"))
+          py::arg("image"), py::arg("path") = "", "of bytes that nobody has looked at; `path` is for messages")
       .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"),
                   py::arg("save_id") = "")
       .def_property_readonly("save_id", [](const Index& index) { return decoded(index.save_id()); })

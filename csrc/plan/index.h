@@ -23,8 +23,9 @@ class Index {
  public:
   // A file beside `.metadata`. Throws Error: io (with the errno), corrupt.
   explicit Index(const std::string& path);
-  // The same bytes in memory (plan/index_image.h).
-  explicit Index(std::vector<std::byte> image);
+  // The same bytes in memory (plan/index_image.h), all of which are checked; `path` is for messages. Throws Error
+  // (corrupt).
+  explicit Index(std::vector<std::byte> image, std::string path = {});
 
   struct Key {
     std::string_view name;
