@@ -44,6 +44,7 @@ _METADATA_CLASSES = {
         "StorageMeta",
     )
 }
+_PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata")  # torch < 2.3
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -86,24 +87,23 @@ def _plain_path(*parts: str) -> str:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == dcp_metadata.__name__:
-            if name == "TensorProperties":
-                return _LenientProperties
-            if name == "_MEM_FORMAT_ENCODING":
-                return _memory_format
-            if name in _METADATA_CLASSES:
-                return _METADATA_CLASSES[name]
-        elif module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
+        if module in _PROPERTIES_MODULES and name == "TensorProperties":
+            return _LenientProperties
+        if module in _PROPERTIES_MODULES and name.removeprefix("_") == "MEM_FORMAT_ENCODING":
+            return _memory_format
+        if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
+            return _METADATA_CLASSES[name]
+        if module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
             return StorageInfo
-        elif module == "torch" and name == "Size":
+        if module == "torch" and name == "Size":
             return torch.Size
-        elif module == "torch" and name in _DTYPES:
+        if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
-        elif module == "torch.serialization" and name == "_get_layout":
+        if module == "torch.serialization" and name == "_get_layout":
             return _get_layout
-        elif module == "collections" and name == "OrderedDict":
+        if module == "collections" and name == "OrderedDict":
             return collections.OrderedDict
-        elif module.startswith("pathlib") and name.endswith("Path"):
+        if module.startswith("pathlib") and name.endswith("Path"):
             return _plain_path
         raise UntrustedCheckpointError(
             f".metadata asks to import {module}.{name}, which checkpoint metadata never needs: refused",
