@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import PurePosixPath
+from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 METADATA_NAME = ".metadata"
 INDEX_SUFFIX = ".index"
+_METADATA_BEGINNING = 1 << 20  # bytes that are looked at before all of a larger file is read
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO of that name would wait for a writer
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
@@ -120,8 +122,11 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
     path = os.path.join(directory, metadata_name(rank))
     try:
         with open(os.open(path, _READ), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
+            if status.st_size > _METADATA_BEGINNING:
+                _check_large_metadata(file, status.st_size, path)
             return file.read()
     except FileNotFoundError:
         what = "is no directory" if not os.path.isdir(directory) else f"has no {metadata_name(rank)}"
@@ -135,6 +140,21 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+
+
+def _check_large_metadata(file: BinaryIO, size: int, path: str) -> None:
+    """That a file that claims to be large is not just that, before memory is taken for it: a file may be longer than
+    what was ever written to it. Leaves the file at its beginning."""
+    metadata_file.check_beginning(file.read(_METADATA_BEGINNING), size, path)
+    try:
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    except OSError:  # no such question here
+        hole = size
+    if hole < size:
+        raise UntrustedCheckpointError(
+            f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
+        )
+    file.seek(0)
 
 
 def check_relative(name: object, key: str) -> str:

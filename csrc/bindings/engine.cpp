@@ -1,4 +1,6 @@
 // The engine: files, records, commits.
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
@@ -259,7 +261,15 @@ void bind_engine(py::module_& module) {
     return space.free_bytes;
   });
 
-  module.def("crc32", [](const py::bytes& bytes) { return crc32(0, view(bytes).data(), view(bytes).size()); });
+  module.def(
+      "crc32",
+      [](const py::bytes& bytes, size_t most) {
+        const auto all = view(bytes);
+        const auto first = all.first(std::min(most, all.size()));
+        const py::gil_scoped_release release;
+        return crc32(0, first.data(), first.size());
+      },
+      py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
   module.def("capabilities", [] {
     py::dict result;
     std::string reason;
