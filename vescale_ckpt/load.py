@@ -93,6 +93,7 @@ class Load:
         self.allow_cast = bool(getattr(planner, "allow_cast", False))
         self.paths: list[str] = []
         self.path_index: dict[str, int] = {}
+        self._looked_at: dict[str, None] = {}  # names of files, before anything is read
         self.chunk_index: dict[str, dict[Any, ChunkStorageMetadata]] = {}
         self.totals = dict.fromkeys(
             ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes"), 0
@@ -115,6 +116,7 @@ class Load:
                 tensors, read_objects = self._run_packed(packed, planner, sharing)
             else:
                 tensors, read_objects = self._run_items(items, sharing)
+            self.reader.seen.check(os.path.join(self.reader.directory, name) for name in self._looked_at)
         if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.reader.path} could not be read past the page cache "
@@ -255,6 +257,8 @@ class Load:
         of = _Items()
         for item in items:
             info = self._info(item)
+            if info.relative_path not in self._looked_at:
+                self._look_at(info.relative_path, item.storage_index.fqn)
             if info.transform_descriptors:
                 of.transformed.append(item)
             elif item.type == LoadItemType.BYTE_IO:
@@ -321,8 +325,13 @@ class Load:
         index = self.path_index.get(info.relative_path)
         return self._add_file(info.relative_path, key) if index is None else index
 
-    def _add_file(self, name: str, key: str) -> int:
+    def _look_at(self, name: str, key: str) -> None:
         layout.check_relative(name, key)
+        self._looked_at[name] = None
+        self.reader.seen.look(os.path.join(self.reader.directory, name))
+
+    def _add_file(self, name: str, key: str) -> int:
+        self._look_at(name, key)
         index = self.path_index[name] = len(self.paths)
         self.paths.append(os.path.join(self.reader.directory, name))
         return index
@@ -542,8 +551,6 @@ class Load:
     # --- Records that passed a stream transform of stock DCP (compression): its own reader knows them
 
     def _read_transformed(self, items: list[ReadItem]) -> None:
-        for item in items:
-            layout.check_relative(self.metadata.storage_data[item.storage_index].relative_path, item.storage_index.fqn)
         stock = FileSystemReader(self.reader.path)
         stock.storage_data = self.metadata.storage_data
         try:
