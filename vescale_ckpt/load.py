@@ -26,6 +26,7 @@ from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
 from .node import ranks_of_this_node
+from .odd_record import crc_of_values
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
 from .process_groups import resolved
@@ -534,7 +535,7 @@ class Load:
                 file=path,
                 offset=record.offset,
             )
-        if self.reader.verify and record.crc >= 0 and record.crc != _crc_of_values(tensor):  # only ours tell it
+        if self.reader.verify and record.crc >= 0 and record.crc != crc_of_values(tensor):  # only ours tell it
             raise CorruptCheckpointError(
                 f"{key}: the record at offset {record.offset} of {path} holds other values than were saved",
                 key=key,
@@ -563,12 +564,6 @@ class Load:
                 f"{names}: stored through a stream transform (compression) that cannot be undone here: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def _crc_of_values(tensor: torch.Tensor) -> int:
-    """CRC-32 of its elements in order, as saves of ours note it."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
 
 
 def _groups(targets: Iterator[_Target]) -> Iterator[_Group]:

@@ -114,6 +114,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+def has_checksum(data: bytes) -> bool:
+    """Whether it ends in our trailer."""
+    return data[-TRAILER_BYTES:].startswith(TRAILER_MAGIC)
+
+
 def check_beginning(data: bytes, length: int, path: str) -> None:
     """Looks at the first bytes of a `.metadata` file of `length` bytes, before memory is taken for the rest. Raises as
     `loads` does."""

@@ -2,15 +2,18 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "error.h"
+#include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/archive_file.h"
+#include "io/channel.h"
 #include "io/commit.h"
 #include "io/crc32.h"
 #include "io/reader.h"
@@ -133,7 +136,32 @@ py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t le
     const py::gil_scoped_release release;
     found = check_archive_in(*File::open(path, Access::buffered), offset, length, crc);
   }
-  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes);
+  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes, text(found.harmless));
+}
+
+// Record offset and CRC-32 of the body by row, or None if the file ends in no sound table; where that begins.
+py::tuple checksum_table(const std::string& path) {
+  std::optional<ChecksumTable> table;
+  uint64_t offset = 0;
+  {
+    const py::gil_scoped_release release;
+    const auto file = File::open(path, Access::buffered);
+    std::vector<std::byte> bytes(ChecksumTable::kFooterBytes);
+    if (file->size() >= bytes.size()) {
+      offset = file->size() - bytes.size();
+      read_exactly(*file, offset, bytes);
+      if (const auto footer = ChecksumTable::parse_footer(bytes, file->size())) {
+        offset = footer->table_offset;
+        bytes.resize(footer->table_bytes);
+        read_exactly(*file, offset, bytes);
+        table = ChecksumTable::parse(bytes, *footer);
+      }
+    }
+  }
+  if (!table) return py::make_tuple(py::none(), offset);
+  py::list rows;
+  for (const ChecksumTable::Row& row : table->rows()) rows.append(py::make_tuple(row.record_offset, row.crc));
+  return py::make_tuple(std::move(rows), offset);
 }
 
 std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
@@ -222,7 +250,10 @@ void bind_engine(py::module_& module) {
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
   module.def("check_archive_at", &check_archive_at, py::arg("path"), py::arg("offset"), py::arg("length"),
-             py::arg("crc"), "what is wrong with an archive in a file, empty if nothing; where; unverified bytes");
+             py::arg("crc"),
+             "what is wrong with an archive in a file, empty if nothing; where; unverified bytes; harmless damage");
+  module.def("checksum_table", &checksum_table, py::arg("path"),
+             "(record offset, checksum) of the table that a data file ends in, None without a sound one; its offset");
   module.def("dtypes", &dtype_table, "(name, storage class or empty, bytes of an element) by dtype code");
 
   module.def("object_record",

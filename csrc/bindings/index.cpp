@@ -186,6 +186,7 @@ void bind_index(py::module_& module) {
             return index.matches(view(trailer), metadata_length);
           },
           py::arg("trailer"), py::arg("metadata_length"))
+      .def("check", &Index::check, py::call_guard<py::gil_scoped_release>(), "reads all of it; raises if it is damaged")
       .def("__len__", &Index::size)
       .def("keys", &keys)
       .def_property_readonly("files", &all_files)

@@ -42,6 +42,9 @@ class Index {
   // Whether it belongs to the `.metadata` that ends in these bytes and is so many bytes long, trailer included.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
 
+  // Reads all of it, to see whether all of it is sound.
+  void check() const { file_.get(0, header_.checksums); }
+
   uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }
   Key key(uint64_t number) const;
   std::optional<Key> find(std::string_view name) const;

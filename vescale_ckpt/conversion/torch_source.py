@@ -71,7 +71,7 @@ class TorchSource:
             return {key: self._plain[key] for key in wanted}
         with open(self._path, "rb") as file:
             length = file.seek(0, io.SEEK_END)
-        wrong, offset, _ = _C.check_archive_at(self._path, 0, length, -1)  # they hold tensors
+        wrong, offset, _, _ = _C.check_archive_at(self._path, 0, length, -1)  # they hold tensors
         if wrong:
             raise CorruptCheckpointError(f"{self._path}: {wrong}", key=None, file=self._path, offset=offset)
         return {key: self._values()[key] for key in wanted}
