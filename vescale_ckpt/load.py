@@ -483,7 +483,7 @@ class Load:
             raise CheckpointError(
                 f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
             )
-        host = torch.empty(tensor.shape, dtype=record.dtype)
+        host = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
         return _Target(record, storage_offset, lengths, tensor, host, item)
 
     def check_fit(self, item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
