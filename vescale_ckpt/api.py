@@ -44,7 +44,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
-    gate: Optimizer | Iterable[Optimizer] | None = None,
+    gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
     max_shard_size: int | str = "5GB",
@@ -73,7 +73,8 @@ def save(
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
         gate: optimizers. An asynchronous save then returns at once, and copies their parameters and state while forward
-            and backward run; their next `step` waits for it. What else the state holds is copied before it returns.
+            and backward run; their next `step` waits for it. What else the state holds is copied before it returns. An
+            optimizer with `capturable=True` takes a `Gate` that allows it.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         on_busy: what to do while the group's last asynchronous save goes on, on any rank: "wait" for it, "skip" this
             one (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
@@ -91,7 +92,7 @@ def save(
         raise ValueError("gate: only an asynchronous save copies while training goes on")
     check_format(format)
     shard_bytes(max_shard_size)
-    guard = Gate(gate) if gate is not None else None
+    guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     lane = Lane.of(process_group)
     with lane.lock:
         if on_busy != "wait" and not lane.all_free(process_group, timeout):

@@ -280,7 +280,7 @@ def _plan_all(metadata: Metadata, selection: Selection) -> tuple[FillPlanner, _F
             wanted[key] = None
         else:
             _check_size(key, stored, metadata)
-            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     planner = FillPlanner(allow_cast=False)
     planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()

@@ -221,4 +221,4 @@ class Connections:
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:
     """The buffer's own memory as a tensor of bytes."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")

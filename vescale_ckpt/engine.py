@@ -145,6 +145,40 @@ def reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + elements) * tensor.itemsize
 
 
+_MOST_LOOKED_AT = 1 << 24  # elements, of a tensor whose strides alone do not tell
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those of which several elements are the same memory: expanded ones, or windows that overlap. What
+    is loaded into one would be whatever was written last; torch refuses to copy into what is expanded, too."""
+    try:
+        contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+    except RuntimeError:  # not dense: torch itself will see to them
+        contiguous = [not is_plain_tensor(tensor) or tensor.layout is not torch.strided for tensor in tensors]
+    return [number for number, good in enumerate(contiguous) if not good and _overlaps_itself(tensors[number])]
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    last, disjoint = 0, True  # how far the dimensions before this one reach
+    for stride, size in dims:
+        if stride == 0:
+            return True
+        disjoint = disjoint and stride > last
+        last += (size - 1) * stride
+    if disjoint:
+        return False
+    if tensor.numel() > _MOST_LOOKED_AT:
+        return True  # hardly anybody cuts one like that and has no overlap
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    in_order: torch.Tensor = places.flatten().sort().values
+    return bool((in_order[1:] == in_order[:-1]).any())
+
+
 def can_be_filled(tensor: torch.Tensor) -> bool:
     """Whether `copy_` into a tensor that is not `is_host_memory` has somewhere to write. Subclasses know themselves."""
     if tensor.is_meta:  # where `copy_` does nothing, and says nothing

@@ -84,7 +84,7 @@ class Exchange:
     def agree(self, values: Sequence[int], phase: str) -> list[int]:
         """The least of each value over all ranks (64-bit integers, equally many on each rank)."""
         links = self._links
-        least = torch.tensor([*values], dtype=torch.int64)
+        least = torch.tensor([*values], dtype=torch.int64, device="cpu")
         if links is not None:
             with links.collective(f"agree on {len(values)}", phase, self.timeout):
                 theirs = [torch.empty_like(least) for _ in links.children]
@@ -113,7 +113,7 @@ class Exchange:
                 _send(links, [0], data)
                 links.wait()
                 return None
-            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(1, self.size)]
+            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(1, self.size)]
             for rank, length in enumerate(lengths, 1):
                 links.receive(rank, length)
             links.wait()
@@ -307,7 +307,7 @@ def _first_swap(links: Connections) -> None:
 
 
 def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
-    length = torch.tensor([len(data)], dtype=torch.int64)
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     payload = tensor_over(bytearray(data))
     for peer in peers:
         links.send(peer, length)
@@ -315,7 +315,7 @@ def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
 
 
 def _receive(links: Connections, peer: int) -> bytes:
-    length = torch.empty(1, dtype=torch.int64)
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     links.receive(peer, length)
     links.wait()
     buffer = bytearray(int(length))

@@ -19,6 +19,7 @@ from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
 from .stats import SaveStats
+from .watch import WatchedState
 from .waves import write_rows
 from .writer import StorageWriter
 
@@ -165,8 +166,12 @@ class SafetensorsWriter(StorageWriter):
                         file, items, planner, range(len(items)), engine.thread_count(self.thread_count)
                     ):
                         pass
+                    items.check_unchanged()
                 else:
+                    state = getattr(planner, "state_dict", None)
+                    watch = WatchedState(state if isinstance(state, dict) else {})
                     file.write_tensors(items, planner)
+                    watch.check_unchanged()
                 file.finish()
             self.last_stats = files.finish(len(items), 0)
         results = Results()

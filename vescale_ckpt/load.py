@@ -17,9 +17,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from . import _C, engine, layout, objects, settings
+from .describe import Description
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from .gate import wait_until_copied
 from .hooks import is_method_of
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
 from .lazy_metadata import save_id, stored_bytes
@@ -33,7 +36,7 @@ from .process_groups import resolved
 from .routed_read import Outcome
 from .shared_reading import SharedReading
 from .stats import LoadStats
-from .stock import StorageInfo
+from .stock import StorageInfo, bump_versions
 
 if TYPE_CHECKING:
     from .reader import StorageReader
@@ -104,20 +107,25 @@ class Load:
         self._objects_of_all: dict[int, bytes] = {}  # by number, of those that one rank has read for all
         self.unverified = 0
         self.fallbacks = 0
+        self._filled: list[torch.Tensor] = []
 
     def run(self, items: Sequence[ReadItem], sharing: SharedReading | None = None) -> None:
         """With `sharing` in step with other ranks, which read some of it. If one of those fails in that, this returns
         without an error, and without all that is wanted."""
         started = time.perf_counter()
         tensors = read_objects = 0
-        with suppress(_FailedElsewhereError):
-            planner = self.planner
-            packed = items if isinstance(items, PackedReads) and items.planner() is planner else None
-            if packed is not None and isinstance(planner, OurLoadPlanner):
-                tensors, read_objects = self._run_packed(packed, planner, sharing)
-            else:
-                tensors, read_objects = self._run_items(items, sharing)
-            self.reader.seen.check(os.path.join(self.reader.directory, name) for name in self._looked_at)
+        try:
+            with suppress(_FailedElsewhereError):
+                planner = self.planner
+                packed = items if isinstance(items, PackedReads) and items.planner() is planner else None
+                if packed is not None and isinstance(planner, OurLoadPlanner):
+                    tensors, read_objects = self._run_packed(packed, planner, sharing)
+                else:
+                    tensors, read_objects = self._run_items(items, sharing)
+                self.reader.seen.check(os.path.join(self.reader.directory, name) for name in self._looked_at)
+        finally:
+            filled, self._filled = self._filled, []
+            bump_versions(filled)
         if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.reader.path} could not be read past the page cache "
@@ -136,6 +144,23 @@ class Load:
             **self.totals,
         )
 
+    def _begin_filling(self, description: Description | None) -> None:
+        """Before the first byte gets into the tensors of it. Torch learns that they are changed, now and when all is
+        done: who looks at them before the load and after it, or in the middle of it, finds another version. What still
+        copies them for an asynchronous save is waited for."""
+        tensors = [] if description is None else description.tensors
+        if description is not None and (bad := engine.overlapping(tensors)):
+            items = range(len(description.names))
+            raise _overlaps(
+                next(description.names[item] for item in items if description.tensor_number(item) == bad[0])
+            )
+        wait_until_copied(f"loading {self.reader.path}: wait until a save has copied the state", settings.timeout(None))
+        self._filled += tensors
+        state = getattr(self.planner, "state_dict", None)
+        if isinstance(state, dict) and engine.holds_any(state, DTensor):  # these count for themselves
+            self._filled += [value for value in state.values() if isinstance(value, DTensor)]
+        bump_versions(self._filled)
+
     # --- What our planner planned on the index
 
     def _run_packed(
@@ -146,6 +171,7 @@ class Load:
         def checked() -> PackedReads:
             for name in reads.plan.files:
                 self._add_file(name, self.reader.path)
+            self._begin_filling(reads.description)
             return reads
 
         def object_records() -> list[Record]:
@@ -235,7 +261,9 @@ class Load:
 
         def sort() -> PackedReads | None:
             sorts.append(self._sorted(items))
-            return self._packed(sorts[0].tensors, object_records())
+            packed = self._packed(sorts[0].tensors, object_records())
+            self._begin_filling(None if packed is None else packed.description)
+            return packed
 
         def object_records() -> list[Record]:
             return [self._record(item, info) for item, info in sorts[0].objects]
@@ -286,6 +314,9 @@ class Load:
 
     def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
         record, tensor = self._resolved_item(item, info)
+        if engine.overlapping([tensor]):
+            raise _overlaps(record.key)
+        bump_versions([tensor])
         return self._target(record, item.storage_offsets, item.lengths, tensor, item)
 
     def _resolved_item(self, item: ReadItem, info: StorageInfo) -> tuple[Record, torch.Tensor]:
@@ -466,7 +497,7 @@ class Load:
             raise CheckpointError(
                 f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
             )
-        host = torch.empty(tensor.shape, dtype=record.dtype)
+        host = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
         return _Target(record, storage_offset, lengths, tensor, host, item)
 
     def check_fit(self, item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -498,6 +529,7 @@ class Load:
                 target.tensor.copy_(target.host)
             if target.item is not None:
                 self.planner.commit_tensor(target.item, target.tensor)
+        bump_versions([target.tensor for target in group.targets])
 
     def read_odd_piece(
         self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
@@ -564,6 +596,14 @@ class Load:
                 f"{names}: stored through a stream transform (compression) that cannot be undone here: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _overlaps(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: several elements of the tensor to load into are the same memory (it is expanded, or overlaps itself): "
+        "load into a clone of it",
+        key=key,
+    )
 
 
 def _groups(targets: Iterator[_Target]) -> Iterator[_Group]:

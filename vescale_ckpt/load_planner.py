@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +164,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 if is_plain_tensor(value) and len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.size:
                     items.append(_whole_item(key, stored))
                     continue
-            found = create_default_local_load_plan({key: value}, self.metadata).items
+            with _on_the_host():
+                found = create_default_local_load_plan({key: value}, self.metadata).items
             if stored_tensor and sum(item.lengths.numel() for item in found) != wanted_elements(value):
                 raise not_all_there(key)
             items.extend(found)
@@ -199,6 +201,12 @@ class LoadPlanner(DefaultLoadPlanner):
         else:
             # With flatten_sharded_tensors the state planned with is a copy of the user's.
             self.state_dict[key] = self.original_state_dict[key] = value
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Torch's planning makes tensors to count with, on the default device: under `torch.device("meta")` it fails."""
+    device = torch.get_default_device()
+    return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
 def _needs_stock_set_up(value: Any) -> bool:

@@ -21,6 +21,7 @@ from . import api, layout, settings, step_directories, step_metrics
 from .clean_up import clean_up
 from .errors import CheckpointError, CorruptCheckpointError
 from .exchange import Exchange
+from .gate import Gate
 from .lane import Lane
 from .loading import load
 from .preemption import SignalFlag
@@ -94,7 +95,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None = None,
-        gate: Optimizer | Iterable[Optimizer] | None = None,
+        gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step, if it is time to, or with `force`; returns None if not.
@@ -141,7 +142,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         async_checkpoint: bool,
-        gate: Optimizer | Iterable[Optimizer] | None,
+        gate: Optimizer | Iterable[Optimizer] | Gate | None,
     ) -> SaveHandle:
         """Sees to it that `running` ends."""
         try:

@@ -34,6 +34,7 @@ from .lazy_metadata import LazyMetadata
 from .sharding import Piece
 from .stock import StorageInfo
 from .tensors import NOT_READY
+from .watch import changed_meanwhile
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
@@ -193,6 +194,14 @@ class PackedItems(_Lazy):
             else:
                 self._tensors = len(self)
         return self._tensors
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` naming what was changed since the state was described."""
+        if not (changed := self.description.changed()):
+            return
+        for item in words(self.part)[: self.count_tensors() * PART_ROW : PART_ROW]:
+            if self.description.tensor_number(item) in changed:
+                raise changed_meanwhile(self.description.names[item])
 
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
         """The engine's table of the tensors in it, or of those rows, where all of them can be used where they are."""

@@ -219,7 +219,7 @@ class _Opened:
         torch_name = self.tensors[number][2]
         if torch_name not in _DTYPES:
             raise CheckpointError(f"{self.tensors[number][0]}: this torch has no {torch_name}", path=self.path)
-        return torch.empty(shape, dtype=_DTYPES[torch_name])
+        return torch.empty(shape, dtype=_DTYPES[torch_name], device="cpu")
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         hosts = list(map(self.empty, numbers, self.shapes(numbers)))

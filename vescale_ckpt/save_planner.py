@@ -168,7 +168,7 @@ class SavePlanner(DefaultSavePlanner):
     def describe(self) -> Description | None:
         """The state's description, None if something in it only DCP's own planning understands."""
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
-        return None if description.other else description
+        return None if description.other else description.watched()
 
     def local_plan(self, description: Description) -> PackedSavePlan:
         """What this rank tells the coordinator: all about its state, or the plan that it still has for it."""

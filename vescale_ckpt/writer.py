@@ -26,6 +26,7 @@ from .settings import DirectIO
 from .shard_size import shard_bytes
 from .stats import SaveStats
 from .stock import CURRENT_DCP_VERSION
+from .watch import WatchedState
 from .waves import write_rows
 
 FORMATS = ("dcp", "safetensors")
@@ -235,12 +236,15 @@ class StorageWriter(DcpStorageWriter):
         else:
             parts = [([item], []) for item in tensors] + [([], [item]) for item in objects]
         results: list[WriteResult] = []
+        state = getattr(planner, "state_dict", None)
+        watch = WatchedState(state if isinstance(state, dict) else {})
         for number, (part_tensors, part_objects) in enumerate(parts):
             file = files.open(body_bytes(part_tensors), None if self.single_file_per_rank else number)
             placed = file.write_tensors(part_tensors, planner) + file.write_objects(part_objects, planner)
             for row, item in enumerate(part_tensors + part_objects):
                 results.append(write_result(item.index, [file.name], 0, *placed[3 * row : 3 * row + 3]))
             file.finish()
+        watch.check_unchanged()
         return results
 
     def _write_packed(self, items: PackedItems, planner: SavePlanner, files: DataFiles) -> PackedResults:
@@ -260,6 +264,7 @@ class StorageWriter(DcpStorageWriter):
             placed = [number for row in rows for number in of_row[row]]
         keys = items.objects()
         placed += file.write_contents([objects.dump(description.objects[key]) for key in keys], keys)
+        items.check_unchanged()
         file.finish()
         return PackedResults(packed.in_first_file(placed), [file.name], items)
 

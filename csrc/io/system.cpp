@@ -19,7 +19,7 @@
 namespace vescale_ckpt::system {
 namespace {
 
-constexpr size_t kCalls = 14;
+constexpr size_t kCalls = 15;
 
 struct Fault {
   bool armed = false;
@@ -201,6 +201,12 @@ int populate(std::byte* address, uint64_t bytes) {
   return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
 }
 
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {
+  const iovec to{target, bytes};
+  const iovec from{const_cast<std::byte*>(source), bytes};
+  return completed(Call::peek, or_errno(::process_vm_readv(::getpid(), &to, 1, &from, 1, 0)));
+}
+
 int lower_priority(int niceness) {
   constexpr int kLowest = 19;
   const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
@@ -235,7 +241,7 @@ uint64_t calls_seen(Call call) {
 std::optional<Call> call_named(const std::string& name) {
   constexpr std::array<const char*, kCalls> kNames = {"open", "read",           "write",  "allocate", "truncate",
                                                       "sync", "sync_directory", "rename", "unlink",   "space",
-                                                      "map",  "protect",        "advise", "populate"};
+                                                      "map",  "protect",        "advise", "populate", "peek"};
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found == kNames.end()) return std::nullopt;
   return static_cast<Call>(found - kNames.begin());

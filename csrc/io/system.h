@@ -28,6 +28,7 @@ enum class Call {
   protect,
   advise,
   populate,
+  peek,
 };
 
 struct Space {
@@ -70,6 +71,10 @@ int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);
 // Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
 int populate(std::byte* address, uint64_t bytes);
+
+// Copies memory of this process that another thread may give back meanwhile: bytes copied, which may be fewer, or
+// -EFAULT where there is none any more. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 
 // Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none
 // of its own: the kernel derives it.

@@ -47,7 +47,7 @@ def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     try:
-        torch.empty(1, dtype=wanted).copy_(torch.zeros((), dtype=stored))
+        torch.empty(1, dtype=wanted, device="cpu").copy_(torch.zeros((), dtype=stored, device="cpu"))
     except (RuntimeError, TypeError):
         return False
     return True

@@ -73,7 +73,7 @@ class RawFiles:
         """Raises `CorruptCheckpointError` if the bytes of an area are not those that its checksum is of."""
         if area.crc < 0 or area in self._sound:
             return
-        buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8)
+        buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8, device="cpu")
         crc = 0
         for start in range(0, area.bytes, _CHECK_BYTES):
             length = min(_CHECK_BYTES, area.bytes - start)

@@ -65,7 +65,7 @@ def _without_memory(outputs: Sequence[Output]) -> dict[str, torch.Tensor]:
                 tensors[output.name] = memory.view(output.dtype).view(output.shape)
                 at += _room(output)
             else:
-                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype)
+                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype, device="cpu")
     return tensors
 
 
