@@ -139,7 +139,7 @@ class SafetensorsWriter(StorageWriter):
     def commit_export(self, blocks: list[bytes]) -> None:
         """Makes what all ranks have written a model; `blocks` of each."""
         assert self._layout is not None
-        self.folder.commit(self.heads(blocks), self._layout.index(self.folder.names), self.sync_files)
+        self.folder.commit(self.heads(blocks), self._layout.index, self.sync_files)
 
     def end(self) -> None:
         super().end()
