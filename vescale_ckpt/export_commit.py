@@ -1,5 +1,5 @@
-"""How complete files become the model of a folder, so that at every instant the folder holds the old model or the new one,
-whole: for readers that prefer the single file to the index, as loads of ours and transformers do, and after a power cut.
+"""How complete files become the model of a folder, so that at every instant it holds the old model or the new one:
+for readers that prefer the single file to the index, as loads of ours and transformers do, and after a power cut.
 
 One change of one name decides, and is durable before anything of the old model goes:
 
