@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
+from .safetensors import with_ties
 from .stats import SaveStats
 from .waves import write_rows
 from .writer import StorageWriter
@@ -115,7 +116,8 @@ class SafetensorsWriter(StorageWriter):
     def layout_of(self, planned: GlobalSavePlan, aliases: dict[str, str]) -> _C.ExportLayout:
         """Raises `CheckpointError` for what no safetensors file can hold."""
         try:
-            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, self.texts, list(aliases.items()))
+            texts = with_ties(self.texts, aliases)
+            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, texts, list(aliases.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 

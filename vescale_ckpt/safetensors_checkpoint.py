@@ -195,7 +195,7 @@ class _Header:
     """One file's, as far as it is wanted here."""
 
     crc: int
-    metadata: dict[str, str]
+    ties: Mapping[str, str]  #: to the names of tensors
     #: by name: dtype code, shape, and the range in the file
     tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of those that are boxes
@@ -233,7 +233,7 @@ class _Reading:
                 try:
                     if isinstance(header, CheckpointError):
                         raise header
-                    for alias, key in header.metadata.items():
+                    for alias, key in header.ties.items():
                         if alias not in header.tensors and key in header.tensors:
                             aliases[alias] = key, name
                     keys = header.tensors.keys() if weight_map is None else self.wanted[name]
@@ -269,7 +269,7 @@ class _Reading:
             with engine.named_errors(str, path):
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
-        header = _Header(file.head_crc, metadata, tensors)
+        header = _Header(file.head_crc, _ties(metadata, path), tensors)
         if export_names.SHARDING_INFO in metadata:
             header.offsets = _offsets(metadata[export_names.SHARDING_INFO], tensors, path)
         return header
@@ -354,6 +354,21 @@ class _Reading:
 
 def _overlap(one: Any, other: Any) -> bool:
     return all(a < d + e and d < a + b for a, b, d, e in zip(one[0], one[1], other[0], other[1], strict=True))
+
+
+def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
+    """Names that stand for other names' tensors. What of this file has no such tensor is not for it."""
+    if (text := metadata.get(export_names.TIED_NAMES)) is None:
+        return metadata
+    try:
+        ties = _json(text)
+        if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+            raise TypeError("no object of names")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UntrustedCheckpointError(
+            f"{path}: its {export_names.TIED_NAMES} makes no sense: {error!r}", path=path
+        ) from None
+    return ties
 
 
 def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
