@@ -127,6 +127,8 @@ def of_system(error: OSError, path: str, needed: int = 0) -> CheckpointError:
 def _full(path: str, needed: int, number: int, cause: str) -> StorageFullError:
     """What there is too little of: bytes, a quota, files, or the bytes that a file may have."""
     try:
+        while not os.path.lexists(path) and os.path.dirname(path) != path:  # it was to be made
+            path = os.path.dirname(path)
         space = os.statvfs(path)
         free, no_files = space.f_bavail * space.f_frsize, space.f_files > 0 and space.f_favail == 0
     except OSError:

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C, export_names, metadata_file
+from . import _C, engine, export_names, metadata_file
 from .errors import CheckpointError, UntrustedCheckpointError
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
@@ -110,10 +110,10 @@ def make_directory(directory: str) -> None:
         os.makedirs(directory, exist_ok=True)
         for level in reversed(made):
             _sync_name(level)
-    except (OSError, _C.EngineError) as error:
-        raise CheckpointError(
-            f"cannot make the directory {directory}: {error}", path=directory, errno=error.errno
-        ) from error
+    except OSError as error:
+        raise engine.of_system(error, directory) from error
+    except _C.EngineError as error:
+        raise engine.translate(error, str, directory, 0) from None
 
 
 def make_name_durable(directory: str) -> None:
