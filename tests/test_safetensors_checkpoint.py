@@ -232,6 +232,52 @@ def test_a_removed_name_gets_the_kept_ones_values(tmp_path: Path) -> None:
         assert list(vescale_ckpt.load(target, keys=[name])) == [name]
 
 
+def _of_export(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    vescale_ckpt.save(directory, values, format="safetensors", metadata=metadata, max_shard_size=32)
+
+
+def _of_file(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    directory.mkdir()
+    safetensors.save_file(values, directory / "model.safetensors", metadata)
+
+
+@pytest.mark.parametrize("by", [_of_export, _of_file])
+def test_a_text_of_the_users_stands_for_no_tensor(tmp_path: Path, by: Callable[..., None]) -> None:
+    values = {"w": numbers(4, 2), "pt": numbers(4, 2, first=9)}
+    texts = {"note": "w", "format": "pt", "vescale_ckpt.tied": json.dumps({"other": "w"})}
+    by(tmp_path / "d", values, texts)
+    assert_same(vescale_ckpt.load(tmp_path / "d"), values)
+    for name in ("note", "format", "other"):
+        with pytest.raises(MissingKeysError):
+            vescale_ckpt.load(tmp_path / "d", keys=[name])
+        with pytest.raises(MissingKeysError):
+            vescale_ckpt.load(tmp_path / "d", {name: torch.zeros(4, 2)})
+    (file, *_) = (tmp_path / "d").glob("*.safetensors")
+    with safetensors.safe_open(file) as opened:
+        assert opened.metadata() == {"note": "w", "format": "pt"}
+
+
+def test_ties_of_an_export_keep_their_names(tmp_path: Path) -> None:
+    """Also beside texts of the user's of the same name, and in files from before ties had a mark."""
+    values = {"w": numbers(4, 2), "v": numbers(4, 2, first=9)}
+    _of_export(tmp_path / "d", {**values, "note": values["w"], "tied": values["v"]}, {"note": "v"})
+    expected = {**values, "note": values["w"], "tied": values["v"]}
+    target = {name: torch.zeros(4, 2) for name in expected}
+    vescale_ckpt.load(tmp_path / "d", target)
+    assert_same(target, expected)
+    file = tmp_path / "old.safetensors"
+    stock_torch.save_file(values, file, {"tied": "v"})
+    assert_same(vescale_ckpt.load(file, keys=["tied"]), {"tied": values["v"]})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": "w", "a": "w"}', "[" * 5000])
+def test_ties_that_make_no_sense(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.safetensors"
+    stock_torch.save_file({"w": torch.ones(2)}, file, {"vescale_ckpt.tied": text})
+    with pytest.raises(UntrustedCheckpointError, match="tied"):
+        vescale_ckpt.load(file)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tied_weights_that_the_file_knows_by_one_name_are_not_missing(tmp_path: Path, device: str) -> None:
     """transformers drops the other names without a word."""

@@ -87,15 +87,17 @@ class UntrustedCheckpointError(CheckpointError):
 
 
 class StorageFullError(CheckpointError):
-    """No room for the checkpoint. Nothing was committed; what was there before still is."""
+    """No room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files; the text says which.
+    Nothing was committed; what was there before still is."""
 
     path: str
     needed: int  #: bytes
     free: int  #: bytes
 
-    def __init__(self, path: str, needed: int, free: int, cause: str = "") -> None:
+    def __init__(self, path: str, needed: int, free: int, cause: str = "", what: str = "") -> None:
         super().__init__(
-            f"no room in {path}: {needed:,} bytes needed, {free:,} free; nothing was committed"
+            (what or f"no room in {path}: {needed:,} bytes needed, {free:,} free")
+            + "; nothing was committed"
             + (f" ({cause})" if cause else ""),
             path=path,
             needed=needed,

@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
+from .safetensors import with_ties
 from .stats import SaveStats
 from .watch import WatchedState
 from .waves import write_rows
@@ -116,7 +117,8 @@ class SafetensorsWriter(StorageWriter):
     def layout_of(self, planned: GlobalSavePlan, aliases: dict[str, str]) -> _C.ExportLayout:
         """Raises `CheckpointError` for what no safetensors file can hold."""
         try:
-            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, self.texts, list(aliases.items()))
+            texts = with_ties(self.texts, aliases)
+            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, texts, list(aliases.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 
@@ -140,7 +142,7 @@ class SafetensorsWriter(StorageWriter):
     def commit_export(self, blocks: list[bytes]) -> None:
         """Makes what all ranks have written a model; `blocks` of each."""
         assert self._layout is not None
-        self.folder.commit(self.heads(blocks), self._layout.index(self.folder.names), self.sync_files)
+        self.folder.commit(self.heads(blocks), self._layout.index, self.sync_files)
 
     def end(self) -> None:
         super().end()

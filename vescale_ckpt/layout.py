@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C, export_names, metadata_file
+from . import _C, engine, export_names, metadata_file
 from .errors import CheckpointError, UntrustedCheckpointError
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
@@ -41,6 +41,7 @@ _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFF
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 GRACE_SECONDS = 24 * 3600.0  # after which files of a save are left over, where there are no locks to tell
+_MOST_NAMES = 10_000  # of directories that are remembered as durable
 _COMMIT_SECONDS = 600.0  # a commit writes one small file: what is older is left over
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + rf"({re.escape(INDEX_SUFFIX)})?\.tmp.*")
 
@@ -99,14 +100,48 @@ def metadata_ranks(directory: str) -> list[int | None]:
 
 
 def make_directory(directory: str) -> None:
-    """Creates the directory and makes its name durable. Raises `CheckpointError` if that cannot be done."""
+    """Creates the directory and makes its name durable, and those of all directories above it that it creates. Raises
+    `CheckpointError` if that cannot be done."""
     if os.path.isdir(directory):
         return
+    directory = os.path.abspath(directory)
+    made = [directory]
+    while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
+        made.append(above)
     try:
         os.makedirs(directory, exist_ok=True)
-        _C.sync_directory(os.path.dirname(os.path.abspath(directory)))
-    except (OSError, _C.EngineError) as error:
-        raise CheckpointError(f"cannot make the directory {directory}: {error}", path=directory) from error
+        for level in reversed(made):
+            _sync_name(level)
+    except OSError as error:
+        raise engine.of_system(error, directory) from error
+    except _C.EngineError as error:
+        raise engine.translate(error, str, directory, 0) from None
+
+
+def make_name_durable(directory: str) -> None:
+    """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory."""
+    directory = os.path.abspath(directory)
+    status = os.stat(directory)
+    if (directory, status.st_dev, status.st_ino) not in _durable_names:
+        _sync_name(directory)
+
+
+_durable_names: set[tuple[str, int, int]] = set()  # paths that were synced, and what they were
+
+
+def _sync_name(directory: str) -> None:
+    """Syncs the directory above this one. Where that may not be opened, this one: of one that is new, most file systems
+    write the name, too."""
+    try:
+        _C.sync_directory(os.path.dirname(directory))
+    except _C.EngineError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
+        _C.sync_directory(directory)
+    status = os.stat(directory)
+    if len(_durable_names) >= _MOST_NAMES:
+        _durable_names.clear()
+    _durable_names.add((directory, status.st_dev, status.st_ino))
 
 
 def read_metadata(directory: str, rank: int | None = None) -> Metadata:
@@ -243,6 +278,7 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
     """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it."""
     name = metadata_name(rank)
+    make_name_durable(directory)
     if index is not None:  # first: it counts for nothing without the metadata it belongs to
         _C.commit_file(directory, name + INDEX_SUFFIX, index)
     _C.commit_file(directory, name, metadata)
@@ -272,6 +308,10 @@ class FileLock:
         self.directory = directory
         self._descriptor = descriptor
         _held.add(self)
+
+    def try_alone(self) -> bool | None:
+        """As `try_lock_alone`."""
+        return try_lock_alone(self._descriptor)
 
     def release(self) -> None:
         """May be called again."""
@@ -416,6 +456,14 @@ def remove_leftovers(
     cannot be read, for then nobody knows what it names. With `only_rank`, only that rank's files. Failures are logged:
     a leftover does no harm.
     """
+    try:
+        return _remove_leftovers(directory, superseded, only_rank)
+    except Exception as error:  # a committed save must not fail by it
+        logger.warning("leftovers in %s are kept, because they cannot be looked for: %r", directory, error)
+        return []
+
+
+def _remove_leftovers(directory: str, superseded: AbstractSet[str], only_rank: int | None) -> list[str]:
     names = os.listdir(directory)
     mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
     candidates = [

@@ -14,6 +14,7 @@ from .export_names import SHARDING_INFO, SHARDING_OFFSETS, name_of_rank
 from .export_writer import NEVER_SPLIT, Targets
 from .items import TENSOR, packed_row
 from .packed import PackedItems
+from .safetensors import with_ties
 from .sharding import Piece
 
 
@@ -30,7 +31,7 @@ class LocalExport(CollectiveExport):
         inventory, offsets = _boxes_as_tensors(items)
         try:
             plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NEVER_SPLIT)
-            texts = [*writer.texts, (SHARDING_INFO, json.dumps(offsets))]
+            texts = [*with_ties(writer.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
             made = _C.ExportLayout(plan.catalog(), NEVER_SPLIT, texts, list(self._tied.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None

@@ -9,6 +9,7 @@ RuntimeError, as there.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 
 from . import _C, engine, settings
 from .errors import CheckpointError, MissingKeysError, some
+from .export_names import TIED_NAMES
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
 from .whole_file import WholeFile
@@ -32,6 +34,7 @@ _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
 }
 STORABLE = frozenset(_DTYPES.values())
+_OURS = frozenset({_C.SAFETENSORS_CHECKSUMS, TIED_NAMES})  # among the texts of a header
 _WHOLE = -1  # in a table to read: all of a tensor
 
 
@@ -55,6 +58,8 @@ def save_file(
     with garbage_collector_paused():
         _check_tensors(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
+        if any(value in tensors for _, value in texts):
+            texts = with_ties(texts, {})
         names = list(tensors)
         hosts, table = _in_host_memory(names, list(tensors.values()))
         try:
@@ -143,7 +148,12 @@ def checked_metadata(metadata: object) -> list[tuple[str, str]]:
             raise TypeError(f"metadata {key!r}: {value!r}: both must be text")
         key.encode()
         value.encode()
-    return [(key, value) for key, value in metadata.items() if key != _C.SAFETENSORS_CHECKSUMS]  # of another file
+    return [(key, value) for key, value in metadata.items() if key not in _OURS]  # of another file
+
+
+def with_ties(texts: Sequence[tuple[str, str]], ties: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The texts of a header, and which names stand for other names' tensors: told always, so that no other text can."""
+    return [*texts, (TIED_NAMES, json.dumps(ties))]
 
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
@@ -304,8 +314,9 @@ class safe_open:  # the name that callers know
         return list(self._opened().number)
 
     def metadata(self) -> dict[str, str] | None:
-        """What was saved as metadata, without our checksums; None if the header has none."""
-        return self._opened().file.metadata()
+        """What was saved as metadata, without our checksums and marks; None if the header has none."""
+        metadata = self._opened().file.metadata()
+        return metadata and {key: text for key, text in metadata.items() if key not in _OURS}
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Raises `MissingKeysError` if there is no such tensor."""

@@ -194,8 +194,13 @@ class StorageWriter(DcpStorageWriter):
 
     def commit(self, content: bytes, index: bytes | None) -> None:
         """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
-        with engine.named_errors(str, self.path):
-            layout.commit(self.path, self._metadata_rank, content, index)
+        try:
+            with engine.named_errors(str, self.path):
+                layout.commit(self.path, self._metadata_rank, content, index)
+        except BaseException:
+            self._unlock()  # what this rank has written goes, unless the metadata that is there names it
+            layout.remove_leftovers(self.path, only_rank=self._metadata_rank)
+            raise
         layout.remove_leftovers(self.path, self._superseded, only_rank=self._metadata_rank)
         self._superseded = set()
 

@@ -283,6 +283,15 @@ void bind_engine(py::module_& module) {
   });
   module.def("move_into_place", &move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("write_durably", [](const std::string& path, const py::bytes& bytes) {
+    const auto content = view(bytes);
+    const py::gil_scoped_release release;
+    write_durably(path, content);
+  });
+  module.def("rename_file", &rename_file, py::call_guard<py::gil_scoped_release>());
+  module.def("link_file", &link_file, py::call_guard<py::gil_scoped_release>());
+  module.def("remove_file", &remove_file, py::call_guard<py::gil_scoped_release>());
+  module.def("exchange_names", &exchange_names, py::call_guard<py::gil_scoped_release>());
   module.def("sync_directory", &sync_directory, py::call_guard<py::gil_scoped_release>());
   module.def("free_bytes", [](const std::string& path) {
     Space space{};

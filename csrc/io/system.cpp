@@ -19,7 +19,7 @@
 namespace vescale_ckpt::system {
 namespace {
 
-constexpr size_t kCalls = 15;
+constexpr size_t kCalls = 17;
 
 struct Fault {
   bool armed = false;
@@ -117,6 +117,17 @@ int rename(const char* from, const char* to) {
 
 int unlink(const char* path) {
   return static_cast<int>(guarded(Call::unlink, [&] { return ::unlink(path); }));
+}
+
+int link(const char* from, const char* to) {
+  return static_cast<int>(guarded(Call::link, [&] { return ::link(from, to); }));
+}
+
+int exchange(const char* first, const char* second) {
+  return static_cast<int>(guarded(Call::exchange, [&] {
+    constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE, since Linux 3.15
+    return ::syscall(SYS_renameat2, AT_FDCWD, first, AT_FDCWD, second, kExchange);
+  }));
 }
 
 int space(const char* path, Space& space) {
@@ -239,9 +250,9 @@ uint64_t calls_seen(Call call) {
 }
 
 std::optional<Call> call_named(const std::string& name) {
-  constexpr std::array<const char*, kCalls> kNames = {"open", "read",           "write",  "allocate", "truncate",
-                                                      "sync", "sync_directory", "rename", "unlink",   "space",
-                                                      "map",  "protect",        "advise", "populate", "peek"};
+  constexpr std::array<const char*, kCalls> kNames = {
+      "open",  "read", "write",   "allocate", "truncate", "sync", "sync_directory", "rename",  "unlink",
+      "space", "map",  "protect", "advise",   "populate", "peek", "link",           "exchange"};
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found == kNames.end()) return std::nullopt;
   return static_cast<Call>(found - kNames.begin());

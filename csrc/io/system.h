@@ -29,6 +29,8 @@ enum class Call {
   advise,
   populate,
   peek,
+  link,
+  exchange,
 };
 
 struct Space {
@@ -55,6 +57,10 @@ int sync(int fd);
 int sync_directory(const char* path);
 int rename(const char* from, const char* to);
 int unlink(const char* path);
+// A second name for a file; -EEXIST where there is something of that name.
+int link(const char* from, const char* to);
+// Two names change places in one step; -EINVAL, -ENOSYS or -EOPNOTSUPP where the file system cannot.
+int exchange(const char* first, const char* second);
 int space(const char* path, Space& space);
 // -EINVAL for what is not a regular file.
 int64_t file_size(int fd);
