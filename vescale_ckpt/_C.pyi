@@ -202,6 +202,7 @@ def checkpoint_files(
     paths: Sequence[bytes],
     checkpoint_id: str,
     save_id: str,
+    structure: str | None = None,
 ) -> tuple[bytes, bytes]: ...
 
 class Catalog:

@@ -97,7 +97,7 @@ class CollectivePlan:
             if local.inventory is None:  # others have not what it names
                 local = planner.full_local_plan(self.description)
             assert local.inventory is not None
-            message = pack(local.inventory, local.paths, local.digests)
+            message = pack(local.inventory, local.paths, local.structure.encode(), local.digests)
         except Exception as error:
             self._error = error
         gathered = exchange.gather(message, self._phase("gather plans"))
@@ -116,5 +116,5 @@ class CollectivePlan:
 
 
 def _local_plan(message: bytes) -> PackedSavePlan:
-    inventory, paths, digests = unpack(message)
-    return PackedSavePlan([], inventory=inventory, paths=paths, digests=digests)
+    inventory, paths, structure, digests = unpack(message)
+    return PackedSavePlan([], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests)

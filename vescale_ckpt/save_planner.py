@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from array import array
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
-from .flatten import flatten
+from .flatten import flatten_with_structure
 from .hooks import is_method_of
 from .items import OBJECT
 from .node import node_of_this_process
@@ -28,10 +29,12 @@ from .per_rank import unwrapped
 from .plan_cache import KeptPart, PlanCache
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
+from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
 _NEVER_SPLIT = 1 << 62  # bytes
+_MOST_NAMED = 5  # keys in a message
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -69,13 +72,14 @@ class SavePlanner(DefaultSavePlanner):
         self._describer = Describer()
         self._cache = PlanCache()
         self._description: Description | None = None
+        self._structure = ""  # of the state, packed: kinds of keys and empty mappings
         self._unconfirmed = False  # planning began and did not end: that save failed
         self._alone = False  # this rank's plan is for itself, but it does not coordinate
 
     def __getstate__(self) -> dict[str, Any]:
         # A planner goes to the process of an asynchronous save by pickle, at every save: without its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_describer", "_cache", "_description", "_unconfirmed", "_alone")
+        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed", "_alone")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,9 +96,12 @@ class SavePlanner(DefaultSavePlanner):
             self._cache.forget_parts()  # ranks may no longer agree on what they keep
         self._unconfirmed, self._alone = True, False
         if self.flatten_state_dict:
-            state_dict, self.mappings = unwrapped(*flatten(state_dict))
+            flat, paths, structure = flatten_with_structure(state_dict)
+            state_dict, self.mappings = unwrapped(flat, paths)
+            self._take_structure(structure)
         else:
             state_dict, _ = unwrapped(state_dict, {})
+            self._structure = ""
         if self.flatten_sharded_tensors and holds_any(state_dict, ShardedTensor):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
@@ -172,7 +179,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def local_plan(self, description: Description) -> PackedSavePlan:
         """What this rank tells the coordinator: all about its state, or the plan that it still has for it."""
-        kept = self._cache.part(description.inventory, self._paths, self.is_coordinator)
+        kept = self._cache.part(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
             return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position)
         return self.full_local_plan(description)
@@ -185,6 +192,7 @@ class SavePlanner(DefaultSavePlanner):
             [],
             inventory=_C.with_object_bytes(description.inventory, array("q", map(len, contents))),
             paths=_packed_paths(self._paths),
+            structure=self._structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
         )
 
@@ -199,7 +207,7 @@ class SavePlanner(DefaultSavePlanner):
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
                 return kept, False
-        inventories, paths = [], []
+        inventories, paths, structures = [], [], []
         for rank, plan in enumerate(plans):
             if not isinstance(plan, PackedSavePlan):
                 inventories.append(pack_items(plan.items))
@@ -207,9 +215,11 @@ class SavePlanner(DefaultSavePlanner):
             elif plan.inventory is not None:
                 inventories.append(plan.inventory)
                 paths.append(plan.paths)
+                structures.append(plan.structure)
             elif (kept := self._cache.global_plan(plan.plan_id)) is not None:
                 inventories.append(kept.inventories[plan.position])
                 paths.append(kept.paths[plan.position])
+                structures.append(kept.structure)
             else:
                 raise CheckpointError(
                     f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
@@ -225,19 +235,19 @@ class SavePlanner(DefaultSavePlanner):
             )
         except _C.EngineError as error:  # it names the key and the ranks
             raise CheckpointError(str(error)) from None
-        planned = GlobalSavePlan(inventories, paths, global_plan, self.reuse_plans)
+        planned = GlobalSavePlan(inventories, paths, Structure.merged(structures), global_plan, self.reuse_plans)
         if self.reuse_plans:
             self._cache.keep_global_plan(planned)
         return planned, True
 
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
         """This rank's part of the plan, given the coordinator's answer."""
-        inventory, paths, coordinates = description.inventory, self._paths, self.is_coordinator
+        made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptPart | None
         if plan.part is not None:
-            kept = KeptPart(plan.plan_id, plan.position, plan.part, inventory, paths, coordinates)
+            kept = KeptPart(plan.plan_id, plan.position, plan.part, *made_for)
         else:
-            kept = self._cache.part(inventory, paths, coordinates)
+            kept = self._cache.part(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
@@ -254,6 +264,11 @@ class SavePlanner(DefaultSavePlanner):
         self._cache.keep_global_plan(kept)
         return kept
 
+    def _take_structure(self, structure: Structure) -> None:
+        self._structure = structure.pack()
+        if structure.lost:
+            _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
+
     def forget_state(self) -> None:
         """Lets go of the state: it may be larger than what the process otherwise needs, and this object lives on."""
         self.state_dict = {}
@@ -269,6 +284,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def _overrides(self, *names: str) -> bool:
         return not all(is_method_of(self, name, SavePlanner) for name in names)
+
+
+@lru_cache(maxsize=256)  # told once
+def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "keys of mappings that are neither text nor numbers are saved as text, and come back so without a state to "
+        "load into: %s",
+        ", ".join(names),
+    )
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:
