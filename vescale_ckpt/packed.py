@@ -64,6 +64,9 @@ class PackedSavePlan(SavePlan):
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
     structure: str = ""  #: to the coordinator: what the paths do not tell (`Structure.pack`)
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
+    replicas: bytes = b""  #: to the coordinator: `Boxes.table` of what is split, or may be
+    check: int = 0  #: `Boxes.sum`, if this names a plan
+    checked: bool = True  #: whether it is of all that is split
     part: bytes | None = None  #: from the coordinator; None: as before
 
 

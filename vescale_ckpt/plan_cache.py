@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .packed import ExportParts, GlobalSavePlan
+from .replicas import Boxes
 
 Value = TypeVar("Value")
 
@@ -25,6 +26,7 @@ class KeptPart:
     paths: Mapping[str, Any] | None  #: what its keys stand for: DCP's planner_data
     structure: str  #: what the paths do not tell
     coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
+    split: list[Boxes] = field(default_factory=list, compare=False)  #: of which it has pieces, when they are known
     exports: ExportParts = field(default_factory=dict, compare=False)  #: where it lies in files that all ranks write
 
 

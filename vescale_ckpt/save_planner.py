@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from . import _C, objects
+from . import _C, objects, replicas
 from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
@@ -25,7 +25,7 @@ from .items import OBJECT
 from .node import node_of_this_process
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
 from .pause import garbage_collector_paused
-from .per_rank import unwrapped
+from .per_rank import this_rank, unwrapped
 from .plan_cache import KeptPart, PlanCache
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
@@ -177,14 +177,25 @@ class SavePlanner(DefaultSavePlanner):
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
         return None if description.other else description
 
-    def local_plan(self, description: Description) -> PackedSavePlan:
-        """What this rank tells the coordinator: all about its state, or the plan that it still has for it."""
+    def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
+        """What this rank tells the coordinator: all about its state, or the plan that it still has for it.
+
+        `on_devices`: whether replicas on devices are compared, too, which waits for the device."""
         kept = self._cache.part(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
-            return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position)
-        return self.full_local_plan(description)
+            boxes = _split(kept, description)
+            hashes, all_of_them = boxes.hashes(description, on_devices)
+            return PackedSavePlan(
+                [],
+                plan_id=kept.plan_id,
+                position=kept.position,
+                replicas=boxes.table(hashes),
+                check=boxes.sum(hashes),
+                checked=all_of_them,
+            )
+        return self.full_local_plan(description, on_devices)
 
-    def full_local_plan(self, description: Description) -> PackedSavePlan:
+    def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
             logger.info("planning again: %s", what_changed(last, description.inventory))
         contents = [objects.dump(value) for value in description.objects.values()]
@@ -194,6 +205,7 @@ class SavePlanner(DefaultSavePlanner):
             paths=_packed_paths(self._paths),
             structure=self._structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
+            replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
         )
 
     def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
@@ -202,7 +214,8 @@ class SavePlanner(DefaultSavePlanner):
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
         }
-        if len(named) == 1 and (name := named.pop()) is not None:
+        found = replicas.differing([plan.replicas for plan in plans if isinstance(plan, PackedSavePlan)])
+        if not found and len(named) == 1 and (name := named.pop()) is not None:
             kept = self._cache.global_plan(name)
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
@@ -226,12 +239,17 @@ class SavePlanner(DefaultSavePlanner):
                     "saves with this planner. The next save plans afresh"
                 )
         _warn_of_differing_objects(plans)
+        whole: list[str] = []
+        if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
+            keys = replicas.keys_of(found, inventories)
+            replicas.warn(keys)
+            whole += keys
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
         previous = self._cache.last_global_plan
         options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
         try:
             global_plan = _C.GlobalPlan(
-                inventories, self.placement, previous.plan if previous is not None else None, **options
+                inventories, self.placement, previous.plan if previous is not None else None, whole=whole, **options
             )
         except _C.EngineError as error:  # it names the key and the ranks
             raise CheckpointError(str(error)) from None
@@ -293,6 +311,18 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
         "load into: %s",
         ", ".join(names),
     )
+
+
+def _split(kept: KeptPart, description: Description) -> replicas.Boxes:
+    """What a rank writes pieces of. Where tensors lie may change while the plan stays."""
+    if not kept.split or kept.split[0].sources != description.sources:
+        kept.split[:] = [replicas.split_boxes(description, kept.part)]
+    return kept.split[0]
+
+
+def _hashes_of_large(description: Description, on_devices: bool) -> bytes:
+    boxes = replicas.large_boxes(description)
+    return boxes.table(boxes.hashes(description, on_devices)[0])
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:
