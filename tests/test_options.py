@@ -628,3 +628,11 @@ def test_many_saves_leave_no_threads_or_descriptors(checkpoint: Path) -> None:
             break
         time.sleep(0.1)
     assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:
+    state = {"conjugated": torch.tensor([1 + 2j]).conj(), "negated": torch.tensor([1 + 2j]).conj().imag}
+    saving: Any = dcp.async_save(state, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    saving.result(100)
+    plain = {"conjugated": torch.tensor([1 - 2j]), "negated": torch.tensor([-2.0])}
+    assert_same(load_blank(tmp_path, plain), plain)

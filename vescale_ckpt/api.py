@@ -115,7 +115,7 @@ def save(
             save = CollectiveSave(exchange, planner, path, overwrite, process_group)
         try:
             with garbage_collector_paused():
-                packed = save.begin(state, failed_before)
+                packed = save.begin(state, failed_before, gated=guard is not None)
                 if packed and async_checkpoint:
                     save.stage(guard)
                 elif packed:

@@ -41,8 +41,8 @@ class CollectiveExport(CollectiveSave):
         self._metadata = metadata
         self._tied: dict[str, str] = {}
 
-    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
-        if not super().begin(state, error):
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
+        if not super().begin(state, error, gated):
             return False
         try:
             self._lay_out()

@@ -35,6 +35,7 @@ from .selection import Rename, Selection, renamed, renaming
 from .settings import Broadcast
 from .shared_reading import SharedReading
 from .stats import LoadReport, LoadStats
+from .structure import structure_of
 
 _Result = TypeVar("_Result")
 
@@ -115,7 +116,10 @@ class CollectiveLoad:
         def result() -> dict[str, Any]:
             assert planner.metadata is not None
             values = {**planner.state_dict, **planner.objects}
-            return nested(values, planner.metadata.planner_data)
+            structure = structure_of(planner.metadata)
+            if structure is not None:
+                structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
+            return nested(values, planner.metadata.planner_data, structure)
 
         return self._together(result, "hand over")
 

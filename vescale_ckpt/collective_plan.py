@@ -30,10 +30,12 @@ class Planned:
 class CollectivePlan:
     """Used once. `describe`, which concerns this rank alone, then `make`, with the other ranks."""
 
-    def __init__(self, exchange: Exchange, planner: SavePlanner, doing: str) -> None:
+    def __init__(self, exchange: Exchange, planner: SavePlanner, doing: str, on_devices: bool = True) -> None:
+        """`on_devices`: whether replicas on devices are compared, too."""
         self._exchange = exchange
         self._planner = planner
         self._doing = doing
+        self._on_devices = on_devices
         self._error: BaseException | None = None
         self.description: Description | None = None
         self._local: PackedSavePlan | None = None
@@ -53,7 +55,7 @@ class CollectivePlan:
     def _describe(self) -> None:
         planner = self._planner
         self.description = planner.describe() if planner.packs() else None
-        self._local = None if self.description is None else planner.local_plan(self.description)
+        self._local = None if self.description is None else planner.local_plan(self.description, self._on_devices)
 
     def make(self, error: BaseException | None) -> Planned | None:
         """None on all ranks if packed plans mean nothing to one of them. `error`: why this rank cannot take part; all
@@ -69,20 +71,23 @@ class CollectivePlan:
         return f"{self._doing}: {step}"
 
     def _vote(self) -> tuple[bool, bool]:
-        """Whether all ranks have one and the same plan, and whether all can do with packed plans. One reduction."""
+        """Whether all ranks have one and the same plan, and the same in all that it splits; and whether all can do with
+        packed plans. One reduction."""
         local = self._local
         kept = local is not None and local.inventory is None and local.position == self._exchange.rank
         plan_id = local.plan_id if local is not None and kept else bytes(16)
         low, high = struct.unpack("<qq", plan_id)
         placement = PLACEMENTS.index(self._planner.placement)
-        ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high)
-        votes = self._exchange.agree((*ours, placement, ~placement), self._phase("agree"))
-        fine, all_pack, all_kept, low, not_low, high, not_high, least, not_most = votes
+        checked, check = (local.checked, local.check) if local is not None else (True, 0)
+        ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high, int(checked))
+        votes = self._exchange.agree((*ours, placement, ~placement), self._phase("agree"), [check])
+        fine, all_pack, all_kept, low, not_low, high, not_high, all_checked, least, not_most, differs = votes
         if not fine:
             self._exchange.fail_together(self._error, self._phase("plan"))
         if least != ~not_most:
             raise CheckpointError(f"ranks ask for different placements (here: {self._planner.placement!r})")
-        return bool(all_kept) and low == ~not_low and high == ~not_high, bool(all_pack)
+        same_plan = all_kept and low == ~not_low and high == ~not_high
+        return bool(same_plan and not (all_checked and differs)), bool(all_pack)
 
     def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
         exchange, planner = self._exchange, self._planner
@@ -95,9 +100,9 @@ class CollectivePlan:
         message = b""
         try:
             if local.inventory is None:  # others have not what it names
-                local = planner.full_local_plan(self.description)
+                local = planner.full_local_plan(self.description, self._on_devices)
             assert local.inventory is not None
-            message = pack(local.inventory, local.paths, local.digests)
+            message = pack(local.inventory, local.paths, local.structure.encode(), local.digests, local.replicas)
         except Exception as error:
             self._error = error
         gathered = exchange.gather(message, self._phase("gather plans"))
@@ -116,5 +121,7 @@ class CollectivePlan:
 
 
 def _local_plan(message: bytes) -> PackedSavePlan:
-    inventory, paths, digests = unpack(message)
-    return PackedSavePlan([], inventory=inventory, paths=paths, digests=digests)
+    inventory, paths, structure, digests, replicas = unpack(message)
+    return PackedSavePlan(
+        [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
+    )

@@ -52,12 +52,13 @@ class CollectiveSave:
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
 
-    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
         """Decides with the other ranks what each will write. False: DCP has made the save, to which packed plans mean
-        nothing here. `error`: why this rank cannot take part. Raises on all ranks if one has failed."""
+        nothing here. `error`: why this rank cannot take part. `gated`: devices are not waited for. Raises on all ranks
+        if one has failed."""
         values: dict[str, Any] = {}
         # Ranks that save to different places, or are a save apart, are told so.
-        plan = CollectivePlan(self.exchange, self.planner, self._doing)
+        plan = CollectivePlan(self.exchange, self.planner, self._doing, on_devices=not gated)
         try:
             if error is not None:
                 raise error

@@ -81,17 +81,19 @@ class Exchange:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def agree(self, values: Sequence[int], phase: str) -> list[int]:
-        """The least of each value over all ranks (64-bit integers, equally many on each rank)."""
+    def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
+        """The least of each value over all ranks, then of each of `sums` the sum, modulo 2^64 (64-bit integers, equally
+        many on each rank)."""
         links = self._links
-        least = torch.tensor([*values], dtype=torch.int64, device="cpu")
+        least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
         if links is not None:
             with links.collective(f"agree on {len(values)}", phase, self.timeout):
                 theirs = [torch.empty_like(least) for _ in links.children]
                 for child, vector in zip(links.children, theirs, strict=True):
                     links.receive(child, vector)
                 links.wait()
-                least = torch.stack([least, *theirs]).amin(0)
+                together, count = torch.stack([least, *theirs]), len(values)
+                least = torch.cat([together[:, :count].amin(0), together[:, count:].sum(0)])
                 if links.parent is not None:
                     links.send(links.parent, least)
                     links.wait()

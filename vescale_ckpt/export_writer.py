@@ -249,6 +249,6 @@ def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
         plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NEVER_SPLIT)
     except _C.EngineError as error:  # it names the key and the ranks
         raise CheckpointError(str(error)) from None
-    planned = GlobalSavePlan(inventories, [], plan, kept=False)
+    planned = GlobalSavePlan(inventories, [], "", plan, kept=False)
     assert planned.plan_id == NOT_KEPT
     return planned

@@ -62,7 +62,9 @@ class LazyMetadata(Metadata):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._copy_from is not None:
             return self._copy_from
-        return Metadata, tuple(getattr(self.built(), name) for name in _FIELDS)
+        built = self.built()
+        others = {name: value for name, value in vars(built).items() if name not in _FIELDS}
+        return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
 
 
 def save_id(metadata: Metadata) -> str:

@@ -63,16 +63,23 @@ class PackedSavePlan(SavePlan):
     position: int = -1  #: the rank, among those planned for, whose part this is
     inventory: bytes | None = None  #: to the coordinator; None: the one that `plan_id` was made from
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
+    structure: str = ""  #: to the coordinator: what the paths do not tell (`Structure.pack`)
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
+    replicas: bytes = b""  #: to the coordinator: `Boxes.table` of what is split, or may be
+    check: int = 0  #: `Boxes.sum`, if this names a plan
+    checked: bool = True  #: whether it is of all that is split
     part: bytes | None = None  #: from the coordinator; None: as before
 
 
 class GlobalSavePlan:
     """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
 
-    def __init__(self, inventories: list[bytes], paths: list[bytes], plan: _C.GlobalPlan, kept: bool) -> None:
+    def __init__(
+        self, inventories: list[bytes], paths: list[bytes], structure: str, plan: _C.GlobalPlan, kept: bool
+    ) -> None:
         self.inventories = inventories
         self.paths = paths
+        self.structure = structure
         self.plan = plan
         # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
@@ -88,7 +95,7 @@ class GlobalSavePlan:
         self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
         """What `.metadata` and the index contain, given what each rank wrote where."""
-        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id)
+        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id, self.structure)
 
     def catalog(self, node: int = 0) -> _C.Catalog:
         if node not in self._catalogs:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -24,6 +25,7 @@ from .safetensors import checked_metadata
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
 from .shard_size import shard_bytes
+from .stager import Stager
 from .stats import SaveStats
 from .stock import CURRENT_DCP_VERSION
 from .watch import WatchedState
@@ -37,7 +39,7 @@ def check_format(format: str) -> None:
         raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
 
 
-class StorageWriter(DcpStorageWriter):
+class StorageWriter(DcpStorageWriter, AsyncStager):
     """Writes a DCP checkpoint that every DCP reads, at the speed of the disk, checksummed and committed atomically.
 
     Args:
@@ -55,6 +57,9 @@ class StorageWriter(DcpStorageWriter):
         max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
             in its file.
         metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
+
+    `dcp.async_save` takes its copies by this package's `Stager` if it is given no other: torch's own forgets that a
+    tensor is lazily conjugated or negated, and saves other values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
     It can be pickled between saves. `last_stats` tells what this rank's last save did.
@@ -211,6 +216,17 @@ class StorageWriter(DcpStorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None}
+
+    # --- What dcp.async_save asks of a stager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return Stager().stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """`stage` has copied all when it returns."""
+
+    def close(self) -> None:
+        Stager().close()
 
     # --- Writing this rank's part
 

@@ -84,12 +84,13 @@ py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tu
 std::pair<py::bytes, py::bytes> checkpoint_files(const Catalog& catalog, const std::vector<py::bytes>& places,
                                                  const std::vector<std::vector<std::string>>& files,
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
-                                                 const py::str& save_id) {
+                                                 const py::str& save_id, const std::optional<py::str>& structure) {
   std::vector<std::span<const int64_t>> tables;
   for (const py::bytes& table : places) tables.push_back(words(table));
   std::vector<std::span<const std::byte>> blocks;
   for (const py::bytes& block : paths) blocks.push_back(view(block));
   const py::bytes checkpoint_text = encoded(checkpoint_id), save_text = encoded(save_id);
+  const py::bytes structure_text = structure ? encoded(*structure) : py::bytes();
   const std::string_view checkpoint = checkpoint_text, save = save_text;
 
   const auto written = [](const auto& make) {
@@ -97,7 +98,8 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const Catalog& catalog, const s
     return make();
   };
   const auto of_ranks = written([&] { return std::make_pair(Places(std::move(tables), files), KeyPaths(blocks)); });
-  const MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save};
+  MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
+  if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(most_metadata_bytes(content));
   const WrittenMetadata pickle = written([&, out = data(metadata)] { return write_metadata(content, out); });
   metadata = cut(std::move(metadata), pickle.bytes);
@@ -154,7 +156,7 @@ std::vector<py::str> files(const LoadPlan& plan) {
 void bind_index(py::module_& module) {
   module.def("pack_paths", &pack_paths, py::arg("names"), py::arg("paths"), "planner_data of one rank, packed");
   module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("places"), py::arg("files"),
-             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"),
+             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
              "the contents of .metadata and of the index that lies beside it");
 
   py::class_<LoadPlan>(module, "LoadPlan")

@@ -76,7 +76,7 @@ class DcpPart:
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
         return pack(inventory, known, in_first_file(placed), file.name.encode())
 
-    def commit(self, parts: Sequence[bytes], path: str) -> None:
+    def commit(self, parts: Sequence[bytes], path: str, structure: str | None) -> None:
         """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
         inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
         with engine.named_errors(str, path):
@@ -84,7 +84,7 @@ class DcpPart:
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = str(self.writer.storage_meta().save_id)
-            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id)
+            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
         self.writer.commit(content, index)
 
     def discard(self) -> None:

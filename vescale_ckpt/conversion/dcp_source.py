@@ -20,6 +20,7 @@ from ..load_planner import not_all_there
 from ..pause import garbage_collector_paused
 from ..reader import StorageReader
 from ..seen_files import SeenFiles
+from ..structure import structure_of
 from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
@@ -50,6 +51,7 @@ class DcpSource:
         self.object_names = [key for key in stored if key not in self.tensors]
         paths = self._metadata.planner_data
         self.paths: dict[str, Path] = dict(paths) if isinstance(paths, dict) else {}
+        self.structure = structure_of(self._metadata)
         self._options = engine.options(None, engine.direct_io_setting("auto"))
         self._with_table: dict[str, bool] = {}  # by file name
         self._sound: set[MetadataIndex] = set()  # chunks that were verified as a whole

@@ -168,7 +168,7 @@ class _Conversion:
         if self._format == "safetensors":
             return files_sink.safetensors_files(outputs, destination.is_folder(self._path, self._format), most_bytes)
         if self._format == "torch":
-            return files_sink.torch_file(outputs, self._values, self.made.paths)
+            return files_sink.torch_file(outputs, self._values, self.made.paths, self.made.structure)
         if self._format == "npz":
             return files_sink.npz_file(outputs)
         return files_sink.npy_files(outputs) if self._format == "npy" else None
@@ -223,7 +223,9 @@ class _Conversion:
             part.discard()
             raise
         try:
-            self._together(lambda: None if gathered is None else part.commit(gathered, self._path), "commit")
+            self._together(
+                lambda: None if gathered is None else part.commit(gathered, self._path, self.made.structure), "commit"
+            )
         finally:
             part.end()
         return exchange.size

@@ -17,6 +17,7 @@ from .. import objects
 from ..errors import CheckpointError
 from ..flatten import Path, flatten
 from ..nesting import nested
+from ..structure import Structure
 from .archive_layout import ArchiveLayout, Member
 from .plan import Output
 from .torch_source import tensors_in
@@ -25,7 +26,9 @@ from .zip_file import Entry, entries
 _ALIGNMENT = 64
 
 
-def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path]) -> ArchiveLayout:
+def torch_layout(
+    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None = None
+) -> ArchiveLayout:
     """The archive that torch.save writes for a dict of these tensors and objects, nested as `paths` say.
 
     torch.save writes it itself, without the tensors' bytes, to a file in memory that has holes in their place.
@@ -35,7 +38,7 @@ def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Ma
     try:
         path = f"/proc/self/fd/{descriptor}"
         tensors = _without_memory(outputs)
-        state = nested({**tensors, **values}, paths)
+        state = nested({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
         try:
             with skip_data():
                 torch.save(state, path)

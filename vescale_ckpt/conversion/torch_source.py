@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .. import _C
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from ..flatten import flatten
+from ..flatten import flatten, flatten_with_structure
 from ..stock import checkpoint_offset
 from .raw_source import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo
@@ -32,7 +32,7 @@ class TorchSource:
         self._path = path
         stored = entries(path)
         state, places = tensors_in(path, stored)
-        flat, self.paths = flatten(_checked(state, path))
+        flat, self.paths, self.structure = flatten_with_structure(_checked(state, path))
         self._files = RawFiles([path], path)
         self._raw: dict[str, RawTensor] = {}
         self._odd: dict[str, Area] = {}
