@@ -143,7 +143,7 @@ class CheckpointManager:
         if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
             given = ", ".join(map(repr, numbers or {})) or "none"
             wrong = ValueError(
-                f"step {step}: metrics={{{self.retention.best!r}: ...}} is missing, which best= asks for; given: {given}"
+                f"step {step}: metrics={{{self.retention.best!r}: ...}}, which best= asks for is missing: {given} given"
             )
         exchange = self._exchange()
         text = json.dumps(numbers, sort_keys=True).encode()
