@@ -19,6 +19,7 @@ from .errors import SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
+from .layout import local_path
 from .local_export import LocalExport
 from .packed import words
 from .pause import garbage_collector_paused
@@ -60,7 +61,7 @@ def save(
     next save of the group, on all ranks.
 
     Args:
-        path: a path or `file://` URL.
+        path: a path or `file://` URL; a relative one means where it is now, whatever the working directory is later.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects; of a top-level value
             with `state_dict` and `load_state_dict` it is its state that is saved.
         async_checkpoint: whether training goes on while data is written.
@@ -92,6 +93,7 @@ def save(
         raise ValueError("gate: only an asynchronous save copies while training goes on")
     check_format(format)
     shard_bytes(max_shard_size)
+    where = local_path(path)  # whatever the working directory is later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     lane = Lane.of(process_group)
     with lane.lock:
@@ -113,6 +115,7 @@ def save(
             save = kind(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
         else:
             save = CollectiveSave(exchange, planner, path, overwrite, process_group)
+        save.path = where
         try:
             with garbage_collector_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import PurePosixPath
 from typing import BinaryIO
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote_to_bytes
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -37,6 +37,7 @@ METADATA_NAME = ".metadata"
 INDEX_SUFFIX = ".index"
 _METADATA_BEGINNING = 1 << 20  # bytes that are looked at before all of a larger file is read
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO of that name would wait for a writer
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
@@ -47,16 +48,47 @@ _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + rf"({re.es
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The directory that `path` names: a path, or a `file://` URL. Raises ValueError for other schemes."""
+    """The file or directory that `path` names, as an absolute path: the working directory may change later, while a
+    save goes on. Raises ValueError for what is no local path or `file://` URL."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"a checkpoint's path is text, not {text!r}")
-    if "://" not in text:
+    if "\0" in text or not text:
+        raise ValueError(f"{text!r} is no path")
+    if (url := _URL.match(text)) is not None:
+        text = _path_of_url(text, url[1].lower())
+    if os.path.isabs(text):
         return text
-    url = urlsplit(text)
-    if url.scheme != "file":
-        raise ValueError(f"{text}: no storage for {url.scheme}:// is built in; local paths and file:// are")
-    return unquote(url.path)
+    try:
+        joined = os.path.join(os.getcwd(), text)
+    except OSError as error:
+        raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
+    # Not where a link may stand before "..": that of a link's target is meant.
+    return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
+
+
+def _path_of_url(text: str, scheme: str) -> str:
+    """Of a URL all parts count, or it is refused with what to write in its place."""
+    if scheme != "file":
+        raise ValueError(f"{text}: no storage for {scheme}:// is built in; local paths and file:// are")
+    if not text[len("file:") :].startswith("//"):
+        # What became of a URL as a `Path`, perhaps.
+        raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
+    host, slash, rest = text[len("file://") :].partition("/")
+    if host.lower() not in ("", "localhost"):
+        raise ValueError(
+            f"{text}: a file:// URL names {host!r} as a host here, not as a folder: write the path alone, {host}{slash}"
+            f"{rest}, or file:// and an absolute path"
+        )
+    for mark in "?#":
+        if mark in host + rest:
+            raise ValueError(
+                f"{text}: in a URL {mark!r} does not belong to the path: write the path alone, or {quote(mark)} for it"
+            )
+    path = os.fsdecode(unquote_to_bytes(slash + rest))
+    if "\0" in path or not path:
+        raise ValueError(f"{text} names no path")
+    return path
 
 
 def metadata_name(rank: int | None) -> str:

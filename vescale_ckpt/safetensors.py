@@ -22,6 +22,7 @@ import torch
 from . import _C, engine, settings
 from .errors import CheckpointError, MissingKeysError, some
 from .export_names import TIED_NAMES
+from .layout import local_path
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
 from .whole_file import WholeFile
@@ -55,6 +56,7 @@ def save_file(
     Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for what cannot be saved so,
     `StorageFullError`, `CheckpointError`.
     """
+    path = local_path(filename)
     with garbage_collector_paused():
         _check_tensors(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
@@ -66,7 +68,7 @@ def save_file(
             layout = _C.SafetensorsLayout(names, table, texts)
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-        _write(os.fspath(filename), layout, table)
+        _write(path, layout, table)
         del hosts  # they had to live until here
 
 
@@ -192,7 +194,7 @@ class _Opened:
     """A file with its header read and checked."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
-        self.path = os.fspath(filename)
+        self.path = local_path(filename)
         self.device = torch.device(device)
         self.verify = verify
         self.options = engine.options(None, engine.direct_io_setting("auto"))
