@@ -22,6 +22,7 @@ from . import _C, engine, settings
 from .errors import CheckpointError, MissingKeysError, some
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
+from .watch import WatchedState
 from .whole_file import WholeFile
 
 __all__ = ["load_file", "safe_open", "save_file"]
@@ -54,6 +55,7 @@ def save_file(
     """
     with garbage_collector_paused():
         _check_tensors(tensors)
+        watch = WatchedState(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
         names = list(tensors)
         hosts, table = _in_host_memory(names, list(tensors.values()))
@@ -61,16 +63,17 @@ def save_file(
             layout = _C.SafetensorsLayout(names, table, texts)
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-        _write(os.fspath(filename), layout, table)
+        _write(os.fspath(filename), layout, table, watch)
         del hosts  # they had to live until here
 
 
-def _write(path: str, layout: _C.SafetensorsLayout, table: bytes) -> None:
+def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
     with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
         engine.check_space(file.directory, layout.file_bytes)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
+        watch.check_unchanged()
         file.commit()
 
 
