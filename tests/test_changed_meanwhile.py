@@ -349,6 +349,16 @@ def test_an_export_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert vescale_ckpt.load(tmp_path)["weight"].eq(1).all()
 
 
+def test_a_file_of_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, path = torch.ones(1000), tmp_path / "x.safetensors"
+    vescale_ckpt.safetensors.save_file({"weight": weight}, path)
+    write = _C.write_safetensors
+    monkeypatch.setattr(_C, "write_safetensors", lambda *args, **options: (write(*args, **options), weight.add_(1)))
+    with pytest.raises(CheckpointError, match="weight was changed"):
+        vescale_ckpt.safetensors.save_file({"weight": weight}, path)
+    assert vescale_ckpt.safetensors.load_file(path)["weight"].eq(1).all()
+
+
 def test_a_copy_of_what_changes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(1000)
     copy = _C.Snapshot.copy

@@ -25,6 +25,7 @@ from .export_names import TIED_NAMES
 from .layout import local_path
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
+from .watch import WatchedState
 from .whole_file import WholeFile
 
 __all__ = ["load_file", "safe_open", "save_file"]
@@ -59,6 +60,7 @@ def save_file(
     path = local_path(filename)
     with garbage_collector_paused():
         _check_tensors(tensors)
+        watch = WatchedState(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
         if any(value in tensors for _, value in texts):
             texts = with_ties(texts, {})
@@ -68,16 +70,17 @@ def save_file(
             layout = _C.SafetensorsLayout(names, table, texts)
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-        _write(path, layout, table)
+        _write(path, layout, table, watch)
         del hosts  # they had to live until here
 
 
-def _write(path: str, layout: _C.SafetensorsLayout, table: bytes) -> None:
+def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
     with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
         engine.check_space(file.directory, layout.file_bytes)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
+        watch.check_unchanged()
         file.commit()
 
 
