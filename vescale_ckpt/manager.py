@@ -24,7 +24,7 @@ from .exchange import Exchange
 from .lane import Lane
 from .loading import load
 from .preemption import SignalFlag
-from .process_groups import resolved
+from .process_groups import check_alone_on_purpose, resolved
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .save_handle import SaveHandle
@@ -109,6 +109,7 @@ class CheckpointManager:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step={step}: it cannot be negative")
+        check_alone_on_purpose()
         numbers = None if metrics is None else step_metrics.as_numbers(metrics)
         signal_came = None if self._signal is None or self.preempted else self._signal.raised
         decision = self.schedule.decide(step, force, signal_came, self._exchange)
