@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from .application import saved_form
 from .collective_export import CollectiveExport
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
-from .errors import SaveInProgressError
+from .errors import CheckpointTimeoutError, SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
@@ -27,6 +28,7 @@ from .process_groups import PerGroup
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
 from .shard_size import shard_bytes
+from .store_clerk import PATIENCE
 from .tensors import NOT_READY, device_number
 from .writer import check_format
 
@@ -69,8 +71,8 @@ def save(
             ranks at once. The state holds tensors only then. Of tensors in the same memory the first is stored, and the
             header of its file says under the other names which that is. What stands under the name "" (a module, say)
             keeps its own names.
-        planner: who writes what; a planner of a class of its own is used through `dcp.save`. None: one that is kept for
-            the process group.
+        planner: who writes what; a planner of a class of its own is used in the steps of `dcp.save`. None: one that is
+            kept for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
         gate: optimizers. An asynchronous save then returns at once, and copies their parameters and state while forward
@@ -85,7 +87,7 @@ def save(
 
     Returns a handle, finished unless `async_checkpoint`. Raises `CheckpointError` on all ranks if any fails, in bounded
     time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
-    that did not come.
+    that did not come, and says with `committed` if the new checkpoint may be there all the same.
     """
     if on_busy not in ON_BUSY:
         raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
@@ -104,8 +106,12 @@ def save(
             logger.warning("%s: this one is skipped", busy)
             return SaveHandle.of_skipped(busy)
         limit = settings.timeout(timeout)
+        began = time.monotonic()
         lane.wait_until_done(limit)
         failed_before = lane.take_failure()
+        if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
+            # Its ranks waited in vain, and may do so again: the call has one timeout for both.
+            limit = max(limit - (time.monotonic() - began), min(limit, PATIENCE))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)

@@ -110,10 +110,14 @@ class CheckpointTimeoutError(CheckpointError):
 
     phase: str  #: what the ranks were doing
     late_ranks: list[int]  #: in the process group; empty if that cannot be known
+    committed: bool | None  #: of a save: whether the checkpoint is there all the same; None if that cannot be known
 
-    def __init__(self, phase: str, late_ranks: list[int], message: str = "") -> None:
+    def __init__(self, phase: str, late_ranks: list[int], message: str = "", *, committed: bool | None = False) -> None:
         super().__init__(
-            message or f"{phase}: ranks {late_ranks} did not come in time", phase=phase, late_ranks=late_ranks
+            message or f"{phase}: ranks {late_ranks} did not come in time",
+            phase=phase,
+            late_ranks=late_ranks,
+            committed=committed,
         )
 
 

@@ -17,6 +17,7 @@ from .data_file import DataFile, DataFiles
 from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
+from .one_place import separate
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
 from .safetensors import with_ties
 from .stats import SaveStats
@@ -210,6 +211,8 @@ class ExportFile(DataFile):
         self.stats = {}
         paths = [os.path.join(writer.path, temporary_name(name, targets.token)) for name in targets.names]
         options = engine.options(writer.thread_count, writer.direct_io, in_background)
+        if paths and not os.path.exists(paths[0]):  # the coordinator has made them all
+            raise separate(writer.path, [writer.rank])
         with engine.named_errors(str, writer.path):
             self._shared: _C.SharedWriter | None = _C.SharedWriter(paths, targets.table, options)
 

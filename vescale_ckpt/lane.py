@@ -19,6 +19,7 @@ from .collective_save import CollectiveSave
 from .errors import CheckpointTimeoutError, SaveFailedError
 from .exchange import Exchange
 from .process_groups import PerGroup
+from .roll_call import GRACE
 from .save_handle import SaveHandle, settled
 from .stats import SaveStats
 
@@ -58,8 +59,11 @@ class Lane:
         """Waits for the last save, whatever becomes of it."""
         if self._last is None:
             return
+        save = self._save
+        # What it waits for in vain it names itself, if it has as long to tell.
+        grace = GRACE if save is not None and save.exchange.size > 1 else 0.0
         try:
-            self._last.exception(timeout)
+            self._last.exception(timeout + grace)
         except TimeoutError:
             phase = f"waiting for the save to {self._path} before this one"
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None

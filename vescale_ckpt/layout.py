@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from . import _C, engine, export_names, metadata_file
 from .errors import CheckpointError, UntrustedCheckpointError
+from .one_place import is_token
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -520,8 +521,9 @@ def _remove_leftovers(directory: str, superseded: AbstractSet[str], only_rank: i
             if name in superseded:
                 os.unlink(path)
             elif _TEMPORARY_FILE.fullmatch(name):
-                if _may_be_committing(name) and time.time() - os.stat(path).st_mtime < _COMMIT_SECONDS:
-                    continue  # perhaps a commit that is going on
+                may_be_in_use = is_token(name) or _may_be_committing(name)  # by another save in this directory
+                if may_be_in_use and time.time() - os.stat(path).st_mtime < _COMMIT_SECONDS:
+                    continue
                 os.unlink(path)
             elif not _remove_unless_locked(directory, name):
                 continue

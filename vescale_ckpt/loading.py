@@ -8,13 +8,13 @@ from typing import Any, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from . import settings
 from .application import Application
 from .collective_load import CollectiveLoad
 from .exchange import Exchange
 from .flatten import flatten
+from .item_load import load_items
 from .nesting import place
 from .reader import StorageReader
 from .selection import Rename, Selection
@@ -91,8 +91,8 @@ def load(
             of which the longest counts (`{"model": "old.net"}`).
         verify: False skips checksums of data (never the checks of sizes, paths and pickles).
         allow_cast: converts tensors to the dtype of `state`, which is otherwise `IncompatibleStateError`.
-        planner: a planner of your own. The load goes through `dcp.load` then, with the planner's ideas of what is
-            missing, and DCP's of time; it goes with none of the options above but `verify`.
+        planner: a planner of your own. The load goes in the steps of `dcp.load` then, with the planner's ideas of what
+            is missing; it goes with none of the options above but `verify`.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
 
@@ -108,7 +108,7 @@ def load(
         if keys is not None or rename is not None or allow_cast or not strict:
             raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
         assert state is not None
-        return _load_by_planner(path, state, planner, verify, process_group)
+        return _load_by_planner(path, state, planner, verify, process_group, timeout)
     selection = Selection(keys)
     exchange = Exchange.of(process_group, timeout, purpose="load")
     loading = CollectiveLoad(exchange, StorageReader(path, verify=verify), selection, strict, broadcast_checkpoint)
@@ -121,12 +121,14 @@ def _load_by_planner(
     planner: DcpLoadPlanner,
     verify: bool,
     process_group: dist.ProcessGroup | None,
+    timeout: float | None,
 ) -> LoadReport:
+    exchange = Exchange.of(process_group, timeout, purpose="load")
     reader = StorageReader(path, verify=verify)
     application = Application(state)
     try:
         application.prepare()
-        dcp_load(application.form, storage_reader=reader, planner=planner, process_group=process_group)
+        load_items(exchange, reader, planner, application.form)
         values, paths = flatten(application.form)
         for key, value in values.items():
             if not application.owns(paths[key]):

@@ -25,7 +25,7 @@ from .gate import Gate
 from .lane import Lane
 from .loading import load
 from .preemption import SignalFlag
-from .process_groups import resolved
+from .process_groups import check_alone_on_purpose, resolved
 from .retention import BestMode, Retention, checked_seconds
 from .running_save import RunningSave
 from .save_handle import SaveHandle
@@ -117,6 +117,7 @@ class CheckpointManager:
         if self._closed:
             raise ValueError("the manager is closed")
         step = _checked_step(step)
+        check_alone_on_purpose()
         numbers, wrong = _numbers(metrics)
         signal_came = None if self._signal is None or self.preempted else self._signal.raised
         decision = self.schedule.decide(step, force, signal_came, self._exchange)

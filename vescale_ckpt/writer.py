@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,8 +19,10 @@ from . import _C, engine, layout, metadata_file, objects, packed
 from .data_file import DataFiles
 from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
+from .one_place import separate
 from .packed import PackedItems, PackedResults, body_bytes, write_result
 from .pause import garbage_collector_paused
+from .process_groups import check_alone_on_purpose
 from .safetensors import checked_metadata
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
@@ -133,6 +135,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        check_alone_on_purpose()
         rank = kwargs.get("rank")
         self._rank = 0 if rank is None else rank
         self._use_collectives = kwargs.get("use_collectives", True)
@@ -172,6 +175,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
             if planned is not None:
                 places, names = zip(*map(_places, results), strict=True)
+                self._check_one_place(names)
                 content, index = planned.files(list(places), list(names), self.path, self._save_id)
                 assert isinstance(metadata, LazyMetadata)
                 if metadata.was_changed():  # by a writer derived from this one, say
@@ -180,6 +184,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                     self.commit(content, index)
                 metadata.become(layout.read_metadata_of, self.path, self._metadata_rank, self._save_id)
             else:
+                self._check_one_place(
+                    [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
+                )
                 metadata.version = CURRENT_DCP_VERSION
                 metadata.storage_data = {
                     result.index: result.storage_data for rank_results in results for result in rank_results
@@ -188,6 +195,17 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 self.commit(metadata_file.dumps(metadata), None)
         finally:
             self.end()
+
+    def _check_one_place(self, names: Sequence[Iterable[str]]) -> None:
+        """Before the commit: that the files which ranks have written, their `names` by rank, are in this directory."""
+        here = set(os.listdir(self.path))
+        missing = [
+            rank
+            for rank, of_rank in enumerate(names)
+            if not all(name in here or os.path.exists(os.path.join(self.path, name)) for name in of_rank)
+        ]
+        if missing:
+            raise separate(self.path, missing)
 
     def mark_as_going_on(self, path: str) -> None:
         """`path`: the first data file of this save."""
