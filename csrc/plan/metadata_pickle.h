@@ -9,7 +9,7 @@
 #include "plan/key_paths.h"
 #include "plan/places.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct MetadataContent {
   const Catalog& catalog;
@@ -39,4 +39,4 @@ struct MetadataTrailer {
   uint32_t crc;     // of the pickle
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan
