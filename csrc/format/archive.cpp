@@ -6,7 +6,7 @@
 #include "format/pickle_check.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 constexpr uint64_t kAlignment = 64;         // of bodies, from the start of the archive
@@ -109,7 +109,7 @@ void ArchiveWriter::end(uint32_t crc) {
 void ArchiveWriter::add(std::string_view name, std::string_view body) {
   begin(name, body.size());
   bytes_.append(body);  // begin() has counted it
-  end(crc32(0, body.data(), body.size()));
+  end(io::crc32(0, body.data(), body.size()));
 }
 
 void ArchiveWriter::finish() {
@@ -279,7 +279,8 @@ std::string check_archive(std::span<const std::byte> archive, bool checksums) {
     }
     if (!checksums || entry.crc == 0)
       continue;  // written without checksums, by torch.serialization.set_crc32_options(False)
-    if (crc32(0, body->data(), body->size()) != entry.crc) return "the checksum of " + entry.name + " does not match";
+    if (io::crc32(0, body->data(), body->size()) != entry.crc)
+      return "the checksum of " + entry.name + " does not match";
   }
   return {};
 }
@@ -313,4 +314,4 @@ std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte>
   return find_body(archive, first);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 inline constexpr uint64_t kChecksumBlock = 256 << 10;
 
@@ -57,4 +57,4 @@ class ChecksumTable {
   std::vector<uint32_t> blocks_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

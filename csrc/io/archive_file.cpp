@@ -13,7 +13,7 @@
 #include "io/channel.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kPiece = 1 << 20;
@@ -78,22 +78,22 @@ class Checker {
   bool check_entries() {
     std::vector<std::byte> tail(std::min(kTail, length_));
     read_exactly(file_, offset_ + length_ - tail.size(), tail);
-    const auto directory = find_directory(tail, length_);
-    std::optional<std::vector<ArchiveEntry>> entries;
+    const auto directory = format::find_directory(tail, length_);
+    std::optional<std::vector<format::ArchiveEntry>> entries;
     if (directory) {
       std::vector<std::byte> bytes(directory->size);
       read_exactly(file_, offset_ + directory->offset, bytes);
-      entries = parse_directory(bytes, *directory);
+      entries = format::parse_directory(bytes, *directory);
     }
     if (!entries) {
       wrong("the archive's directory is damaged");
       return false;
     }
     return std::all_of(entries->begin(), entries->end(),
-                       [&](const ArchiveEntry& entry) { return check_entry(*directory, entry); });
+                       [&](const format::ArchiveEntry& entry) { return check_entry(*directory, entry); });
   }
 
-  bool check_entry(const Directory& directory, const ArchiveEntry& entry) {
+  bool check_entry(const format::Directory& directory, const format::ArchiveEntry& entry) {
     const uint64_t body = body_in_archive(directory, entry);
     if (body == 0) {
       wrong("the header of " + entry.name + " is damaged", offset_ + entry.header_offset);
@@ -103,7 +103,7 @@ class Checker {
     if (entry.name.ends_with("data.pkl")) {
       std::vector<std::byte> pickle(entry.size);
       read_exactly(file_, offset_ + body, pickle);
-      if (const std::string reason = check_pickle(pickle, true); !reason.empty()) {
+      if (const std::string reason = format::check_pickle(pickle, true); !reason.empty()) {
         wrong("the pickle " + entry.name + " is not sound: " + reason, offset_ + body);
         return false;
       }
@@ -119,7 +119,7 @@ class Checker {
   }
 
   // What an entry's header leaves open stands behind its body once more. Readers go by the directory.
-  void check_descriptor(const Directory& directory, const ArchiveEntry& entry, uint64_t body) {
+  void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
     std::array<std::byte, kLocalHeader> header;
     read_exactly(file_, offset_ + entry.header_offset, header);
     if ((load<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
@@ -135,11 +135,11 @@ class Checker {
     }
   }
 
-  uint64_t body_in_archive(const Directory& directory, const ArchiveEntry& entry) {
+  uint64_t body_in_archive(const format::Directory& directory, const format::ArchiveEntry& entry) {
     std::vector<std::byte> header(kLocalHeader + entry.name.size());
     if (header.size() > length_ - entry.header_offset) return 0;
     read_exactly(file_, offset_ + entry.header_offset, header);
-    const uint64_t body = body_offset(header, entry);
+    const uint64_t body = format::body_offset(header, entry);
     if (body == 0 || body > directory.offset || entry.size > directory.offset - body) return 0;
     const std::string_view name(reinterpret_cast<const char*>(header.data()) + kLocalHeader, entry.name.size());
     return name == entry.name ? body : 0;
@@ -156,4 +156,4 @@ ArchiveCheck check_archive_in(File& file, uint64_t offset, uint64_t length, int6
   return Checker(file, offset, length).run(crc);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

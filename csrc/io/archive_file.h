@@ -7,7 +7,7 @@
 
 #include "io/file.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 struct ArchiveCheck {
   std::string wrong;              // empty: it is sound
@@ -20,4 +20,4 @@ struct ArchiveCheck {
 // What the disk cannot give is wrong, too: it throws nothing but std::bad_alloc.
 ArchiveCheck check_archive_in(File& file, uint64_t offset, uint64_t length, int64_t crc);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

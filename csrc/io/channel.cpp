@@ -6,7 +6,7 @@
 #include "error.h"
 #include "io/memory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace detail {
 
 Request next_request(Transfer& transfer) {
@@ -81,4 +81,4 @@ void write_exactly(File& file, uint64_t offset, std::span<const std::byte> sourc
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

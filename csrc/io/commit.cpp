@@ -12,7 +12,7 @@
 #include "io/file.h"
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 void write_all(int fd, const std::string& path, std::span<const std::byte> bytes) {
@@ -117,4 +117,4 @@ void sync_directory(const std::string& directory) {
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

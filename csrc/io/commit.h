@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Writes `bytes` under a temporary name in `directory`, syncs, renames to `name`, syncs the directory. A reader sees
 // the old file or the new one. On any error before the rename the temporary file is removed and the old one stays.
@@ -36,4 +36,4 @@ bool exchange_names(const std::string& first, const std::string& second);
 // Throws Error if the directory cannot be synced.
 void sync_directory(const std::string& directory);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

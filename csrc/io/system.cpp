@@ -16,7 +16,7 @@
 #include <cstdio>
 #include <mutex>
 
-namespace vescale_ckpt::system {
+namespace vescale_ckpt::io::system {
 namespace {
 
 constexpr size_t kCalls = 17;
@@ -258,4 +258,4 @@ std::optional<Call> call_named(const std::string& name) {
   return static_cast<Call>(found - kNames.begin());
 }
 
-}  // namespace vescale_ckpt::system
+}  // namespace vescale_ckpt::io::system

@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 enum class Call {
   open,
@@ -99,4 +99,4 @@ uint64_t calls_seen(Call call);
 std::optional<Call> call_named(const std::string& name);
 
 }  // namespace system
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -9,7 +9,7 @@
 #include "plan/holder_sets.h"
 #include "plan/previous.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kMostBytes = int64_t{1} << 61;  // in all: sums of loads stay far from overflow
@@ -165,4 +165,4 @@ Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOpt
   return Assigner(layout, nodes, options, previous).run();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

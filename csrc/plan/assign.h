@@ -9,7 +9,7 @@
 #include "plan/large_vector.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 enum class Placement : uint8_t {
   balanced,     // bytes even over ranks
@@ -24,7 +24,7 @@ struct PlanOptions {
 };
 
 // A whole box or a piece of it.
-struct Piece {
+struct AssignedPiece {
   uint32_t writer;  // rank
   uint32_t item;    // the writer's own row of the box
   uint32_t row;     // position among what the writer writes
@@ -37,11 +37,11 @@ struct Assignment {
     int32_t dim;  // one for all pieces of a box
   };
 
-  LargeVector<Piece> pieces;          // box after box; node after node; in the order of their starts
+  LargeVector<AssignedPiece> pieces;  // box after box; node after node; in the order of their starts
   LargeVector<uint32_t> first_piece;  // of each box; one more at the end
   std::vector<Split> splits;
 
-  std::span<const Piece> pieces_of(const Layout::Key& key, size_t box) const {
+  std::span<const AssignedPiece> pieces_of(const Layout::Key& key, size_t box) const {
     const uint32_t* first = first_piece.data() + key.first_box + box;
     return {pieces.data() + first[0], first[1] - first[0]};
   }
@@ -53,9 +53,9 @@ struct Previous {
   const Assignment& assignment;
 };
 
-// Leaves Piece::row to be filled in. `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders in
-// `layout` are sorted by it. Throws Error (invalid) if there are more bytes than can be counted.
+// Leaves AssignedPiece::row to be filled in. `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders
+// in `layout` are sorted by it. Throws Error (invalid) if there are more bytes than can be counted.
 Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options,
                   const Previous* previous);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

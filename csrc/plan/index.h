@@ -17,7 +17,7 @@
 #include "plan/places.h"
 #include "plan/verified_file.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class Index {
  public:
@@ -78,4 +78,4 @@ class Index {
   std::vector<std::optional<uint8_t>> dtype_codes_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,7 +10,7 @@
 #include "plan/key_paths.h"
 #include "plan/places.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct MetadataContent {
   const Catalog& catalog;
@@ -41,4 +41,4 @@ struct MetadataTrailer {
   uint32_t crc;     // of the pickle
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // The number of the box among those of `key`, which are sorted by offset; key.boxes if there is none.
@@ -43,7 +43,7 @@ int32_t PreviousOwners::find(uint32_t key, size_t box, std::span<const Holder> h
   const size_t first = shares.size();
   int32_t dim = -1;
   int64_t next = 0;
-  for (const Piece& piece : previous_.assignment.pieces_of(then, same)) {
+  for (const AssignedPiece& piece : previous_.assignment.pieces_of(then, same)) {
     const auto holder = std::lower_bound(holders.begin(), holders.end(), piece.writer,
                                          [](const Holder& a, uint32_t rank) { return a.rank < rank; });
     if (holder == holders.end() || holder->rank != piece.writer) continue;
@@ -59,4 +59,4 @@ int32_t PreviousOwners::find(uint32_t key, size_t box, std::span<const Holder> h
   return -1;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

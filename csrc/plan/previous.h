@@ -9,7 +9,7 @@
 #include "plan/assign.h"
 #include "plan/balance.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class PreviousOwners {
  public:
@@ -26,4 +26,4 @@ class PreviousOwners {
   std::optional<uint32_t> known_;  // its number then
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

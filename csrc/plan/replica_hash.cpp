@@ -6,7 +6,7 @@
 #include "error.h"
 #include "format/torch_record.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 [[noreturn]] void malformed() {
@@ -71,7 +71,7 @@ std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const
     const Box box{tensor, boxes.subspan(2, dims), boxes.subspan(2 + dims, dims)};
     boxes = boxes.subspan(2 + 2 * dims);
 
-    const int64_t item_bytes = dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
+    const int64_t item_bytes = format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
     const int64_t integers = item_bytes == 16 ? 2 : 1, bytes = item_bytes / integers;
     const int64_t total = box.count(), count = std::min<int64_t>(elements, total);
     if (static_cast<size_t>(count * integers) > factors.size()) malformed();
@@ -88,4 +88,4 @@ std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const
   return hashes;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

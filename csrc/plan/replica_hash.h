@@ -7,7 +7,7 @@
 
 #include "plan/tables.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // `boxes`: rows of words, one behind another: tensor, dimensions n, n offsets in it, n sizes; none is empty.
 // `elements`: how many of each box are looked at, or all that it has: evenly from one to the next in C's order, so that
@@ -19,4 +19,4 @@ namespace vescale_ckpt {
 std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const int64_t> boxes, uint32_t elements,
                                      std::span<const uint64_t> factors);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -9,7 +9,7 @@
 
 #include "plan/routes.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // One row of a rank's reads.
 struct Need {
@@ -95,4 +95,4 @@ uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
 // Of all that a reader has in each of the first two rounds, if they are tried.
 uint64_t first_bytes(size_t readers, const RouteOptions& options);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,7 +6,7 @@
 
 #include "plan/route_pieces.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Sets the reader of each piece, so that all ranks read about as many bytes, counting those they have to read in any
 // case (`bytes`, by rank; updated), and each in long stretches. May cut pieces for that; orders them by set and place.
@@ -15,4 +15,4 @@ void choose_readers(Pieces& pieces, std::span<uint64_t> bytes);
 // Cuts what each reader begins with, so that its first two pieces have about so many bytes at most.
 void cut_first(Pieces& pieces, uint64_t bytes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

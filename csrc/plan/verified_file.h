@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class VerifiedFile {
  public:
@@ -61,4 +61,4 @@ class VerifiedFile {
   mutable std::vector<std::atomic<bool>> ready_;  // by piece; empty if it was in memory
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

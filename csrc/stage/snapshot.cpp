@@ -18,14 +18,14 @@
 #include "stage/snapshot_layout.h"
 #include "stage/stream_copy.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 class Snapshot::Copy {
  public:
   Copy(std::span<const int64_t> table, uint64_t budget_bytes, unsigned threads, SnapshotArena& arena,
        const SnapshotDevices& devices)
       : table_(table.begin(), table.end()),
-        sources_(parse_write_table(table)),
+        sources_(io::parse_write_table(table)),
         on_devices_(devices.pipelines, devices.producers, control) {
     layout_ = lay_out_snapshot(sources_, budget_bytes);
     range_ = arena.acquire(layout_.memory_bytes, budget_bytes, threads);
@@ -96,7 +96,7 @@ class Snapshot::Copy {
     return rows;
   }
 
-  CopyControl control;
+  device::CopyControl control;
 
  private:
   enum class State { idle, running, done };
@@ -155,15 +155,15 @@ class Snapshot::Copy {
     layout_.extents = std::move(of_host);
   }
 
-  DeviceRow device_row(const SnapshotExtent& extent, std::span<const int64_t> row) const {
-    const auto address = static_cast<DeviceAddress>(reinterpret_cast<uintptr_t>(extent.source));
+  device::DeviceRow device_row(const SnapshotExtent& extent, std::span<const int64_t> row) const {
+    const auto address = static_cast<device::DeviceAddress>(reinterpret_cast<uintptr_t>(extent.source));
     std::byte* const target = range_.data() + extent.offset;
     if (extent.strided == nullptr) {
       const int64_t bytes = static_cast<int64_t>(extent.bytes), stride = 1;
       return {address, target, 1, {&bytes, 1}, {&stride, 1}};
     }
     const size_t dims = row.size() / 2 - 1;
-    const uint32_t item_bytes = dtypes()[static_cast<size_t>(row[0])].item_bytes;
+    const uint32_t item_bytes = format::dtypes()[static_cast<size_t>(row[0])].item_bytes;
     return {address, target, item_bytes, row.subspan(3, dims), row.last(dims)};
   }
 
@@ -175,7 +175,7 @@ class Snapshot::Copy {
   void copy_from_host(unsigned threads) {
     const size_t pieces = cuts_.size() - 1;
     std::atomic<size_t> next{0};
-    run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
+    io::run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
       for (size_t piece = 0; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
         if (stop.load(std::memory_order_relaxed)) return;
         if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
@@ -206,7 +206,7 @@ class Snapshot::Copy {
   // Of memory that training may give back meanwhile, against the rules: to read there would end the process.
   void copy_or_throw(std::byte* target, const std::byte* source, uint64_t bytes, size_t row) {
     for (uint64_t done = 0; done < bytes;) {
-      const int64_t copied = cannot_peek_ ? -ENOSYS : system::peek(target + done, source + done, bytes - done);
+      const int64_t copied = cannot_peek_ ? -ENOSYS : io::system::peek(target + done, source + done, bytes - done);
       if (copied > 0) {
         done += static_cast<uint64_t>(copied);
       } else if (copied == -ENOSYS || copied == -EPERM) {
@@ -260,7 +260,7 @@ class Snapshot::Copy {
   }
 
   const std::vector<int64_t> table_;
-  const std::vector<RecordSource> sources_;
+  const std::vector<io::RecordSource> sources_;
   SnapshotRange range_;
   SnapshotLayout layout_;
   DevicePart on_devices_;
@@ -333,4 +333,4 @@ std::span<std::byte> Snapshot::memory() const {
   return copy_->memory();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -14,7 +14,7 @@
 #include "stage/device_part.h"
 #include "stage/snapshot_arena.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 // What is needed for rows that lie on accelerators.
 struct SnapshotDevices {
@@ -67,4 +67,4 @@ class Snapshot {
   std::unique_ptr<Copy> copy_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage
