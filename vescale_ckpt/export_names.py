@@ -18,8 +18,8 @@ USUAL_DIGITS = 5
 SHARDING_INFO = "DCP_SHARDING_INFO"
 SHARDING_OFFSETS = "saved_offsets"
 
-# What ours have among the texts of a header: `{other name: name of the tensor}` as JSON, of tensors that were tied. Where
-# it is, nothing else in the texts stands for a tensor; else any text does whose value is a tensor's name, as the
+# What ours have among the texts of a header: `{other name: name of the tensor}` as JSON, of tensors that were tied.
+# Where it is, nothing else in the texts stands for a tensor; else any text does whose value is a tensor's name, as the
 # library's save_model writes it, and exports of ours before they had this.
 TIED_NAMES = "vescale_ckpt.tied"
 
