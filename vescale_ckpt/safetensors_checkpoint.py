@@ -96,7 +96,7 @@ class Contents:
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
         if os.path.isfile(path):
-            with engine.named_errors(str, path):
+            with engine.named_system_errors(path):
                 advice = other_formats.advice_for_file(path)
             if advice is not None:
                 raise CheckpointError(advice, path=path)
