@@ -270,6 +270,47 @@ def test_ties_of_an_export_keep_their_names(tmp_path: Path) -> None:
     assert_same(vescale_ckpt.load(file, keys=["tied"]), {"tied": values["v"]})
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_was_exported_under_an_empty_name_loads_by_it(tmp_path: Path, device: str) -> None:
+    model = Tied()
+    vescale_ckpt.save(tmp_path / "d", {"": model}, format="safetensors")
+    with torch.device(device):
+        fresh = Tied()
+    report = vescale_ckpt.load(tmp_path / "d", {"": fresh})
+    assert_same(fresh.state_dict(), model.state_dict())
+    assert not report.missing and not report.unexpected
+    values = {"a": torch.ones(2), "b": torch.ones(3)}
+    vescale_ckpt.save(tmp_path / "d", {"": values}, format="safetensors")
+    filled = {"": zeros(values)}
+    vescale_ckpt.load(tmp_path / "d", filled)
+    assert_same(filled[""], values)
+    with pytest.raises(MissingKeysError, match="not in the state"):
+        vescale_ckpt.load(tmp_path / "d", {"": torch.nn.Linear(2, 2)}, strict=True)
+    vescale_ckpt.save(tmp_path / "dcp", {"": values})
+    filled = {"": zeros(values)}
+    vescale_ckpt.load(tmp_path / "dcp", filled)
+    assert_same(filled[""], values)
+
+
+def test_files_of_other_formats_are_told_how_to_convert(tmp_path: Path) -> None:
+    values = {"w": torch.ones(2)}
+    file = tmp_path / "d" / "pytorch_model.bin"
+    file.parent.mkdir()
+    torch.save(values, file)
+    for path in (file, file.parent):
+        with pytest.raises(CheckpointError, match=r"convert\('.*pytorch_model\.bin'"):
+            vescale_ckpt.load(path)
+        with pytest.raises(CheckpointException, match="convert"):
+            dcp.load(dict(values), storage_reader=StorageReader(path), no_dist=True)
+    for rest in range(0, 256, 8):  # the length of a header may begin like a pickle
+        stock_torch.save_file(values, tmp_path / "a.safetensors", {"a": "b" * rest})
+        assert_same(vescale_ckpt.load(tmp_path / "a.safetensors"), values)
+        vescale_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "a.npz", format="npz", overwrite=True)
+    torch.save(values, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before torch 1\.6"):
+        vescale_ckpt.load(file)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": "w", "a": "w"}', "[" * 5000])
 def test_ties_that_make_no_sense(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.safetensors"

@@ -222,6 +222,8 @@ class _Filling:
         stored = _stored_keys(metadata)
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
+        if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
+            of = _without_empty_name  # as exports have the names of what stands under ""
         application.prepare()
         if self._same_names:  # otherwise it may only be known by another name
             application.drop_absent_state(present)
@@ -241,7 +243,7 @@ class _Filling:
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
         told = wanted.keys() | _aliases(metadata)
         unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
-        closed = application.closed_prefixes() if self._same_names else ()
+        closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
 
@@ -259,6 +261,10 @@ class _Filling:
         place(self.application.form, path, value)
         if not self.application.owns(path):
             place(self._state, path, value)
+
+
+def _without_empty_name(key: str) -> str:
+    return key.removeprefix(".")
 
 
 def _stored_keys(metadata: Metadata) -> list[str]:

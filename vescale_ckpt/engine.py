@@ -83,12 +83,19 @@ def holds_any(flat: Mapping[Any, Any], kind: type) -> bool:
 
 @contextmanager
 def named_errors(key_of: Callable[[int], str], path: str, needed: int = 0) -> Iterator[None]:
-    """Turns the engine's errors, and those of the operating system, into this package's; `key_of` names a row of the
-    table at hand."""
+    """Turns the engine's errors into this package's; `key_of` names a row of the table at hand."""
     try:
         yield
     except _C.EngineError as error:
         raise translate(error, key_of, path, needed) from None
+
+
+@contextmanager
+def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
+    """The same, and for errors of the operating system, too, met by Python: for what calls nothing of the user's."""
+    try:
+        with named_errors(str, path, needed):
+            yield
     except OSError as error:
         raise of_system(error, path, needed) from error
 

@@ -68,7 +68,7 @@ def replace_model(directory: str, files: list[str], index: IndexOf) -> None:
     Args:
         files: their paths, in the folder. Where they are now, if this raises; emptied when they belong to the folder.
     """
-    with engine.named_errors(str, directory), _alone_in(directory) as alone:
+    with engine.named_system_errors(directory), _alone_in(directory) as alone:
         before = _look(directory)
         try:
             names = _commit(directory, files, index, before)

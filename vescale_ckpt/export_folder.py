@@ -39,7 +39,7 @@ class ExportFolder:
         self._files: list[str] = []  # paths of those that no model has yet
         self._lock: layout.FileLock | None = None
         needed = sum(sizes)
-        with engine.named_errors(str, directory, needed):
+        with engine.named_system_errors(directory, needed):
             if names is None:
                 check_replaceable(directory)
             _remove_leftovers(directory)
@@ -79,13 +79,13 @@ class ExportFolder:
     # --- The same in steps, for ranks that have a file each
 
     def complete(self, heads: list[bytes], sync: bool) -> None:
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
             for path, head in zip(self._files, heads, strict=True):
                 _C.write_head(path, head, sync)
 
     def make_way(self) -> None:
         """Removes the model that is there: readers take all files in a folder, and would mix the two."""
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
             layout.make_name_durable(self.directory)
             _C.remove_file(os.path.join(self.directory, INDEX_NAME))
             for name in os.listdir(self.directory):
@@ -94,7 +94,7 @@ class ExportFolder:
             _C.sync_directory(self.directory)
 
     def give_names(self) -> None:
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
             give_names(self.directory, self._files, self.names)
             self._files.clear()
             _C.sync_directory(self.directory)

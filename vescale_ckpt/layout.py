@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C, engine, export_names, metadata_file
+from . import _C, engine, export_names, metadata_file, other_formats
 from .errors import CheckpointError, UntrustedCheckpointError
 from .one_place import is_token
 from .stock import DEFAULT_SUFFIX, StorageInfo
@@ -201,6 +201,8 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         why = "not a checkpoint, or one whose save did not finish"
         if export_names.holds_unfinished_export(directory):
             why = "it holds an export that did not finish"
+        elif advice := other_formats.advice_for_directory(directory):
+            why = f"not a checkpoint; {advice}"
         raise CheckpointError(
             f"{directory} {what}: {why}",
             path=directory,

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from . import _C, engine, export_names, layout
+from . import _C, engine, export_names, layout, other_formats
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from .items import SHARD, TENSOR, packed_row
 from .message import pack, unpack
@@ -96,6 +96,10 @@ class Contents:
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
         if os.path.isfile(path):
+            with engine.named_system_errors(path):
+                advice = other_formats.advice_for_file(path)
+            if advice is not None:
+                raise CheckpointError(advice, path=path)
             root, name = os.path.split(path)
             return _Reading(root, verify, on_error).contents([name], None)
         for attempts_left in range(_ATTEMPTS - 1, -1, -1):

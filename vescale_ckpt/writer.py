@@ -218,7 +218,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def commit(self, content: bytes, index: bytes | None) -> None:
         """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
         try:
-            with engine.named_errors(str, self.path):
+            with engine.named_system_errors(self.path):
                 layout.commit(self.path, self._metadata_rank, content, index)
         except BaseException:
             self._unlock()  # what this rank has written goes, unless the metadata that is there names it

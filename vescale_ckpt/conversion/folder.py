@@ -35,7 +35,7 @@ class WholeFolder:
 
     def make(self) -> None:
         layout.make_directory(self.directory)
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
             layout.make_name_durable(self.directory)
             self._remove_leftovers()
             self.temporary = temporary_name(self.path)
@@ -44,7 +44,7 @@ class WholeFolder:
 
     def commit(self) -> None:
         """All files in it are complete and durable: gives it its name. What had it before is removed after that."""
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
             _C.sync_directory(self.temporary)
             old = ""
             if not os.path.lexists(self.path):
@@ -107,7 +107,7 @@ def put_back(path: str) -> None:
     if os.path.lexists(path):
         return
     for aside in sorted(leftovers(path + _ASIDE)):
-        with engine.named_errors(str, path), layout.abandoned(aside, 0.0) as free:
+        with engine.named_system_errors(path), layout.abandoned(aside, 0.0) as free:
             if not free:
                 continue
             _C.rename_file(aside, path)
