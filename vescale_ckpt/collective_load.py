@@ -91,7 +91,12 @@ class CollectiveLoad:
         self._selection = selection
         self._strict = strict
         self._broadcast = broadcast
-        self._options = {"strict": strict, "broadcast_checkpoint": broadcast, "verify": reader.verify}
+        self._options = {
+            "strict": strict,
+            "broadcast_checkpoint": broadcast,
+            "verify": reader.verify,
+            "weights_only": reader.weights_only,
+        }
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
