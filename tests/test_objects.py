@@ -234,12 +234,8 @@ HOSTILE: dict[str, Any] = {
     "a call of code": _Reduced(eval, ("1",)),
     "a fraction that takes all memory": _Reduced(fractions.Fraction, ("1e99999999",)),
     "bytes out of nothing": _Reduced(bytes, (1 << 40,)),
-    "an array without bytes": _Reduced(
-        _ARRAY, (numpy.ndarray, (0,), b"b"), (1, (1 << 40,), numpy.dtype("f8"), False, b"")
-    ),
-    "an array of fewer bytes": _Reduced(
-        _ARRAY, (numpy.ndarray, (0,), b"b"), (1, (4,), numpy.dtype("f8"), False, b"12345678")
-    ),
+    "an array without bytes": _array((1 << 40,), b""),
+    "an array of fewer bytes": _array((4,), b"12345678"),
     "a dtype with fields": _Reduced(numpy.dtype, ("f8", False, True), (3, "<", None, ("a",), {"a": 1}, 8, 8, 63)),
     "a dtype of objects": _Reduced(numpy.dtype, ("O8", False, True)),
     "a state for a class": _Reduced(getattr, (collections.deque, "append")),

@@ -321,7 +321,7 @@ def _dispatch() -> dict[int, Callable[..., None]]:
     }
     refused = (
         pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER,
-        pickle.READONLY_BUFFER,
+        pickle.READONLY_BUFFER, pickle.FRAME,
     )  # fmt: skip
     functions = {**looked_at, **dict.fromkeys(refused, own.refuse)}
     return {**pickle._Unpickler.dispatch, **{opcode[0]: function for opcode, function in functions.items()}}

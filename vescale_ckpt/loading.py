@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from . import settings
-from .application import Application
+from .application import Application, check_is_mapping
 from .collective_load import CollectiveLoad
 from .exchange import Exchange
 from .flatten import flatten
@@ -106,10 +106,14 @@ def load(
     any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
     optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
     """
+    if state is not None:
+        check_is_mapping(state, "load")
     settings.broadcast(broadcast_checkpoint)
     if state is None and (rename is not None or allow_cast or planner is not None):
         raise ValueError("rename, allow_cast and planner are for loading into a state")
     if planner is not None:
+        if not isinstance(planner, DcpLoadPlanner):
+            raise TypeError(f"planner: a planner of loads is wanted, not {type(planner).__name__}")
         if keys is not None or rename is not None or allow_cast or not strict:
             raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
         assert state is not None
