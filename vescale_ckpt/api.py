@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import _C, memory_budget, settings
-from .application import saved_form
+from .application import check_is_mapping, saved_form
 from .collective_export import CollectiveExport
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
@@ -93,6 +93,12 @@ def save(
         raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
     if gate is not None and not async_checkpoint:
         raise ValueError("gate: only an asynchronous save copies while training goes on")
+    check_is_mapping(state, "save")
+    if planner is not None and not isinstance(planner, SavePlanner):
+        raise TypeError(
+            f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
+            "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
+        )
     check_format(format)
     shard_bytes(max_shard_size)
     where = local_path(path)  # whatever the working directory is later
@@ -152,6 +158,7 @@ def prepare(
     False only plans. `state`, `timeout` and errors are those of `save`; what went wrong with the save before is left to
     the next one.
     """
+    check_is_mapping(state, "prepare")
     planner = _planners.of(process_group)
     lane = Lane.of(process_group)
     with lane.lock:

@@ -31,7 +31,7 @@ from .nesting import nested, place
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring, counted
 from .reader import StorageReader
-from .selection import Rename, Selection, renamed, renaming
+from .selection import Rename, Selection, renamed, renaming, suggested
 from .settings import Broadcast
 from .shared_reading import SharedReading
 from .stats import LoadReport, LoadStats
@@ -52,11 +52,17 @@ class _Fit:
     def error(self) -> CheckpointError | None:
         """What a strict load raises."""
         if self.missing or self.surplus:
-            return MissingKeysError(self.missing, self.surplus, self.mismatched)
+            return MissingKeysError(self.missing, self.surplus, self.mismatched, self._hint())
         if self.mismatched:
             first, *others = self.mismatched
             return IncompatibleStateError(*first, others)
         return None
+
+    def _hint(self) -> str:
+        rename, found = suggested(self.missing, self.unexpected)
+        return (
+            f"{found} of the missing keys are stored under another name: rename={rename} finds them" if rename else ""
+        )
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -91,13 +97,20 @@ class CollectiveLoad:
         self._selection = selection
         self._strict = strict
         self._broadcast = broadcast
-        self._options = {"strict": strict, "broadcast_checkpoint": broadcast, "verify": reader.verify}
+        self._options = {
+            "strict": strict,
+            "broadcast_checkpoint": broadcast,
+            "verify": reader.verify,
+            "weights_only": reader.weights_only,
+        }
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
         filling = _Filling(state, renaming(rename), rename is None)
         try:
             metadata = self._metadata()
+            if rename is None and self._reader.safetensors is not None:
+                filling.names_below_the_empty_one()
             with counted(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
             stats = self._read(planner)
@@ -217,6 +230,10 @@ class _Filling:
         self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: to be put in place of tensors without memory
         self._tied: dict[str, str] = {}  # checkpoint keys that are absent, each with one that has the same memory
         self._per_rank = Restoring()
+
+    def names_below_the_empty_one(self) -> None:
+        """What stands under "" has its own names, as exports give them."""
+        self._checkpoint_key = renaming({"": ""})
 
     def plan(self, metadata: Metadata, selection: Selection, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
         stored = _stored_keys(metadata)

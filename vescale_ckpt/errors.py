@@ -69,7 +69,11 @@ class MissingKeysError(CheckpointError):
     mismatched: list[Mismatch]
 
     def __init__(
-        self, missing: list[str], unexpected: list[str] | None = None, mismatched: Sequence[Mismatch] = ()
+        self,
+        missing: list[str],
+        unexpected: list[str] | None = None,
+        mismatched: Sequence[Mismatch] = (),
+        hint: str = "",
     ) -> None:
         unexpected = unexpected or []
         parts = [
@@ -79,6 +83,7 @@ class MissingKeysError(CheckpointError):
         ]
         parts.extend(map(str, mismatched))
         parts.extend(_names_for_numbers(missing, unexpected))
+        parts.extend([hint] if hint else [])
         super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
 

@@ -415,7 +415,7 @@ class Load:
             self.planner.set_object(item, value)  # type: ignore[attr-defined]
         else:
             # Stock planners load bytes without any restriction: they get bytes of our own making.
-            self.planner.load_bytes(item, io.BytesIO(objects.dump(value)))
+            self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
 
     def _read_whole(self, records: list[Record]) -> list[bytes]:
         if not records:

@@ -151,7 +151,11 @@ class SavePlanner(DefaultSavePlanner):
         items = self.plan.items
         if isinstance(items, PackedItems):
             resolved = items.resolve(write_item.index)
-            return io.BytesIO(objects.dump(resolved)) if write_item.type == WriteItemType.BYTE_IO else resolved
+            return (
+                io.BytesIO(objects.dump(resolved, write_item.index.fqn))
+                if write_item.type == WriteItemType.BYTE_IO
+                else resolved
+            )
         value: Any = self.state_dict.get(write_item.index.fqn)
         if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
             return value  # type: ignore[no-any-return]  # no shard: nothing to look up
@@ -159,7 +163,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(objects.dump(object))
+            return io.BytesIO(objects.dump(object, write_item.index.fqn))
         return object
 
     # The storage holds all tensors of a save at once if they are the state's own memory.
@@ -198,7 +202,7 @@ class SavePlanner(DefaultSavePlanner):
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
             logger.info("planning again: %s", what_changed(last, description.inventory))
-        contents = [objects.dump(value) for value in description.objects.values()]
+        contents = [objects.dump(value, key, tells=False) for key, value in description.objects.items()]
         return PackedSavePlan(
             [],
             inventory=_C.with_object_bytes(description.inventory, array("q", map(len, contents))),

@@ -49,7 +49,7 @@ class StagedPart:
         self._part, self._names = words(items.part), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
-        self._objects = [objects.dump(items.description.objects[key]) for key in self._object_keys]
+        self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[_Copy] = []
         self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import _weights_only_unpickler
 from torch.autograd.graph import increment_version
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
@@ -52,6 +53,7 @@ __all__ = [
     "sharded_tensor_over",
     "storage_identity",
     "versions",
+    "weights_only_globals",
 ]
 
 flatten_sharded_tensors = _flatten_sharded_tensors
@@ -150,6 +152,12 @@ def clone_of(store: Any) -> Store:
     """The same store by a connection of its own."""
     clone: Store = store.clone()
     return clone
+
+
+def weights_only_globals() -> dict[str, Any]:
+    """By name, what torch's restricted unpickler builds."""
+    allowed: dict[str, Any] = _weights_only_unpickler._get_allowed_globals()
+    return allowed
 
 
 def checkpoint_offset(storage: torch.UntypedStorage) -> int | None:

@@ -302,7 +302,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 of_row.update((row, of_some[3 * at : 3 * at + 3]) for at, row in enumerate(some))
             placed = [number for row in rows for number in of_row[row]]
         keys = items.objects()
-        placed += file.write_contents([objects.dump(description.objects[key]) for key in keys], keys)
+        placed += file.write_contents([objects.dump(description.objects[key], key) for key in keys], keys)
         items.check_unchanged()
         file.finish()
         return PackedResults(packed.in_first_file(placed), [file.name], items)

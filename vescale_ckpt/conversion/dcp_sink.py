@@ -59,7 +59,7 @@ class DcpPart:
     ) -> bytes:
         """Writes the pieces, and then objects. Returns what the committing rank needs to know of it."""
         with self._files as files:
-            contents = [objects.dump(value) for value in values.values()]
+            contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
                 return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")

@@ -95,7 +95,7 @@ def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[i
         return {}
     contents = []
     for value in values:
-        with zipfile.ZipFile(io.BytesIO(objects.dump(value))) as archive:
+        with zipfile.ZipFile(io.BytesIO(objects.dump(value, "an object", tells=False))) as archive:
             names = [name for name in archive.namelist() if name.partition("/")[2].startswith("data/")]
             contents += [archive.read(name) for name in names]
     if [len(content) for content in contents] != [entry.bytes for entry in rest]:

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "error.h"
-#include "format/torch_record.h"
+#include "tensors.h"
 
 namespace vescale_ckpt::plan {
 namespace {
