@@ -160,6 +160,10 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         why = "not a checkpoint, or one whose save did not finish"
         if export_names.holds_unfinished_export(directory):
             why = "it holds an export that did not finish"
+        elif (last := _last_of_manager(directory)) is not None:
+            why = (
+                f"it holds the checkpoints of a CheckpointManager, of which {last} was saved last: give the path of one"
+            )
         raise CheckpointError(
             f"{directory} {what}: {why}",
             path=directory,
@@ -167,6 +171,17 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+
+
+def _last_of_manager(directory: str) -> str | None:
+    """The newest checkpoint in the directory of a manager, if it is one."""
+    from . import step_directories, step_order  # they know of checkpoints, which are here
+
+    try:
+        last = step_order.SavedOrder(directory).last
+    except OSError:
+        return None
+    return None if last is None else step_directories.path_of(directory, last)
 
 
 def check_relative(name: object, key: str) -> str:
