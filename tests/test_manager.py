@@ -38,6 +38,7 @@ from vescale_ckpt import (
     SaveHandle,
     StorageReader,
     api,
+    clean_up,
     directory_lock,
     layout,
     loading,
@@ -289,6 +290,19 @@ def test_what_is_damaged_does_not_count_as_kept(
     assert restored(checkpoint) == (2, True)
     save_steps(checkpoint, 5, max_to_keep=3, keep_period=4)
     assert steps_in(checkpoint) == [2, 4, 5]  # every fourth is for good, whatever has become of it
+
+
+def test_looking_takes_no_longer_the_more_stay_for_good(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def noted(path: str, *, quick: bool) -> Any:
+        looked.append(os.path.basename(path))
+        return verify(path, quick=quick)
+
+    save_steps(checkpoint, *range(6), keep_period=1)
+    monkeypatch.setattr(clean_up, "verify", noted)
+    save_steps(checkpoint, 6, keep_period=2, max_to_keep=2)
+    assert sorted(looked) == ["step-5", "step-6"] and steps_in(checkpoint) == [0, 2, 4, 5, 6]
 
 
 def test_what_does_not_answer_is_neither_counted_nor_removed(
