@@ -38,8 +38,10 @@ from vescale_ckpt import (
     SaveHandle,
     StorageReader,
     api,
+    clean_up,
     directory_lock,
     layout,
+    loading,
     manager,
     schedule,
     step_directories,
@@ -288,6 +290,19 @@ def test_what_is_damaged_does_not_count_as_kept(
     assert restored(checkpoint) == (2, True)
     save_steps(checkpoint, 5, max_to_keep=3, keep_period=4)
     assert steps_in(checkpoint) == [2, 4, 5]  # every fourth is for good, whatever has become of it
+
+
+def test_looking_takes_no_longer_the_more_stay_for_good(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def noted(path: str, *, quick: bool) -> Any:
+        looked.append(os.path.basename(path))
+        return verify(path, quick=quick)
+
+    save_steps(checkpoint, *range(6), keep_period=1)
+    monkeypatch.setattr(clean_up, "verify", noted)
+    save_steps(checkpoint, 6, keep_period=2, max_to_keep=2)
+    assert sorted(looked) == ["step-5", "step-6"] and steps_in(checkpoint) == [0, 2, 4, 5, 6]
 
 
 def test_what_does_not_answer_is_neither_counted_nor_removed(
@@ -824,6 +839,38 @@ def test_what_is_wrong_with_the_state_is_no_reason_to_go_back(
     change(values)
     with CheckpointManager(checkpoint) as fresh, pytest.raises(error):
         fresh.restore(values)
+
+
+def test_the_directory_of_a_manager_is_no_checkpoint(checkpoint: Path) -> None:
+    save_steps(checkpoint, 90, 100)
+    go_back(checkpoint, 90, 91)
+    advice = f"of which {checkpoint / 'step-91'} was saved last"
+    for wrong in (lambda: vescale_ckpt.load(checkpoint), lambda: vescale_ckpt.load(checkpoint, small_state(0))):
+        with pytest.raises(CheckpointError) as raised:
+            wrong()
+        assert advice in str(raised.value)
+    for quick in (True, False):
+        report = verify(checkpoint, quick=quick)
+        assert not report.ok and advice in report.damaged[0].reason
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_objects_are_trusted_only_if_told_so(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    trusted = []
+
+    class Noted(StorageReader):
+        def __init__(self, *args: Any, weights_only: bool = True, **options: Any) -> None:
+            trusted.append(not weights_only)
+            super().__init__(*args, weights_only=weights_only, **options)
+
+    save_steps(checkpoint, 1)
+    monkeypatch.setattr(loading, "StorageReader", Noted)
+    with CheckpointManager(checkpoint) as saver:
+        saver.restore(blank(small_state(0)), step)
+        saver.restore(blank(small_state(0)), step, weights_only=False)
+    assert trusted == [False, True]
 
 
 def test_errors_of_the_users_own_objects_are_no_reason_to_go_back(checkpoint: Path) -> None:

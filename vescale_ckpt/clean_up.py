@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from . import layout, step_directories, step_metrics
 from .errors import CheckpointError
@@ -37,18 +38,21 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
     checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
     found: dict[int, _Look] = {}  # of those that would be kept
     uncounted = complete & damaged
+    by_rank = replace(retention, keep_period=None)  # those that stay for good are many, and in nobody's place
     while True:
         counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
-        surplus = set(retention.surplus(counted)) - {saved}
+        beaten = set(by_rank.surplus(counted)) - {saved}
+        surplus = {step for step in beaten if not retention.keeps_for_good(step)}
         if not surplus and not uncounted:
             return set()
-        kept = {checkpoint.step for checkpoint in counted} - surplus
+        kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
             found[step] = _Look(step_directories.path_of(root, step))
         unsound = {step for step in kept if not found[step].sound}
         if not unsound:
             break
         uncounted |= unsound
+    uncounted &= set(step_directories.complete_steps(root))  # but for what somebody else has removed meanwhile
     for step in sorted(found.keys() & uncounted):
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, found[step].reason)
     # What only did not answer may be whole.

@@ -203,6 +203,10 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
             why = "it holds an export that did not finish"
         elif advice := other_formats.advice_for_directory(directory):
             why = f"not a checkpoint; {advice}"
+        elif (last := _last_of_manager(directory)) is not None:
+            why = (
+                f"it holds the checkpoints of a CheckpointManager, of which {last} was saved last: give the path of one"
+            )
         raise CheckpointError(
             f"{directory} {what}: {why}",
             path=directory,
@@ -225,6 +229,17 @@ def _check_large_metadata(file: BinaryIO, size: int, path: str) -> None:
             f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
         )
     file.seek(0)
+
+
+def _last_of_manager(directory: str) -> str | None:
+    """The newest checkpoint in the directory of a manager, if it is one."""
+    from . import step_directories, step_order  # they know of checkpoints, which are here
+
+    try:
+        last = step_order.SavedOrder(directory).last
+    except OSError:
+        return None
+    return None if last is None else step_directories.path_of(directory, last)
 
 
 def check_relative(name: object, key: str) -> str:

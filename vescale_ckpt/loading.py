@@ -97,8 +97,7 @@ def load(
         weights_only: False builds whatever objects of the checkpoint ask for, which may run any code: for checkpoints
             that you trust as you trust code.
         planner: a planner of your own. The load goes in the steps of `dcp.load` then, with the planner's ideas of what
-            is missing; it goes with none of the options above but `verify` and
-            `weights_only`.
+            is missing; it goes with none of the options above but `verify` and `weights_only`.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
 

@@ -145,7 +145,7 @@ class CheckpointManager:
         if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
             given = ", ".join(map(repr, numbers or {})) or "none"
             wrong = ValueError(
-                f"step {step}: metrics={{{self.retention.best!r}: ...}}, which best= asks for is missing: {given} given"
+                f"step {step}: metrics={{{self.retention.best!r}: ...}} is missing, which best= asks for: {given} given"
             )
         exchange = self._exchange()
         text = json.dumps(numbers, sort_keys=True).encode()
@@ -240,7 +240,7 @@ class CheckpointManager:
             if running.is_coordinator:
                 clean_up(self.directory, self.retention, running.step, self._damaged)
 
-        handle.add_done_callback(lambda handle: running.end(committed if handle.exception() is None else None))
+        handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
         return handle
 
     def wait(self) -> None:
@@ -293,7 +293,9 @@ class CheckpointManager:
         """
         return self._newest_sound(quick=not full)
 
-    def restore(self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True) -> int:
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True, weights_only: bool = True
+    ) -> int:
         """Loads the checkpoint of a step into `state`, or the good one that was saved last; returns its step.
 
         Saves go on from there: later steps on disk are abandoned with the next save, which a warning then says.
@@ -303,7 +305,8 @@ class CheckpointManager:
         raises, `state` holds parts of checkpoints.
 
         With `prepare` the first save of `state` afterwards finds its plan made and the memory of its snapshot taken
-        (`vescale_ckpt.prepare`). False spares that memory where nothing will be saved.
+        (`vescale_ckpt.prepare`). False spares that memory where nothing will be saved. `weights_only`: as of
+        `vescale_ckpt.load`; False is for checkpoints that you trust as you trust code.
 
         Raises `CheckpointError` if there is no checkpoint, or the last one's error if none is good; and, of what is
         wrong with the state and not with the checkpoint, `IncompatibleStateError`, `MissingKeysError`,
@@ -311,22 +314,23 @@ class CheckpointManager:
         """
         if self._running is not None:
             self._running.wait_until_ended()
+        options = {} if weights_only else {"weights_only": False}
         if step is None:
-            step = self._load_newest(state)
+            step = self._load_newest(state, options)
         else:
             step = _checked_step(step)
-            self._load(step_directories.path_of(self.directory, step), state)
+            self._load(step_directories.path_of(self.directory, step), state, **options)
         self._go_on_from(step)
         if prepare:
             self._prepare_to_save(state)
         return step
 
-    def _load_newest(self, state: dict[str, Any]) -> int:
+    def _load_newest(self, state: dict[str, Any], options: Mapping[str, bool]) -> int:
         failure: CheckpointError | None = None
         tried: set[int] = set()
         while (found := self._newest_sound(quick=True, but=tried)) is not None:
             try:
-                self._load(step_directories.path_of(self.directory, found), state)
+                self._load(step_directories.path_of(self.directory, found), state, **options)
             except CheckpointError as error:  # of one kind on all ranks
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {found}
@@ -367,8 +371,8 @@ class CheckpointManager:
         except Exception as error:
             logger.warning("the next save has to plan: %s", error)
 
-    def _load(self, path: str, state: dict[str, Any]) -> None:
-        load(path, state, process_group=self.process_group, timeout=self.timeout)
+    def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
+        load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
 
     def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
         def find() -> int | None:

@@ -8,6 +8,7 @@ is named `step-N` is whole or not a checkpoint at all.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -130,11 +131,15 @@ def _erase_doomed(root: str) -> None:
         return
     try:
         _C.sync_directory(root)  # or a crash might bring the old name back, to what is half erased
-        for path in doomed:
+    except _C.EngineError as error:
+        logger.warning("cannot remove %s now: %s", ", ".join(doomed), error)
+        return
+    for path in doomed:
+        try:
             _erase(path)
-    except (OSError, _C.EngineError) as error:
-        if not isinstance(error, FileNotFoundError):  # two who erase the same
-            logger.warning("cannot remove %s now: %s", ", ".join(doomed), error)
+        except (OSError, _C.EngineError) as error:
+            if error.errno != errno.ENOENT:  # two who erase the same
+                logger.warning("cannot remove %s now: %s", path, error)
 
 
 def _erase(path: str) -> None:
