@@ -57,7 +57,9 @@ def _saves(path: str, how: str, differs: list[bool]) -> list[tuple[dict[str, lis
             if how == "dcp.save":
                 dcp.save(state, storage_writer=StorageWriter(target), planner=planner)
             else:
-                vescale_ckpt.save(target, state, format="safetensors" if how == "safetensors" else "dcp")
+                vescale_ckpt.save(
+                    target, state, planner=planner, format="safetensors" if how == "safetensors" else "dcp"
+                )
             loaded = vescale_ckpt.load(target)
             results.append(({key: sorted(set(loaded[key].flatten().tolist())) for key in loaded}, " ".join(log.texts)))
             log.texts.clear()

@@ -214,7 +214,7 @@ class CollectiveLoad:
         return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
-        return f"loading {self._reader.path}: {step}"
+        return f"loading {self._reader.given_path}: {step}"
 
 
 class _Filling:

@@ -58,4 +58,4 @@ def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
 
 
 def _phase(reader: StorageReader, step: str) -> str:
-    return f"loading {reader.path}: {step}"
+    return f"loading {reader.given_path}: {step}"

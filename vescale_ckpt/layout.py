@@ -137,7 +137,7 @@ def make_directory(directory: str) -> None:
     `CheckpointError` if that cannot be done."""
     if os.path.isdir(directory):
         return
-    directory = os.path.abspath(directory)
+    directory = local_path(directory)
     made = [directory]
     while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
         made.append(above)
@@ -153,7 +153,7 @@ def make_directory(directory: str) -> None:
 
 def make_name_durable(directory: str) -> None:
     """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory."""
-    directory = os.path.abspath(directory)
+    directory = local_path(directory)
     status = os.stat(directory)
     if (directory, status.st_dev, status.st_ino) not in _durable_names:
         _sync_name(directory)
@@ -409,13 +409,13 @@ def lock(path: str) -> FileLock | None:
     if os.fstat(descriptor).st_nlink == 0:
         os.close(descriptor)
         raise TakenForLeftoverError(f"{path} was taken for a leftover by another save in this directory", path=path)
-    return FileLock(os.path.dirname(os.path.abspath(path)), descriptor)
+    return FileLock(os.path.dirname(local_path(path)), descriptor)
 
 
 def drop_dead_locks(directory: str) -> None:
     """Lets go of what this process locked for saves into the directory that failed: the writer of such a save, and
     with it the lock, lives on in the traceback of its error. Every rank does so: another one cleans up."""
-    if any(held.directory == os.path.abspath(directory) for held in list(_held)):
+    if any(held.directory == local_path(directory) for held in list(_held)):
         gc.collect()
 
 

@@ -78,6 +78,8 @@ class StorageReader(DcpStorageReader):
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count={thread_count}: at least 1 is wanted")
         self.path = layout.local_path(path)
+        #: The path as given, which is equal on all ranks where a relative one names different disks.
+        self.given_path = os.fspath(path)
         self.thread_count = thread_count
         self.verify = verify
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
@@ -108,6 +110,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = layout.local_path(checkpoint_id)
+            self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self._metadata = None
         self._metadata_error = None
@@ -239,7 +242,7 @@ class StorageReader(DcpStorageReader):
         sharing = None
         if isinstance(plan.storage_data, _ReadTogether):
             exchange = Exchange.of(self.process_group, purpose="load")
-            phase = f"loading {self.path}: read for each other"
+            phase = f"loading {self.given_path}: read for each other"
             sharing = SharedReading(exchange, plan.storage_data.way, phase)
         self.read(plan, planner, sharing)
         future: Future[None] = Future()

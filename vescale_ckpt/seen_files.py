@@ -38,8 +38,10 @@ class SeenFiles:
         if not all(layout.is_data_file(os.path.basename(path)) for path in paths):
             paths.append(self._metadata)
         for path in paths:
-            seen = self._seen.get(path)
-            if seen is not None and seen != _identity(path):
+            seen, now = self._seen.get(path), _identity(path)
+            if now is None and layout.is_data_file(os.path.basename(path)):
+                continue  # removed after a later save: what was read of it cannot have been written over
+            if seen is not None and seen != now:
                 raise CheckpointError(
                     f"{path} was changed while it was read: something else writes to this checkpoint. Load it again "
                     "when that is done",
