@@ -25,6 +25,7 @@ from .message import pack, unpack
 from .pause import garbage_collector_paused
 from .process_groups import resolved
 from .safetensors_checkpoint import Contents
+from .seen_files import SeenFiles
 from .settings import Broadcast, DirectIO
 from .shared_reading import SharedReading
 from .stats import LoadStats
@@ -77,6 +78,8 @@ class StorageReader(DcpStorageReader):
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count={thread_count}: at least 1 is wanted")
         self.path = layout.local_path(path)
+        #: The path as given, which is equal on all ranks where a relative one names different disks.
+        self.given_path = os.fspath(path)
         self.thread_count = thread_count
         self.verify = verify
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
@@ -88,6 +91,7 @@ class StorageReader(DcpStorageReader):
         self._metadata: Metadata | None = None
         self._metadata_error: CheckpointError | None = None
         self.safetensors: Contents | None = None  #: what is read, if it is of this kind
+        self.seen = SeenFiles()  #: what the files of this load are
         self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,6 +110,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = layout.local_path(checkpoint_id)
+            self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self._metadata = None
         self._metadata_error = None
@@ -142,6 +147,7 @@ class StorageReader(DcpStorageReader):
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         self.safetensors = None
+        self._begin(rank)
         if rank is None and safetensors_checkpoint.is_one(self.path):
             return self._on_safetensors(Contents.read(self.path, self.verify))
         self._lock_checkpoint(rank)
@@ -152,6 +158,7 @@ class StorageReader(DcpStorageReader):
 
     def mark(self) -> str:
         """Tells this checkpoint's metadata from that of another, cheaply; empty if there is none. Raises OSError."""
+        self._begin(None)
         if safetensors_checkpoint.is_one(self.path):
             return safetensors_checkpoint.mark(self.path)
         return layout.metadata_mark(self.path)
@@ -177,7 +184,12 @@ class StorageReader(DcpStorageReader):
         if not index:
             path = os.path.join(self.path, layout.METADATA_NAME)
             return _with_load_id(metadata_file.loads(whole, path), self._load_id)
-        return self._on_index(_C.Index.from_bytes(index), None)
+        path = os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)
+        with engine.named_errors(str, path):  # it was sound when it was sent
+            return self._on_index(_C.Index.from_bytes(index, f"{path}, as the coordinator sent it,"), None)
+
+    def _begin(self, rank: int | None) -> None:
+        self.seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         self._unlock()
@@ -230,7 +242,7 @@ class StorageReader(DcpStorageReader):
         sharing = None
         if isinstance(plan.storage_data, _ReadTogether):
             exchange = Exchange.of(self.process_group, purpose="load")
-            phase = f"loading {self.path}: read for each other"
+            phase = f"loading {self.given_path}: read for each other"
             sharing = SharedReading(exchange, plan.storage_data.broadcast, phase)
         self.read(plan, planner, sharing)
         future: Future[None] = Future()

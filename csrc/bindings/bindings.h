@@ -11,7 +11,12 @@
 #include <string>
 #include <string_view>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
+struct ReadReport;
+struct TransferStats;
+}  // namespace vescale_ckpt::io
+
+namespace vescale_ckpt::bindings {
 
 namespace py = pybind11;
 
@@ -27,12 +32,10 @@ void bind_safetensors(py::module_& module);  // io, format: safetensors files
 void bind_stage(py::module_& module);        // stage: snapshots in memory
 void bind_tensors(py::module_& module);      // where torch's tensors are
 
-struct ReadReport;
-struct TransferStats;
-py::dict stats_dict(const TransferStats& stats);
-py::dict read_dict(const ReadReport& report);
+py::dict stats_dict(const io::TransferStats& stats);
+py::dict read_dict(const io::ReadReport& report);
 // (row, offset in its file, what is wrong) of each damaged row; rows that are no plain tensors; unverified bytes.
-py::tuple check_tuple(const ReadReport& report);
+py::tuple check_tuple(const io::ReadReport& report);
 
 // A table of 64-bit integers: array.array("q"), or bytes. Valid while the Python object lives.
 class Table {
@@ -65,4 +68,4 @@ inline py::str text(const std::string& bytes) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

@@ -14,13 +14,13 @@
 #include "io/reader.h"
 #include "io/table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 // Rows: file, offset, length, address.
-std::vector<ReadItem> parse_byte_table(std::span<const int64_t> table) {
-  std::vector<ReadItem> items;
-  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+std::vector<io::ReadItem> parse_byte_table(std::span<const int64_t> table) {
+  std::vector<io::ReadItem> items;
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size(), length = cursor.size();
     const int64_t start = 0, stride = 1;
@@ -30,19 +30,19 @@ std::vector<ReadItem> parse_byte_table(std::span<const int64_t> table) {
                      .record_length = length,
                      .dtype = 0,
                      .chunk_sizes = {},
-                     .box = Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
+                     .box = io::Box(1, {&size, 1}, {&start, 1}, {&size, 1}, {&stride, 1}),
                      .memory = cursor.address(),
                      .bare = true});
   }
   return items;
 }
 
-py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const EngineOptions& options) {
+py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<ReadReport> report;
+  std::unique_ptr<io::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = read_tensors(paths, parse_byte_table(table.values()), false, options);
+    report = io::read_tensors(paths, parse_byte_table(table.values()), false, options);
   }
   return stats_dict(report->stats);
 }
@@ -53,12 +53,12 @@ py::bytes crc32_of_cells(const py::buffer& buffer) {
   std::vector<int64_t> found;
   {
     const py::gil_scoped_release release;
-    for (TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
+    for (io::TableCursor cursor(table.values()); !cursor.at_end(); cursor.next_row()) {
       const std::byte* data = cursor.address();
       const uint64_t length = cursor.size(), offset = cursor.size();
       for (uint64_t at = 0; at < length;) {
-        const uint64_t bytes = std::min(length - at, kChecksumBlock - (offset + at) % kChecksumBlock);
-        found.push_back(crc32(0, data + at, bytes));
+        const uint64_t bytes = std::min(length - at, format::kChecksumBlock - (offset + at) % format::kChecksumBlock);
+        found.push_back(io::crc32(0, data + at, bytes));
         found.push_back(static_cast<int64_t>(bytes));
         at += bytes;
       }
@@ -70,27 +70,28 @@ py::bytes crc32_of_cells(const py::buffer& buffer) {
 }  // namespace
 
 void bind_bytes(py::module_& module) {
-  py::class_<ArchiveWriter>(module, "ArchiveWriter")
+  py::class_<format::ArchiveWriter>(module, "ArchiveWriter")
       .def(py::init<std::string>(), py::arg("root"))
-      .def("add", [](ArchiveWriter& archive, const std::string& name,
+      .def("add", [](format::ArchiveWriter& archive, const std::string& name,
                      const py::bytes& body) { archive.add(name, std::string_view(body)); })
-      .def("begin", [](ArchiveWriter& archive, const std::string& name, uint64_t size) { archive.begin(name, size); })
-      .def("end", &ArchiveWriter::end, py::arg("crc"))
-      .def("finish", &ArchiveWriter::finish)
-      .def_property_readonly("position", &ArchiveWriter::position)
+      .def("begin",
+           [](format::ArchiveWriter& archive, const std::string& name, uint64_t size) { archive.begin(name, size); })
+      .def("end", &format::ArchiveWriter::end, py::arg("crc"))
+      .def("finish", &format::ArchiveWriter::finish)
+      .def_property_readonly("position", &format::ArchiveWriter::position)
       .def(
-          "take", [](ArchiveWriter& archive) { return py::bytes(archive.take()); },
+          "take", [](format::ArchiveWriter& archive) { return py::bytes(archive.take()); },
           "what was added since the last call");
 
-  module.attr("CHECKSUM_BLOCK") = py::int_(kChecksumBlock);
+  module.attr("CHECKSUM_BLOCK") = py::int_(format::kChecksumBlock);
   module.def("crc32_of_cells", &crc32_of_cells, py::arg("table"));
   module.def(
       "crc32_of_memory",
-      [](uintptr_t address, uint64_t bytes) { return crc32(0, reinterpret_cast<void*>(address), bytes); },
+      [](uintptr_t address, uint64_t bytes) { return io::crc32(0, reinterpret_cast<void*>(address), bytes); },
       py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
-  module.def("crc32_combine", &crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
+  module.def("crc32_combine", &io::crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
   module.def("read_bytes", &read_bytes, py::arg("paths"), py::arg("table"), py::arg("options"),
              "ranges of files, as they are");
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace vescale_ckpt::dlpack {
+namespace vescale_ckpt::bindings::dlpack {
 
 constexpr uint32_t kMajorVersion = 1;
 constexpr const char* kApiAttribute = "__dlpack_c_exchange_api__";
@@ -57,4 +57,4 @@ struct ExchangeApi {
 };
 static_assert(sizeof(ExchangeApi) == 56);
 
-}  // namespace vescale_ckpt::dlpack
+}  // namespace vescale_ckpt::bindings::dlpack

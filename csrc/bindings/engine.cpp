@@ -1,47 +1,75 @@
 // The engine: files, records, commits.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "error.h"
+#include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/archive_file.h"
+#include "io/channel.h"
 #include "io/commit.h"
 #include "io/crc32.h"
 #include "io/reader.h"
 #include "io/table.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
-EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
-                           uint64_t arena_bytes, const std::string& access, uint64_t bytes_per_second, int niceness) {
-  EngineOptions options{backend_named(backend), threads, depth, slot_bytes, arena_bytes};
+io::EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
+                               uint64_t arena_bytes, const std::string& access, uint64_t bytes_per_second,
+                               int niceness) {
+  io::EngineOptions options{io::backend_named(backend), threads, depth, slot_bytes, arena_bytes};
   options.read_cached = access != "direct only";
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;
-  if (access == "uncached") options.widest = Access::uncached;
-  if (access == "buffered") options.widest = Access::buffered;
+  if (access == "uncached") options.widest = io::Access::uncached;
+  if (access == "buffered") options.widest = io::Access::buffered;
   return options;
+}
+
+std::atomic<int> status_at_exit = 0;
+std::atomic<pid_t> process_that_ends = 0;
+
+// What the process ends with where it would end with 0; 0 takes it back. Whom it forks is not meant.
+void set_exit_status(int status) {
+  process_that_ends = getpid();
+  if (status_at_exit.exchange(status) != 0) return;
+#ifdef __GLIBC__
+  // `exit` within a handler is allowed in glibc: it goes on with the other handlers, and ends with the new status.
+  on_exit(
+      [](int status, void*) {
+        if (status == 0 && status_at_exit != 0 && process_that_ends == getpid()) std::exit(status_at_exit);
+      },
+      nullptr);
+#endif
 }
 
 }  // namespace
 
-py::dict stats_dict(const TransferStats& stats) {
+py::dict stats_dict(const io::TransferStats& stats) {
   py::dict result;
   result["in_place_bytes"] = stats.in_place.load();
   result["slot_bytes"] = stats.slots.load();
-  for (const Access access : {Access::direct, Access::uncached, Access::buffered}) {
-    result[(std::string(access_name(access)) + "_bytes").c_str()] = stats.by_access[static_cast<size_t>(access)].load();
+  for (const io::Access access : {io::Access::direct, io::Access::uncached, io::Access::buffered}) {
+    result[(std::string(io::access_name(access)) + "_bytes").c_str()] =
+        stats.by_access[static_cast<size_t>(access)].load();
   }
   return result;
 }
 
-py::dict read_dict(const ReadReport& report) {
+py::dict read_dict(const io::ReadReport& report) {
   py::dict result = stats_dict(report.stats);
   result["unread"] = report.unread;
   result["needed_bytes"] = report.needed_bytes;
@@ -49,9 +77,9 @@ py::dict read_dict(const ReadReport& report) {
   return result;
 }
 
-py::tuple check_tuple(const ReadReport& report) {
+py::tuple check_tuple(const io::ReadReport& report) {
   py::list damaged;
-  for (const DamagedItem& found : report.damaged) {
+  for (const io::DamagedItem& found : report.damaged) {
     damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
   }
   return py::make_tuple(damaged, report.unread, report.unverified_bytes);
@@ -60,10 +88,10 @@ py::tuple check_tuple(const ReadReport& report) {
 namespace {
 
 // Rows: offset, length, CRC-32 (-1: none).
-py::bytes places(const FileWriter& writer, const std::vector<PlacedRecord>& placed) {
+py::bytes places(const io::FileWriter& writer, const std::vector<io::PlacedRecord>& placed) {
   std::vector<int64_t> table;
   table.reserve(3 * placed.size());
-  for (const PlacedRecord& record : placed) {
+  for (const io::PlacedRecord& record : placed) {
     table.push_back(static_cast<int64_t>(record.offset));
     table.push_back(static_cast<int64_t>(record.length));
     table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
@@ -71,32 +99,32 @@ py::bytes places(const FileWriter& writer, const std::vector<PlacedRecord>& plac
   return py::bytes(reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t));
 }
 
-py::bytes write_tensors(FileWriter& writer, const py::buffer& buffer) {
+py::bytes write_tensors(io::FileWriter& writer, const py::buffer& buffer) {
   const Table table(buffer);
-  std::vector<PlacedRecord> placed;
+  std::vector<io::PlacedRecord> placed;
   {
     const py::gil_scoped_release release;
-    placed = writer.write(parse_write_table(table.values()));
+    placed = writer.write(io::parse_write_table(table.values()));
   }
   return places(writer, placed);
 }
 
 py::bytes body_bytes(const py::buffer& buffer) {
   std::vector<int64_t> sizes;
-  for (const RecordSource& source : parse_write_table(Table(buffer).values())) {
+  for (const io::RecordSource& source : io::parse_write_table(Table(buffer).values())) {
     sizes.push_back(static_cast<int64_t>(source.bytes));
   }
   return py::bytes(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
 }
 
-py::bytes write_objects(FileWriter& writer, const std::vector<py::bytes>& objects) {
-  std::vector<RecordSource> sources(objects.size());
+py::bytes write_objects(io::FileWriter& writer, const std::vector<py::bytes>& objects) {
+  std::vector<io::RecordSource> sources(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
     const auto bytes = view(objects[i]);
     sources[i].data = bytes.data();
     sources[i].bytes = bytes.size();
   }
-  std::vector<PlacedRecord> placed;
+  std::vector<io::PlacedRecord> placed;
   {
     const py::gil_scoped_release release;
     placed = writer.write(sources);
@@ -105,60 +133,86 @@ py::bytes write_objects(FileWriter& writer, const std::vector<py::bytes>& object
 }
 
 py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
-                    const EngineOptions& options) {
+                    const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<ReadReport> report;
+  std::unique_ptr<io::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = read_tensors(paths, parse_read_table(table.values()), verify, options);
+    report = io::read_tensors(paths, io::parse_read_table(table.values()), verify, options);
   }
   return read_dict(*report);
 }
 
-py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer, const EngineOptions& options) {
+py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer,
+                      const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<ReadReport> report;
+  std::unique_ptr<io::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = check_tensors(paths, parse_check_table(table.values()), options);
+    report = io::check_tensors(paths, io::parse_check_table(table.values()), options);
   }
   return check_tuple(*report);
 }
 
 py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t length, int64_t crc) {
-  ArchiveCheck found;
+  io::ArchiveCheck found;
   {
     const py::gil_scoped_release release;
-    found = check_archive_in(*File::open(path, Access::buffered), offset, length, crc);
+    found = io::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc);
   }
-  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes);
+  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes, text(found.harmless));
+}
+
+// Record offset and CRC-32 of the body by row, or None if the file ends in no sound table; where that begins.
+py::tuple checksum_table(const std::string& path) {
+  std::optional<format::ChecksumTable> table;
+  uint64_t offset = 0;
+  {
+    const py::gil_scoped_release release;
+    const auto file = io::File::open(path, io::Access::buffered);
+    std::vector<std::byte> bytes(format::ChecksumTable::kFooterBytes);
+    if (file->size() >= bytes.size()) {
+      offset = file->size() - bytes.size();
+      io::read_exactly(*file, offset, bytes);
+      if (const auto footer = format::ChecksumTable::parse_footer(bytes, file->size())) {
+        offset = footer->table_offset;
+        bytes.resize(footer->table_bytes);
+        io::read_exactly(*file, offset, bytes);
+        table = format::ChecksumTable::parse(bytes, *footer);
+      }
+    }
+  }
+  if (!table) return py::make_tuple(py::none(), offset);
+  py::list rows;
+  for (const format::ChecksumTable::Row& row : table->rows()) rows.append(py::make_tuple(row.record_offset, row.crc));
+  return py::make_tuple(std::move(rows), offset);
 }
 
 std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
-                                    const EngineOptions& options) {
+                                    const io::EngineOptions& options) {
   const Table table(buffer);
-  const std::vector<ByteRange> ranges = parse_range_table(table.values());
+  const std::vector<io::ByteRange> ranges = io::parse_range_table(table.values());
   std::vector<py::bytes> objects;
   std::vector<std::byte*> targets;
-  for (const ByteRange& range : ranges) {
+  for (const io::ByteRange& range : ranges) {
     auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(range.length));
     if (raw == nullptr) throw py::error_already_set();
     objects.push_back(py::reinterpret_steal<py::bytes>(raw));
     targets.push_back(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw)));
   }
   const py::gil_scoped_release release;
-  read_ranges(paths, ranges, targets, options);
+  io::read_ranges(paths, ranges, targets, options);
   return objects;
 }
 
 std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
   std::vector<std::tuple<std::string, std::string, uint32_t>> table;
-  for (const DType& dtype : dtypes()) table.emplace_back(dtype.name, dtype.storage, dtype.item_bytes);
+  for (const format::DType& dtype : format::dtypes()) table.emplace_back(dtype.name, dtype.storage, dtype.item_bytes);
   return table;
 }
 
-Call named_call(const std::string& name) {
-  const auto call = system::call_named(name);
+io::Call named_call(const std::string& name) {
+  const auto call = io::system::call_named(name);
   if (!call) throw py::value_error("unknown system call \"" + name + "\"");
   return *call;
 }
@@ -166,23 +220,24 @@ Call named_call(const std::string& name) {
 }  // namespace
 
 void bind_engine(py::module_& module) {
-  py::class_<EngineOptions>(module, "Options")
+  py::class_<io::EngineOptions>(module, "Options")
       .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
            py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"), py::arg("bytes_per_second") = 0,
            py::arg("niceness") = 0);
 
-  py::class_<FileWriter>(module, "FileWriter")
-      .def(
-          py::init([](const std::string& path, const py::buffer& bodies, const EngineOptions& options, bool checksums) {
-            const Table table(bodies);
-            const py::gil_scoped_release release;
-            return std::make_unique<FileWriter>(path, FileWriter::space_for(table.values()), options, checksums);
-          }),
-          py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
+  py::class_<io::FileWriter>(module, "FileWriter")
+      .def(py::init(
+               [](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options, bool checksums) {
+                 const Table table(bodies);
+                 const py::gil_scoped_release release;
+                 return std::make_unique<io::FileWriter>(path, io::FileWriter::space_for(table.values()), options,
+                                                         checksums);
+               }),
+           py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
       .def_static(
           "exactly",
-          [](const std::string& path, uint64_t bytes, const EngineOptions& options, bool checksums) {
-            return std::make_unique<FileWriter>(path, bytes, options, checksums);
+          [](const std::string& path, uint64_t bytes, const io::EngineOptions& options, bool checksums) {
+            return std::make_unique<io::FileWriter>(path, bytes, options, checksums);
           },
           py::arg("path"), py::arg("bytes"), py::arg("options"), py::arg("checksums") = true,
           py::call_guard<py::gil_scoped_release>(), "for a file whose length is known")
@@ -190,8 +245,8 @@ void bind_engine(py::module_& module) {
       .def("write_objects", &write_objects)
       .def(
           "write_bytes",
-          [](FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
-            RecordSource source;
+          [](io::FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
+            io::RecordSource source;
             source.data = reinterpret_cast<const std::byte*>(address);
             source.bytes = bytes;
             writer.write_tiled({&source, 1}, offset);
@@ -200,45 +255,49 @@ void bind_engine(py::module_& module) {
           "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
       .def(
           "finish_bytes",
-          [](FileWriter& writer, const py::bytes& head, bool sync) {
+          [](io::FileWriter& writer, const py::bytes& head, bool sync) {
             const std::span<const std::byte> bytes = view(head);
             const py::gil_scoped_release release;
             return writer.finish_tiled(bytes, sync);
           },
           py::arg("head"), py::arg("sync"), "`head`: what the file begins with, over what was written there")
-      .def("finish", &FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
-      .def("progress", &FileWriter::progress, "bytes given to the file so far; from any thread")
-      .def("cancel", &FileWriter::cancel, "from any thread")
-      .def("stats", [](const FileWriter& writer) { return stats_dict(writer.stats()); });
+      .def("finish", &io::FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
+      .def("progress", &io::FileWriter::progress, "bytes given to the file so far; from any thread")
+      .def("cancel", &io::FileWriter::cancel, "from any thread")
+      .def("stats", [](const io::FileWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
   module.def(
-      "expected_bytes", [](const py::buffer& bodies) { return FileWriter::space_for(Table(bodies).values()); },
+      "expected_bytes", [](const py::buffer& bodies) { return io::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");
   module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"));
   module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
   module.def("check_archive_at", &check_archive_at, py::arg("path"), py::arg("offset"), py::arg("length"),
-             py::arg("crc"), "what is wrong with an archive in a file, empty if nothing; where; unverified bytes");
+             py::arg("crc"),
+             "what is wrong with an archive in a file, empty if nothing; where; unverified bytes; harmless damage");
+  module.def("checksum_table", &checksum_table, py::arg("path"),
+             "(record offset, checksum) of the table that a data file ends in, None without a sound one; its offset");
   module.def("dtypes", &dtype_table, "(name, storage class or empty, bytes of an element) by dtype code");
 
   module.def("object_record",
-             [](const py::bytes& pickle) { return py::bytes(object_record(std::string_view(pickle))); });
-  module.def("check_archive",
-             [](const py::bytes& archive, bool checksums) { return text(check_archive(view(archive), checksums)); });
+             [](const py::bytes& pickle) { return py::bytes(format::object_record(std::string_view(pickle))); });
+  module.def("check_archive", [](const py::bytes& archive, bool checksums) {
+    return text(format::check_archive(view(archive), checksums));
+  });
   module.def(
       "check_pickle",
       [](const py::bytes& pickle, bool storages) {
         size_t end = 0;
-        std::string wrong = check_pickle(view(pickle), storages, &end);
+        std::string wrong = format::check_pickle(view(pickle), storages, &end);
         return std::pair(std::move(wrong), end);
       },
       py::arg("pickle"), py::arg("storages") = false,
       "what is wrong with a pickle, empty if nothing, and where it ends");
-  module.def("archive_has_checksums", [](const py::bytes& archive) { return has_checksums(view(archive)); });
+  module.def("archive_has_checksums", [](const py::bytes& archive) { return format::has_checksums(view(archive)); });
   module.def("archive_pickle", [](const py::bytes& archive) -> py::object {
-    const auto body = find_pickle(view(archive));
+    const auto body = format::find_pickle(view(archive));
     if (!body) return py::none();
     return py::bytes(reinterpret_cast<const char*>(body->data()), body->size());
   });
@@ -246,40 +305,59 @@ void bind_engine(py::module_& module) {
   module.def("commit_file", [](const std::string& directory, const std::string& name, const py::bytes& bytes) {
     const auto content = view(bytes);
     const py::gil_scoped_release release;
-    commit_file(directory, name, content);
+    io::commit_file(directory, name, content);
   });
-  module.def("move_into_place", &move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
+  module.def("set_exit_status", &set_exit_status);
+  module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
-  module.def("sync_directory", &sync_directory, py::call_guard<py::gil_scoped_release>());
+  module.def("write_durably", [](const std::string& path, const py::bytes& bytes) {
+    const auto content = view(bytes);
+    const py::gil_scoped_release release;
+    io::write_durably(path, content);
+  });
+  module.def("rename_file", &io::rename_file, py::call_guard<py::gil_scoped_release>());
+  module.def("link_file", &io::link_file, py::call_guard<py::gil_scoped_release>());
+  module.def("remove_file", &io::remove_file, py::call_guard<py::gil_scoped_release>());
+  module.def("exchange_names", &io::exchange_names, py::call_guard<py::gil_scoped_release>());
+  module.def("sync_directory", &io::sync_directory, py::call_guard<py::gil_scoped_release>());
   module.def("free_bytes", [](const std::string& path) {
-    Space space{};
-    if (const int result = system::space(path.c_str(), space); result < 0) {
+    io::Space space{};
+    if (const int result = io::system::space(path.c_str(), space); result < 0) {
       throw Error::system("ask for the free space of", path, 0, -result);
     }
     return space.free_bytes;
   });
 
-  module.def("crc32", [](const py::bytes& bytes) { return crc32(0, view(bytes).data(), view(bytes).size()); });
+  module.def(
+      "crc32",
+      [](const py::bytes& bytes, size_t most) {
+        const auto all = view(bytes);
+        const auto first = all.first(std::min(most, all.size()));
+        const py::gil_scoped_release release;
+        return io::crc32(0, first.data(), first.size());
+      },
+      py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
   module.def("capabilities", [] {
     py::dict result;
     std::string reason;
-    result["crc32"] = crc32_implementation();
-    result["io_uring"] = uring_available(&reason);
+    result["crc32"] = io::crc32_implementation();
+    result["io_uring"] = io::uring_available(&reason);
     result["io_uring_reason"] = reason;
     return result;
   });
-  module.def("trim_arena",
-             [](const EngineOptions& options) { shared_arena(options.slot_bytes, options.arena_bytes).trim(); });
+  module.def("trim_arena", [](const io::EngineOptions& options) {
+    io::shared_arena(options.slot_bytes, options.arena_bytes).trim();
+  });
 
   // For tests: let system calls fail.
   module.def(
       "inject_fault",
       [](const std::string& call, int error, uint64_t skip, uint64_t times) {
-        system::inject_fault(named_call(call), error, skip, times);
+        io::system::inject_fault(named_call(call), error, skip, times);
       },
       py::arg("call"), py::arg("error"), py::arg("skip") = 0, py::arg("times") = 1);
-  module.def("clear_faults", &system::clear_faults);
-  module.def("calls_seen", [](const std::string& call) { return system::calls_seen(named_call(call)); });
+  module.def("clear_faults", &io::system::clear_faults);
+  module.def("calls_seen", [](const std::string& call) { return io::system::calls_seen(named_call(call)); });
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

@@ -14,7 +14,7 @@
 #include "plan/export_layout.h"
 #include "plan/shared_memory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
@@ -23,15 +23,15 @@ py::bytes packed(std::span<const int64_t> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
 }
 
-std::unique_ptr<ExportLayout> make_layout(const Catalog& catalog, uint64_t most_file_bytes, const Texts& metadata,
-                                          const Texts& aliases) {
+std::unique_ptr<plan::ExportLayout> make_layout(const plan::Catalog& catalog, uint64_t most_file_bytes,
+                                                const Texts& metadata, const Texts& aliases) {
   const py::gil_scoped_release release;
-  std::vector<ExportLayout::Alias> names;
+  std::vector<plan::ExportLayout::Alias> names;
   for (const auto& [name, stored] : aliases) names.push_back({name, stored});
-  return std::make_unique<ExportLayout>(catalog, most_file_bytes, metadata, names);
+  return std::make_unique<plan::ExportLayout>(catalog, most_file_bytes, metadata, names);
 }
 
-std::vector<py::bytes> heads(const ExportLayout& layout, const std::vector<py::bytes>& blocks) {
+std::vector<py::bytes> heads(const plan::ExportLayout& layout, const std::vector<py::bytes>& blocks) {
   std::vector<std::vector<uint32_t>> words;
   std::vector<std::span<const uint32_t>> views;
   for (const py::bytes& bytes : blocks) {
@@ -52,37 +52,37 @@ std::vector<py::bytes> heads(const ExportLayout& layout, const std::vector<py::b
 }  // namespace
 
 void bind_export(py::module_& module) {
-  py::class_<ExportLayout>(module, "ExportLayout")
+  py::class_<plan::ExportLayout>(module, "ExportLayout")
       .def(py::init(&make_layout), py::arg("catalog"), py::arg("most_file_bytes"), py::arg("metadata"),
            py::arg("aliases"))
       .def_property_readonly("file_bytes",
-                             [](const ExportLayout& layout) {
+                             [](const plan::ExportLayout& layout) {
                                std::vector<uint64_t> bytes;
                                for (size_t file = 0; file < layout.files(); ++file) {
                                  bytes.push_back(layout.file_bytes(file));
                                }
                                return bytes;
                              })
-      .def("places", [](const ExportLayout& layout, uint32_t rank) { return packed(layout.places(rank)); })
+      .def("places", [](const plan::ExportLayout& layout, uint32_t rank) { return packed(layout.places(rank)); })
       .def("heads", &heads)
-      .def("index", [](const ExportLayout& layout, const std::vector<std::string>& names) {
+      .def("index", [](const plan::ExportLayout& layout, const std::vector<std::string>& names) {
         return py::bytes(layout.index(names));
       });
 
-  py::class_<SharedWriter>(module, "SharedWriter")
-      .def(py::init([](std::vector<std::string> paths, const py::buffer& targets, const EngineOptions& options) {
+  py::class_<io::SharedWriter>(module, "SharedWriter")
+      .def(py::init([](std::vector<std::string> paths, const py::buffer& targets, const io::EngineOptions& options) {
              const Table table(targets);
-             return std::make_unique<SharedWriter>(std::move(paths), table.values(), options);
+             return std::make_unique<io::SharedWriter>(std::move(paths), table.values(), options);
            }),
            py::arg("paths"), py::arg("targets"), py::arg("options"))
       .def("write",
-           [](SharedWriter& writer, const py::buffer& table, const py::buffer& rows) {
+           [](io::SharedWriter& writer, const py::buffer& table, const py::buffer& rows) {
              const Table words(table), numbers(rows);
              const py::gil_scoped_release release;
              writer.write(words.values(), numbers.values());
            })
       .def("finish",
-           [](SharedWriter& writer, bool sync) {
+           [](io::SharedWriter& writer, bool sync) {
              std::span<const uint32_t> blocks;
              {
                const py::gil_scoped_release release;
@@ -90,34 +90,36 @@ void bind_export(py::module_& module) {
              }
              return py::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size_bytes());
            })
-      .def("progress", &SharedWriter::progress, "bytes given to the files so far; from any thread")
-      .def("cancel", &SharedWriter::cancel, "from any thread")
-      .def("stats", [](const SharedWriter& writer) { return stats_dict(writer.stats()); });
+      .def("progress", &io::SharedWriter::progress, "bytes given to the files so far; from any thread")
+      .def("cancel", &io::SharedWriter::cancel, "from any thread")
+      .def("stats", [](const io::SharedWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def(
       "export_targets",
       [](const py::bytes& inventory, const py::buffer& part, const py::buffer& places) {
-        return packed(make_export_targets(Inventory(view(inventory)), Table(part).values(), Table(places).values()));
+        return packed(
+            plan::make_export_targets(plan::Inventory(view(inventory)), Table(part).values(), Table(places).values()));
       },
       py::arg("inventory"), py::arg("part"), py::arg("places"));
   module.def(
       "items_that_share_memory",
       [](const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready) {
-        const Inventory items(view(inventory));
+        const plan::Inventory items(view(inventory));
         const Table source_table(sources), tensor_table(tensors);
-        return items_that_share_memory(StateTables(items, source_table.values(), tensor_table.values(), view(ready)));
+        return plan::items_that_share_memory(
+            plan::StateTables(items, source_table.values(), tensor_table.values(), view(ready)));
       },
       py::arg("inventory"), py::arg("sources"), py::arg("tensors"), py::arg("ready"));
-  module.def("reserve_file", &reserve_file, py::arg("path"), py::arg("bytes"),
+  module.def("reserve_file", &io::reserve_file, py::arg("path"), py::arg("bytes"),
              py::call_guard<py::gil_scoped_release>());
   module.def(
       "write_head",
       [](const std::string& path, const py::bytes& head, bool sync) {
         const auto bytes = view(head);
         const py::gil_scoped_release release;
-        write_head(path, bytes, sync);
+        io::write_head(path, bytes, sync);
       },
       py::arg("path"), py::arg("head"), py::arg("sync"));
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

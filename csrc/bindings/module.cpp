@@ -5,7 +5,7 @@
 #include "bindings/bindings.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 void set_error(const py::handle& type, const Error& error) {
@@ -20,10 +20,11 @@ void set_error(const py::handle& type, const Error& error) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings
 
 PYBIND11_MODULE(_C, module) {
   using namespace vescale_ckpt;
+  using namespace vescale_ckpt::bindings;
   module.doc() = "The engine of vescale_ckpt. Private: use the package.";
 
   static py::exception<Error> engine_error(module, "EngineError", PyExc_RuntimeError);

@@ -8,24 +8,24 @@
 #include "plan/catalog.h"
 #include "plan/global_plan.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
-Placement placement_named(const std::string& name) {
-  if (name == "balanced") return Placement::balanced;
-  if (name == "lowest_rank") return Placement::lowest_rank;
-  if (name == "local") return Placement::local;
+plan::Placement placement_named(const std::string& name) {
+  if (name == "balanced") return plan::Placement::balanced;
+  if (name == "lowest_rank") return plan::Placement::lowest_rank;
+  if (name == "local") return plan::Placement::local;
   throw py::value_error("unknown placement \"" + name + "\"");
 }
 
-std::unique_ptr<GlobalPlan> make_plan(const std::vector<py::bytes>& inventories, const std::string& placement,
-                                      uint64_t least_piece_bytes) {
-  const PlanOptions options{placement_named(placement), least_piece_bytes};
+std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::bytes>& inventories, const std::string& placement,
+                                            uint64_t least_piece_bytes, const std::vector<std::string>& whole) {
+  const plan::PlanOptions options{placement_named(placement), least_piece_bytes, whole};
   std::vector<std::span<const std::byte>> views;
   views.reserve(inventories.size());
   for (const py::bytes& inventory : inventories) views.push_back(view(inventory));
   const py::gil_scoped_release release;
-  return std::make_unique<GlobalPlan>(views, options);
+  return std::make_unique<plan::GlobalPlan>(views, options);
 }
 
 py::bytes bytes_of(std::span<const std::byte> bytes) {
@@ -38,13 +38,13 @@ py::tuple tuple_of(std::span<const int64_t> values) {
   return tuple;
 }
 
-py::list catalog_rows(const Catalog& catalog) {
+py::list catalog_rows(const plan::Catalog& catalog) {
   py::list rows;
-  for (const Catalog::Key& key : catalog.keys) {
+  for (const plan::Catalog::Key& key : catalog.keys) {
     const py::str name = text(std::string(catalog.name(key)));
     const py::tuple shape = tuple_of(catalog.shape(key));
     for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
-      const Catalog::Chunk& chunk = catalog.chunks[i];
+      const plan::Catalog::Chunk& chunk = catalog.chunks[i];
       rows.append(py::make_tuple(name, static_cast<int>(key.kind), shape, tuple_of(catalog.offset(key, chunk)),
                                  tuple_of(catalog.size(key, chunk)), chunk.writer, chunk.row));
     }
@@ -55,29 +55,30 @@ py::list catalog_rows(const Catalog& catalog) {
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<Catalog>(module, "Catalog")
-      .def_readonly("ranks", &Catalog::ranks)
-      .def_property_readonly("keys", [](const Catalog& catalog) { return catalog.keys.size(); })
-      .def_property_readonly("chunks", [](const Catalog& catalog) { return catalog.chunks.size(); })
+  py::class_<plan::Catalog>(module, "Catalog")
+      .def_readonly("ranks", &plan::Catalog::ranks)
+      .def_property_readonly("keys", [](const plan::Catalog& catalog) { return catalog.keys.size(); })
+      .def_property_readonly("chunks", [](const plan::Catalog& catalog) { return catalog.chunks.size(); })
       .def("rows", &catalog_rows, "(name, kind, shape, offset, size, writer, row) of every chunk");
 
-  py::class_<GlobalPlan>(module, "GlobalPlan")
+  py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),
-           py::arg("least_piece_bytes") = PlanOptions().least_piece_bytes)
-      .def_property_readonly("ranks", &GlobalPlan::ranks)
-      .def_property_readonly("nodes", &GlobalPlan::node_count)
-      .def_property_readonly("items", &GlobalPlan::rows)
+           py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
+           py::arg("whole") = std::vector<std::string>())
+      .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
+      .def_property_readonly("nodes", &plan::GlobalPlan::node_count)
+      .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("part",
-           [](const GlobalPlan& plan, uint32_t rank) {
+           [](const plan::GlobalPlan& plan, uint32_t rank) {
              const std::vector<int64_t> part = plan.part(rank);
              return bytes_of(std::as_bytes(std::span(part)));
            })
       .def("bytes_by_rank",
-           [](const GlobalPlan& plan) {
+           [](const plan::GlobalPlan& plan) {
              const auto bytes = plan.bytes_by_rank();
              return std::vector<uint64_t>(bytes.begin(), bytes.end());
            })
-      .def("catalog", &GlobalPlan::catalog, py::arg("node") = 0, py::call_guard<py::gil_scoped_release>());
+      .def("catalog", &plan::GlobalPlan::catalog, py::arg("node") = 0, py::call_guard<py::gil_scoped_release>());
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

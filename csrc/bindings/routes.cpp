@@ -13,7 +13,7 @@
 #include "plan/routes.h"
 #include "plan/tables.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 py::bytes bytes_of(const std::vector<int64_t>& table) {
@@ -26,7 +26,7 @@ std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
 
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
-                            const RouteOptions& options) {
+                            const plan::RouteOptions& options) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
     throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
   }
@@ -36,10 +36,10 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   std::vector<std::vector<int64_t>> packed(reads.size());
   {
     const py::gil_scoped_release release;
-    std::vector<RankReads> ranks;
+    std::vector<plan::RankReads> ranks;
     for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i], nodes[i]});
-    const std::vector<RankRoutes> routes = plan_routes(ranks, options);
-    for (size_t i = 0; i < routes.size(); ++i) packed[i] = pack_routes(routes[i]);
+    const std::vector<plan::RankRoutes> routes = plan::plan_routes(ranks, options);
+    for (size_t i = 0; i < routes.size(); ++i) packed[i] = plan::pack_routes(routes[i]);
   }
   std::vector<py::bytes> result;
   for (const auto& words : packed) result.push_back(bytes_of(words));
@@ -50,14 +50,14 @@ std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, co
                                                   const py::buffer& sources, const py::buffer& tensors,
                                                   const py::bytes& ready, const py::buffer& memories) {
   const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
-  const Inventory items(view(inventory));
-  PlaceTable table = make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
-                                      row_words.values(), memory_words.values());
+  const plan::Inventory items(view(inventory));
+  plan::PlaceTable table = plan::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
+                                                  row_words.values(), memory_words.values());
   return {bytes_of(table.copies), std::move(table.rest)};
 }
 
 struct Unmap {
-  void operator()(SharedMap* map) const {  // takes long, and may be left to a thread
+  void operator()(io::SharedMap* map) const {  // takes long, and may be left to a thread
     const py::gil_scoped_release release;
     delete map;
   }
@@ -66,17 +66,17 @@ struct Unmap {
 }  // namespace
 
 void bind_routes(py::module_& module) {
-  using Map = std::unique_ptr<SharedMap, Unmap>;
-  py::class_<SharedMap, Map>(module, "SharedMap", py::buffer_protocol())
+  using Map = std::unique_ptr<io::SharedMap, Unmap>;
+  py::class_<io::SharedMap, Map>(module, "SharedMap", py::buffer_protocol())
       .def(py::init([](int descriptor, uint64_t bytes) {
              const py::gil_scoped_release release;
-             return std::make_unique<SharedMap>(descriptor, bytes).release();
+             return std::make_unique<io::SharedMap>(descriptor, bytes).release();
            }),
            py::arg("descriptor"), py::arg("bytes"))
-      .def_buffer([](const SharedMap& map) {
+      .def_buffer([](const io::SharedMap& map) {
         return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
       });
-  const RouteOptions standard;
+  const plan::RouteOptions standard;
   module.def(
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
@@ -92,19 +92,19 @@ void bind_routes(py::module_& module) {
       [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {
         const Table table(reads);
         const py::gil_scoped_release release;
-        return bytes_read_alone({table.values(), files}, verify);
+        return plan::bytes_read_alone({table.values(), files}, verify);
       },
       py::arg("reads"), py::arg("files"), py::arg("verify"));
   module.def(
       "staging_table",
       [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {
-        return bytes_of(make_staging_table(Table(staged).values(), memory_at(address, bytes)));
+        return bytes_of(plan::make_staging_table(Table(staged).values(), memory_at(address, bytes)));
       },
       py::arg("staged"), py::arg("address"), py::arg("bytes"));
   module.def(
       "pack_table",
       [](const py::buffer& packs, uintptr_t address, uint64_t bytes) {
-        return bytes_of(make_pack_table(Table(packs).values(), memory_at(address, bytes)));
+        return bytes_of(plan::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
   module.def("place_table", &places, py::arg("inventory"), py::arg("places"), py::arg("sources"), py::arg("tensors"),
@@ -114,9 +114,9 @@ void bind_routes(py::module_& module) {
       [](const py::buffer& buffer, unsigned threads) {
         const Table table(buffer);
         const py::gil_scoped_release release;
-        copy_boxes(parse_copy_table(table.values()), threads);
+        io::copy_boxes(io::parse_copy_table(table.values()), threads);
       },
       py::arg("table"), py::arg("threads"));
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

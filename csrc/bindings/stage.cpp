@@ -9,24 +9,25 @@
 #include "error.h"
 #include "stage/snapshot.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 // What Python holds: release() may come while other threads wait, which keep the snapshot until they are through.
 class HeldSnapshot {
  public:
   HeldSnapshot(const py::buffer& buffer, uint64_t budget_bytes, unsigned threads, const py::buffer& device_buffer,
-               const std::vector<std::pair<int, StreamHandle>>& producers)
+               const std::vector<std::pair<int, device::StreamHandle>>& producers)
       : threads_(threads) {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
-    SnapshotDevices of_devices{devices.values(), {}, nullptr};
+    stage::SnapshotDevices of_devices{devices.values(), {}, nullptr};
     for (const auto& [device, stream] : producers) of_devices.producers.push_back({device, stream});
-    if (!producers.empty()) of_devices.pipelines = &cuda_pipelines(producers.front().first);
-    snapshot_ = std::make_shared<Snapshot>(table.values(), budget_bytes, threads, snapshot_arena(), of_devices);
+    if (!producers.empty()) of_devices.pipelines = &stage::cuda_pipelines(producers.front().first);
+    snapshot_ =
+        std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);
   }
 
-  std::shared_ptr<Snapshot> get() const {
+  std::shared_ptr<stage::Snapshot> get() const {
     if (!snapshot_) throw Error::invalid("the snapshot was released");
     return snapshot_;
   }
@@ -65,12 +66,12 @@ class HeldSnapshot {
   }
 
  private:
-  std::shared_ptr<Snapshot> snapshot_;  // guarded by the GIL
+  std::shared_ptr<stage::Snapshot> snapshot_;  // guarded by the GIL
   unsigned threads_;
 };
 
 py::dict memory_dict() {
-  const SnapshotMemory memory = snapshot_arena().memory();
+  const stage::SnapshotMemory memory = stage::snapshot_arena().memory();
   py::dict result;
   result["reserved_bytes"] = memory.reserved;
   result["touched_bytes"] = memory.touched;
@@ -85,9 +86,9 @@ void bind_stage(py::module_& module) {
   // As a buffer it is its memory, which must not be used after release().
   py::class_<HeldSnapshot>(module, "Snapshot", py::buffer_protocol())
       .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&,
-                    const std::vector<std::pair<int, StreamHandle>>&>(),
+                    const std::vector<std::pair<int, device::StreamHandle>>&>(),
            py::arg("table"), py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
-           py::arg("producers") = std::vector<std::pair<int, StreamHandle>>())
+           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>())
       .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
@@ -105,14 +106,15 @@ void bind_stage(py::module_& module) {
       .def("release", &HeldSnapshot::release);
 
   module.def(
-      "prepare_snapshots", [](uint64_t bytes, unsigned threads) { return snapshot_arena().prepare(bytes, threads); },
+      "prepare_snapshots",
+      [](uint64_t bytes, unsigned threads) { return stage::snapshot_arena().prepare(bytes, threads); },
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "page_lock_snapshots", [](int device) { cuda_pipelines(device); }, py::arg("device"),
+      "page_lock_snapshots", [](int device) { stage::cuda_pipelines(device); }, py::arg("device"),
       "lets memory of snapshots be locked in the background, for all CUDA devices",
       py::call_guard<py::gil_scoped_release>());
-  module.def("trim_snapshots", [] { snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
   module.def("snapshot_memory", &memory_dict);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

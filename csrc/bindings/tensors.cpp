@@ -11,9 +11,10 @@
 #include "error.h"
 #include "format/torch_record.h"
 #include "plan/inventory.h"
+#include "plan/replica_hash.h"
 #include "plan/tables.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::bindings {
 namespace {
 
 // Any contiguous buffer of whole 64-bit words, whatever its items are, valid while this lives.
@@ -85,8 +86,9 @@ class TensorReader {
   TensorReader(const py::tuple& plain_types, const py::dict& dtype_codes, py::function row_in_python)
       : dtype_codes_(dtype_codes), row_in_python_(std::move(row_in_python)) {
     for (const DTypeName& known : kDTypeNames) {
-      for (size_t code = 0; code < dtypes().size(); ++code) {
-        if (dtypes()[code].name == known.name) codes_.emplace_back(key_of(known.type), static_cast<int64_t>(code));
+      for (size_t code = 0; code < format::dtypes().size(); ++code) {
+        if (format::dtypes()[code].name == known.name)
+          codes_.emplace_back(key_of(known.type), static_cast<int64_t>(code));
       }
     }
     for (const py::handle type : plain_types) {
@@ -171,7 +173,7 @@ py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, co
 
 std::vector<int64_t> tensor_devices(const py::bytes& table) {
   const Words words(table);
-  const TensorTable tensors(words.values());
+  const plan::TensorTable tensors(words.values());
   std::vector<int64_t> devices(tensors.size());
   for (size_t i = 0; i < devices.size(); ++i) devices[i] = tensors[i].device;
   return devices;
@@ -194,20 +196,20 @@ std::string utf8(const py::handle& name) {
 py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t node) {
   const Words words(rows);
   std::span<const int64_t> rest = words.values();
-  InventoryBuilder builder;
+  plan::InventoryBuilder builder;
   for (const py::handle name : names) {
     const uint64_t head = rest.empty() ? 0 : static_cast<uint64_t>(rest[0]);
     const size_t dims = head >> 32;
     if (rest.size() < 2 || rest.size() - 2 < 3 * dims) throw Error::invalid("rows of items end early");
     const std::string text = utf8(name);
-    builder.add({text, static_cast<ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
+    builder.add({text, static_cast<plan::ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
                  static_cast<uint16_t>(head >> 16), static_cast<uint64_t>(rest[1]), rest.subspan(2, dims),
                  rest.subspan(2 + dims, dims), rest.subspan(2 + 2 * dims, dims)});
     rest = rest.subspan(2 + 3 * dims);
   }
   if (!rest.empty()) throw Error::invalid("rows of items without a name");
   const std::vector<std::byte> bytes = builder.pack(node);
-  Inventory{bytes};  // throws for what no reader would take
+  plan::Inventory{bytes};  // throws for what no reader would take
   return packed(bytes);
 }
 
@@ -216,9 +218,9 @@ py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t 
 py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                      const py::bytes& tensors, const py::bytes& ready) {
   const Words row_words(rows), source_words(sources), tensor_words(tensors);
-  const Inventory items(view(inventory));
-  const CopyTable table =
-      make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+  const plan::Inventory items(view(inventory));
+  const plan::CopyTable table =
+      plan::make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
   return py::make_tuple(packed(table.rows), packed(table.devices));
 }
 
@@ -226,7 +228,7 @@ template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
   const Words row_words(rows), source_words(sources), tensor_words(tensors);
-  const Inventory items(view(inventory));
+  const plan::Inventory items(view(inventory));
   return packed(make({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values()));
 }
 
@@ -240,28 +242,39 @@ void bind_tensors(py::module_& module) {
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
         const Words a(left), b(right);
-        return same_shapes(TensorTable(a.values()), TensorTable(b.values()));
+        return plan::same_shapes(plan::TensorTable(a.values()), plan::TensorTable(b.values()));
       },
       "whether two tables of tensors agree in all dtypes and shapes");
-  module.def("any_complex", [](const py::bytes& table) { return any_complex(TensorTable(Words(table).values())); });
+  module.def("any_complex",
+             [](const py::bytes& table) { return plan::any_complex(plan::TensorTable(Words(table).values())); });
   module.def(
       "ready_tensors",
       [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,
          const std::vector<int64_t>& storage_bytes) {
         const Words words(table);
-        return packed(
-            ready_tensors(TensorTable(words.values()), with_cuda, view(lazy), storage_offsets, storage_bytes));
+        return packed(plan::ready_tensors(plan::TensorTable(words.values()), with_cuda, view(lazy), storage_offsets,
+                                          storage_bytes));
       },
       py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
+  module.def(
+      "replica_hashes",
+      [](const py::bytes& table, const py::bytes& boxes, uint32_t elements, const py::bytes& factors) {
+        const Words words(table), rows(boxes), factor_words(factors);
+        const std::span<const int64_t> signed_factors = factor_words.values();
+        const std::vector<uint64_t> unsigned_factors(signed_factors.begin(), signed_factors.end());
+        return packed(
+            plan::replica_hashes(plan::TensorTable(words.values()), rows.values(), elements, unsigned_factors));
+      },
+      py::arg("table"), py::arg("boxes"), py::arg("elements"), py::arg("factors"));
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
-  module.def("write_table", &engine_table<&make_write_table>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
-             py::arg("tensors"), py::arg("ready"));
+  module.def("write_table", &engine_table<&plan::make_write_table>, py::arg("inventory"), py::arg("part"),
+             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
   module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("part"), py::arg("sources"), py::arg("tensors"),
              py::arg("ready"), "a write table of rows wherever they are, and their devices");
-  module.def("ready_rows", &engine_table<&ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
+  module.def("ready_rows", &engine_table<&plan::ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"));
-  module.def("read_table", &engine_table<&make_read_table>, py::arg("inventory"), py::arg("reads"), py::arg("sources"),
-             py::arg("tensors"), py::arg("ready"));
+  module.def("read_table", &engine_table<&plan::make_read_table>, py::arg("inventory"), py::arg("reads"),
+             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::bindings

@@ -8,7 +8,7 @@
 #include "device/device.h"
 #include "device/row.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 // What the copies must know of the host's memory.
 struct HostLayout {
@@ -64,4 +64,4 @@ class CopyPlan {
   uint64_t total_bytes_ = 0;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -8,7 +8,7 @@
 #include "device/pack_image.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 using cuda::Api;
@@ -153,4 +153,4 @@ CudaRuntime* cuda_runtime(std::string& reason) {
   return runtime;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -11,7 +11,7 @@
 #include "device/cuda_api.h"
 #include "device/device.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 class CudaRuntime final : public DeviceRuntime {
  public:
@@ -39,4 +39,4 @@ CudaRuntime* cuda_runtime(std::string& reason);
 // Whether cuda_runtime was called, with success or not. A state on the host has no use for it.
 bool cuda_was_started();
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

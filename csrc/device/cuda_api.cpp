@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-namespace vescale_ckpt::cuda {
+namespace vescale_ckpt::device::cuda {
 namespace {
 
 constexpr const char* kRuntimes[] = {"libcudart.so.13", "libcudart.so.12"};
@@ -96,4 +96,4 @@ bool load(Api& api, std::string& reason) {
   return true;
 }
 
-}  // namespace vescale_ckpt::cuda
+}  // namespace vescale_ckpt::device::cuda

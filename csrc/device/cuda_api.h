@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-namespace vescale_ckpt::cuda {
+namespace vescale_ckpt::device::cuda {
 
 using Stream = void*;
 using EventHandle = void*;
@@ -90,4 +90,4 @@ struct Api {
 // the framework must be imported first.
 bool load(Api& api, std::string& reason);
 
-}  // namespace vescale_ckpt::cuda
+}  // namespace vescale_ckpt::device::cuda

@@ -7,7 +7,7 @@
 #include "device/device.h"
 #include "error.h"
 
-namespace vescale_ckpt::cuda {
+namespace vescale_ckpt::device::cuda {
 
 struct Device {
   const Api& api;
@@ -57,4 +57,4 @@ void on_device_if_usable(const Device& device, const Action& action) noexcept {
   }
 }
 
-}  // namespace vescale_ckpt::cuda
+}  // namespace vescale_ckpt::device::cuda

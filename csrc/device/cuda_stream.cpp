@@ -7,7 +7,7 @@
 
 #include "device/pack_rows.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 using cuda::check;
@@ -154,4 +154,4 @@ void CudaStream::drain() {
   check(api_, api_.stream_synchronize(handle_), [&] { return "wait for a stream of " + device_.name; });
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -7,7 +7,7 @@
 #include "device/cuda_device.h"
 #include "device/device.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 class CudaEvent final : public Event {
  public:
@@ -70,4 +70,4 @@ class CudaStream final : public CopyStream {
   bool batched_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -15,7 +15,7 @@
 
 #include "device/pack_table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 using DeviceAddress = uint64_t;  // an integer, because nothing on the host may follow it
 using StreamHandle = uint64_t;   // a stream of the framework, as the framework names it; 0 is its default one
@@ -86,4 +86,4 @@ class DeviceRuntime {
   virtual std::optional<int> device_of(DeviceAddress address) = 0;  // nullopt: host memory
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -1,6 +1,6 @@
 #include "device/pack_image.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 #ifdef VESCALE_CKPT_HAVE_PACK_IMAGE
 
@@ -19,4 +19,4 @@ const unsigned char* pack_image() {
 
 #endif
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -1,9 +1,9 @@
 // The compiled pack kernels, as far as the build found a compiler for them.
 #pragma once
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 // An image for CUDA's driver; nullptr if this was built without.
 const unsigned char* pack_image();
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

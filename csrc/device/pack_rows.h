@@ -14,7 +14,7 @@
 #define VESCALE_CKPT_NO_UNROLL
 #endif
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 inline constexpr uint32_t kPackLanes = 32;         // that share a piece
 inline constexpr uint32_t kPackPieceBytes = 2048;  // of the slab: a multiple of every unit
@@ -121,4 +121,4 @@ VESCALE_CKPT_LANE void copy_piece(char* slab, const PackRow* rows, uint32_t row_
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 // One dimension of a strided range.
 struct PackDim {
@@ -36,4 +36,4 @@ inline constexpr uint32_t kPackDims = 16384;
 
 inline constexpr uint64_t kMaxSlabBytes = uint64_t{64} << 20;
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 PageLock::PageLock(Accelerator& accelerator, std::span<std::byte> memory, uint64_t piece_bytes)
     : accelerator_(accelerator), memory_(memory), piece_bytes_(piece_bytes) {
@@ -34,4 +34,4 @@ PageLock::~PageLock() {
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -11,7 +11,7 @@
 
 #include "device/device.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 class PageLock {
  public:
@@ -36,4 +36,4 @@ class PageLock {
   std::string refusal_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 Pipeline::Pipeline(Accelerator& accelerator, Direction direction, const CopyLimits& limits)
     : accelerator_(accelerator),
@@ -132,4 +132,4 @@ void Pipeline::drain() noexcept {
   for (Turn& turn : turns_) turn.in_flight = false;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -21,7 +21,7 @@
 #include "device/device.h"
 #include "device/row.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 // What any thread may know of copies under way, and do to them. Several transfers may share one.
 struct CopyControl {
@@ -87,4 +87,4 @@ class Pipeline {
   std::jthread thread_;  // last: stopped and joined before what it uses goes
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -5,7 +5,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 DeviceRow::DeviceRow(DeviceAddress device, std::byte* host, uint32_t item_bytes, std::span<const int64_t> sizes,
                      std::span<const int64_t> strides)
@@ -65,4 +65,4 @@ std::vector<DeviceRow> parse_device_table(std::span<const int64_t> table) {
   return rows;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

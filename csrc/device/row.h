@@ -8,7 +8,7 @@
 
 #include "device/device.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 struct DeviceRow {
   // Strides are in elements. Throws Error(invalid) for a negative size and what overflows.
@@ -29,4 +29,4 @@ struct DeviceRow {
 // (elements). Throws Error(invalid, row).
 std::vector<DeviceRow> parse_device_table(std::span<const int64_t> table);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -6,13 +6,14 @@
 #include "format/pickle_check.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 constexpr uint64_t kAlignment = 64;         // of bodies, from the start of the archive
 constexpr uint32_t kClamped = 0xFFFFFFFFu;  // "see the zip64 field"
 constexpr uint16_t kFlagsUtf8 = 0x0800;
 constexpr uint16_t kFlagsDescriptor = 0x0008;
+constexpr uint32_t kFolderAttribute = 0x10;  // of MS-DOS
 
 constexpr size_t kHeaderBytes = 30;
 constexpr size_t kCentralBytes = 46;
@@ -108,7 +109,7 @@ void ArchiveWriter::end(uint32_t crc) {
 void ArchiveWriter::add(std::string_view name, std::string_view body) {
   begin(name, body.size());
   bytes_.append(body);  // begin() has counted it
-  end(crc32(0, body.data(), body.size()));
+  end(io::crc32(0, body.data(), body.size()));
 }
 
 void ArchiveWriter::finish() {
@@ -199,6 +200,8 @@ std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::by
                  comment = load<uint16_t>(bytes, 32);
     if (bytes.size() < kCentralBytes + name + extra + comment) return std::nullopt;
     if (method != 0 || (flags & 1) != 0) return std::nullopt;
+    // torch's reader takes such an entry for a folder, reads nothing of it, and leaves the tensor as memory was.
+    if ((load<uint32_t>(bytes, 38) & kFolderAttribute) != 0) return std::nullopt;
     ArchiveEntry entry;
     entry.name.assign(reinterpret_cast<const char*>(bytes.data()) + kCentralBytes, name);
     entry.crc = load<uint32_t>(bytes, 16);
@@ -276,7 +279,8 @@ std::string check_archive(std::span<const std::byte> archive, bool checksums) {
     }
     if (!checksums || entry.crc == 0)
       continue;  // written without checksums, by torch.serialization.set_crc32_options(False)
-    if (crc32(0, body->data(), body->size()) != entry.crc) return "the checksum of " + entry.name + " does not match";
+    if (io::crc32(0, body->data(), body->size()) != entry.crc)
+      return "the checksum of " + entry.name + " does not match";
   }
   return {};
 }
@@ -310,4 +314,4 @@ std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte>
   return find_body(archive, first);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

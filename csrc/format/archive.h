@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 struct ArchiveEntry {
   std::string name;
@@ -73,4 +73,4 @@ std::optional<std::span<const std::byte>> find_body(std::span<const std::byte> a
 // The body of `data.pkl` of an archive that holds one pickle and no storages: nullopt for any other, or a damaged one.
 std::optional<std::span<const std::byte>> find_pickle(std::span<const std::byte> archive);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 bool is_digit(char c) {
@@ -270,4 +270,4 @@ size_t invalid_utf8(std::string_view text) {
   return text.npos;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

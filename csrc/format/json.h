@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 struct JsonError : std::runtime_error {
   JsonError(const std::string& what, size_t at) : std::runtime_error(what), at(at) {}
@@ -60,4 +60,4 @@ void append_json_string(std::string& out, std::string_view text);
 // Where the first sequence that is not UTF-8 starts (too long a form and surrogates are none); npos if there is none.
 size_t invalid_utf8(std::string_view text);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

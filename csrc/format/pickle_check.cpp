@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 constexpr uint32_t kDeepest = 500;  // nesting: hashing a deeper tuple can overflow the stack of a thread
@@ -383,4 +383,4 @@ std::string check_pickle(std::span<const std::byte> pickle, bool storages, size_
   return wrong;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -8,7 +8,7 @@
 #include <span>
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 // Where the pickle ends is put into `end`, if given: unpicklers do not look at what follows.
 // An empty string if the pickle is harmless in this sense (it may still be refused by what it imports, or be
@@ -16,4 +16,4 @@ namespace vescale_ckpt {
 // With `storages` it may also refer to what lies outside of it, as torch's do to their storages.
 std::string check_pickle(std::span<const std::byte> pickle, bool storages = false, size_t* end = nullptr);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

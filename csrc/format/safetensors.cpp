@@ -9,7 +9,7 @@
 #include "format/safetensors_checksums.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 constexpr std::array kDTypes = {
@@ -111,7 +111,7 @@ class SafetensorsHeader::Parser {
 
   void take_checksums() {
     const uint64_t padding = head_.size() - kSafetensorsLengthBytes - padding_at_;
-    if (header_.data_begin_ % kBlock != kSafetensorsDataAt || padding < kSafetensorsLeastPadding) {
+    if (header_.data_begin_ % io::kBlock != kSafetensorsDataAt || padding < kSafetensorsLeastPadding) {
       return;  // written anew by another tool, which kept our metadata
     }
     uint64_t blocks = 0;
@@ -383,11 +383,11 @@ uint32_t SafetensorsHeader::crc(const Tensor& tensor) const {
   uint32_t crc = 0;
   uint64_t at = tensor.begin;
   for (const uint32_t block : blocks(tensor)) {
-    const uint64_t next = std::min(tensor.end, align_down(at, kChecksumBlock) + kChecksumBlock);
-    crc = at == tensor.begin ? block : crc32_combine(crc, block, next - at);
+    const uint64_t next = std::min(tensor.end, io::align_down(at, kChecksumBlock) + kChecksumBlock);
+    crc = at == tensor.begin ? block : io::crc32_combine(crc, block, next - at);
     at = next;
   }
   return crc;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

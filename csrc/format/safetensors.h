@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 struct SafetensorsDType {
   std::string_view name;   // as in headers
@@ -83,4 +83,4 @@ class SafetensorsHeader {
   std::string path_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

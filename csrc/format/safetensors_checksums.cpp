@@ -8,7 +8,7 @@
 
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 // The head's checksum in hexadecimal, then those of the blocks in base64 without padding.
@@ -78,9 +78,9 @@ std::optional<SafetensorsChecksums> parse_checksum_text(std::string_view text) {
 
 uint32_t head_checksum(std::string_view head, uint64_t text_at) {
   const std::string zeros(kHeadDigits, '0');
-  uint32_t crc = crc32(0, head.data(), text_at);
-  crc = crc32(crc, zeros.data(), zeros.size());
-  return crc32(crc, head.data() + text_at + kHeadDigits, head.size() - text_at - kHeadDigits);
+  uint32_t crc = io::crc32(0, head.data(), text_at);
+  crc = io::crc32(crc, zeros.data(), zeros.size());
+  return io::crc32(crc, head.data() + text_at + kHeadDigits, head.size() - text_at - kHeadDigits);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

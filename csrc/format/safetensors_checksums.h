@@ -12,7 +12,7 @@
 #include "format/checksum_table.h"
 #include "io/memory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 // Where our data begin, behind a multiple of kBlock: as torch's CPU tensors lie behind a page, so that direct I/O needs
 // no copy.
@@ -34,4 +34,4 @@ std::optional<SafetensorsChecksums> parse_checksum_text(std::string_view text);
 // SafetensorsChecksums::head of the file's bytes before its data, where the checksums' text starts at text_at.
 uint32_t head_checksum(std::string_view head, uint64_t text_at);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

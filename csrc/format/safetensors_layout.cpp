@@ -9,7 +9,7 @@
 #include "format/json.h"
 #include "format/safetensors_checksums.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 // Elements of a byte are told one by one: the last dimension is as many times longer.
@@ -84,7 +84,7 @@ SafetensorsLayout::SafetensorsLayout(std::vector<Tensor> tensors, SafetensorsHea
     const uint64_t needed = kSafetensorsLengthBytes + before_.size() + checksum_text_bytes(count_blocks(data_begin_)) +
                             behind_.size() + kSafetensorsLeastPadding;
     if (needed <= data_begin_) break;
-    data_begin_ = align_up(needed - kSafetensorsDataAt, kBlock) + kSafetensorsDataAt;
+    data_begin_ = io::align_up(needed - kSafetensorsDataAt, io::kBlock) + kSafetensorsDataAt;
   }
   if (data_begin_ - kSafetensorsLengthBytes > kMostSafetensorsHeader) {
     throw Error::invalid("the header would have " + std::to_string(data_begin_ - kSafetensorsLengthBytes) +
@@ -117,4 +117,4 @@ std::string SafetensorsLayout::head(std::vector<uint32_t> blocks) const {
   return head.replace(text_at, text.size(), checksum_text(checksums));
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -12,7 +12,7 @@
 
 #include "format/safetensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 class SafetensorsLayout {
  public:
@@ -44,4 +44,4 @@ class SafetensorsLayout {
   uint64_t data_begin_ = 0, file_bytes_ = 0;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

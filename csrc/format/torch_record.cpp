@@ -8,7 +8,7 @@
 #include "error.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 constexpr std::array kDTypes = {
@@ -190,7 +190,7 @@ void TensorRecord::write_epilogue(uint32_t crc, std::string_view id, std::byte* 
     put(out, crc_field_, &crc, sizeof crc);
     put(out, crc_field_central_, &crc, sizeof crc);
   }
-  const uint32_t id_crc = crc32(0, id.data(), id.size());
+  const uint32_t id_crc = io::crc32(0, id.data(), id.size());
   put(out, id_field_, id.data(), id.size());
   put(out, id_crc_field_, &id_crc, sizeof id_crc);
   put(out, id_crc_field_central_, &id_crc, sizeof id_crc);
@@ -240,10 +240,10 @@ std::string object_record(std::string_view pickle) {
   add_leading_entries(archive, pickle);
   archive.add("version", "3\n");
   char id[kIdDigits + 1];
-  std::snprintf(id, sizeof id, "%020u%020u", 0u, crc32(0, pickle.data(), pickle.size()));
+  std::snprintf(id, sizeof id, "%020u%020u", 0u, io::crc32(0, pickle.data(), pickle.size()));
   archive.add(".data/serialization_id", {id, kIdDigits});
   archive.finish();
   return archive.bytes();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

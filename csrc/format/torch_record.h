@@ -13,7 +13,7 @@
 
 #include "format/archive.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 struct DType {
   std::string_view name;     // as in torch.<name>
@@ -69,4 +69,4 @@ class RecordCache {
 // A plain object as torch.save writes it, from its pickle (protocol 2, no tensors inside).
 std::string object_record(std::string_view pickle);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

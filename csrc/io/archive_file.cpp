@@ -1,7 +1,9 @@
 #include "io/archive_file.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -11,12 +13,21 @@
 #include "io/channel.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kPiece = 1 << 20;
 constexpr uint64_t kTail = 2048;       // has the end records
 constexpr uint64_t kLocalHeader = 30;  // without the name
+constexpr uint64_t kDescriptor = 24;   // with sizes of 64 bits
+constexpr uint16_t kHasDescriptor = 0x0008;
+
+template <typename Integer>
+Integer load(std::span<const std::byte> bytes, size_t offset) {
+  Integer value;
+  std::memcpy(&value, bytes.data() + offset, sizeof value);
+  return value;
+}
 
 uint32_t crc_of(File& file, uint64_t offset, uint64_t length) {
   std::vector<std::byte> piece(std::min(kPiece, length));
@@ -67,31 +78,32 @@ class Checker {
   bool check_entries() {
     std::vector<std::byte> tail(std::min(kTail, length_));
     read_exactly(file_, offset_ + length_ - tail.size(), tail);
-    const auto directory = find_directory(tail, length_);
-    std::optional<std::vector<ArchiveEntry>> entries;
+    const auto directory = format::find_directory(tail, length_);
+    std::optional<std::vector<format::ArchiveEntry>> entries;
     if (directory) {
       std::vector<std::byte> bytes(directory->size);
       read_exactly(file_, offset_ + directory->offset, bytes);
-      entries = parse_directory(bytes, *directory);
+      entries = format::parse_directory(bytes, *directory);
     }
     if (!entries) {
       wrong("the archive's directory is damaged");
       return false;
     }
     return std::all_of(entries->begin(), entries->end(),
-                       [&](const ArchiveEntry& entry) { return check_entry(*directory, entry); });
+                       [&](const format::ArchiveEntry& entry) { return check_entry(*directory, entry); });
   }
 
-  bool check_entry(const Directory& directory, const ArchiveEntry& entry) {
+  bool check_entry(const format::Directory& directory, const format::ArchiveEntry& entry) {
     const uint64_t body = body_in_archive(directory, entry);
     if (body == 0) {
       wrong("the header of " + entry.name + " is damaged", offset_ + entry.header_offset);
       return false;
     }
+    check_descriptor(directory, entry, body);
     if (entry.name.ends_with("data.pkl")) {
       std::vector<std::byte> pickle(entry.size);
       read_exactly(file_, offset_ + body, pickle);
-      if (const std::string reason = check_pickle(pickle, true); !reason.empty()) {
+      if (const std::string reason = format::check_pickle(pickle, true); !reason.empty()) {
         wrong("the pickle " + entry.name + " is not sound: " + reason, offset_ + body);
         return false;
       }
@@ -106,11 +118,28 @@ class Checker {
     return false;
   }
 
-  uint64_t body_in_archive(const Directory& directory, const ArchiveEntry& entry) {
+  // What an entry's header leaves open stands behind its body once more. Readers go by the directory.
+  void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
+    std::array<std::byte, kLocalHeader> header;
+    read_exactly(file_, offset_ + entry.header_offset, header);
+    if ((load<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
+    const uint64_t end = body + entry.size;
+    std::vector<std::byte> found(std::min(kDescriptor, directory.offset - end));
+    read_exactly(file_, offset_ + end, found);
+    found.resize(kDescriptor);
+    const bool begins = std::memcmp(found.data(), "PK\7\10", 4) == 0 && load<uint32_t>(found, 4) == entry.crc;
+    const bool narrow = load<uint32_t>(found, 8) == entry.size && load<uint32_t>(found, 12) == entry.size;
+    const bool wide = load<uint64_t>(found, 8) == entry.size && load<uint64_t>(found, 16) == entry.size;
+    if (!begins || !(narrow || wide)) {
+      found_.harmless = "the data descriptor of " + entry.name + " is not that of its directory";
+    }
+  }
+
+  uint64_t body_in_archive(const format::Directory& directory, const format::ArchiveEntry& entry) {
     std::vector<std::byte> header(kLocalHeader + entry.name.size());
     if (header.size() > length_ - entry.header_offset) return 0;
     read_exactly(file_, offset_ + entry.header_offset, header);
-    const uint64_t body = body_offset(header, entry);
+    const uint64_t body = format::body_offset(header, entry);
     if (body == 0 || body > directory.offset || entry.size > directory.offset - body) return 0;
     const std::string_view name(reinterpret_cast<const char*>(header.data()) + kLocalHeader, entry.name.size());
     return name == entry.name ? body : 0;
@@ -127,4 +156,4 @@ ArchiveCheck check_archive_in(File& file, uint64_t offset, uint64_t length, int6
   return Checker(file, offset, length).run(crc);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

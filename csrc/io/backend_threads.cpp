@@ -3,7 +3,7 @@
 
 #include "io/channel.h"
 
-namespace vescale_ckpt::detail {
+namespace vescale_ckpt::io::detail {
 namespace {
 
 class BlockingChannel final : public Channel {
@@ -34,4 +34,4 @@ std::unique_ptr<Channel> make_blocking_channel() {
   return std::make_unique<BlockingChannel>();
 }
 
-}  // namespace vescale_ckpt::detail
+}  // namespace vescale_ckpt::io::detail

@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 class UringChannel final : public Channel {
@@ -94,11 +94,11 @@ bool uring_available(std::string* reason) {
   return false;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io
 
 #else
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 std::unique_ptr<Channel> detail::make_uring_channel(unsigned) {
   throw Error(Error::Kind::io, "io_uring cannot be used here: built without liburing");
@@ -109,6 +109,6 @@ bool uring_available(std::string* reason) {
   return false;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // Equal copies at two strides. The sizes of elements get code of their own: a call to memcpy an element is ten times
@@ -196,4 +196,4 @@ void Box::ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& em
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 class Box {
  public:
@@ -60,4 +60,4 @@ class Box {
   bool whole_ = true;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

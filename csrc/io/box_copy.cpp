@@ -6,7 +6,7 @@
 
 #include "io/workers.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // A step of a thread: large enough that threads do not meet, small enough that all have some.
@@ -63,4 +63,4 @@ void copy_boxes(std::span<const BoxCopy> copies, unsigned threads) {
   });
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -7,7 +7,7 @@
 
 #include "io/box.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 struct BoxCopy {
   Box box;  // of the piece, over `memory`
@@ -18,4 +18,4 @@ struct BoxCopy {
 // Makes all copies on up to `threads` threads. No two may write the same bytes, or read what another writes.
 void copy_boxes(std::span<const BoxCopy> copies, unsigned threads);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -11,7 +11,7 @@
 #include "io/file.h"
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 struct Transfer {
   Call call = Call::read;  // read or write
@@ -69,4 +69,4 @@ struct Request {
 Request next_request(Transfer& transfer);
 }  // namespace detail
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

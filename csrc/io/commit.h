@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Writes `bytes` under a temporary name in `directory`, syncs, renames to `name`, syncs the directory. A reader sees
 // the old file or the new one. On any error before the rename the temporary file is removed and the old one stays.
@@ -22,7 +22,18 @@ void reserve_file(const std::string& path, uint64_t bytes);
 // Writes what stands at the start of a file whose rest is written, and syncs if asked to.
 void write_head(const std::string& path, std::span<const std::byte> head, bool sync);
 
+// Writes a new file and syncs it; its name is not durable yet. Removes it again if that fails.
+void write_durably(const std::string& path, std::span<const std::byte> bytes);
+
+// Names, none of them durable before `sync_directory`. `rename` replaces what is there, `link` does not.
+void rename_file(const std::string& from, const std::string& to);
+void link_file(const std::string& from, const std::string& to);
+// False if it is not there.
+bool remove_file(const std::string& path);
+// Two files or folders change names in one step. False where the file system cannot do that.
+bool exchange_names(const std::string& first, const std::string& second);
+
 // Throws Error if the directory cannot be synced.
 void sync_directory(const std::string& directory);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

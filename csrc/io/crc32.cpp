@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint32_t kPolynomial = 0xEDB88320u;  // reflected: bit 31 is x^0
@@ -219,4 +219,4 @@ const char* crc32_implementation() {
   return "table";
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

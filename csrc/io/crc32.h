@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // The checksum of `size` bytes appended to data whose checksum is `crc` (0 for none).
 uint32_t crc32(uint32_t crc, const void* data, size_t size);
@@ -29,4 +29,4 @@ uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size);
 #endif
 }  // namespace detail
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -13,7 +13,7 @@
 #define RWF_DONTCACHE 0x00000080  // Linux 6.14
 #endif
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // Direct I/O is worth a second descriptor only where its rules fit our blocks.
@@ -137,4 +137,4 @@ void File::nudge_writeback(uint64_t offset, uint64_t size) {
   ::sync_file_range(plain_, static_cast<off_t>(offset), static_cast<off_t>(size), SYNC_FILE_RANGE_WRITE);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 enum class Access { direct, uncached, buffered };
 const char* access_name(Access access);
@@ -57,4 +57,4 @@ class File {
   std::atomic<Access> access_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

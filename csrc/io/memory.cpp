@@ -11,7 +11,7 @@
 
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kHugePage = 2 << 20;
@@ -117,4 +117,4 @@ void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges) {
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

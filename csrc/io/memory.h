@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 inline constexpr uint64_t kBlock = 4096;  // what direct I/O is cut on: a multiple of every device's block in use
 
@@ -82,4 +82,4 @@ void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges);
 // fork (the child gets its own).
 Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

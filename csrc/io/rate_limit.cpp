@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 RateLimit::RateLimit(uint64_t bytes_per_second, Clock clock)
     : bytes_per_second_(static_cast<double>(bytes_per_second)), clock_(std::move(clock)) {}
@@ -25,4 +25,4 @@ RateLimit::Time RateLimit::steady_now() {
   return std::chrono::steady_clock::now().time_since_epoch();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,7 +6,7 @@
 #include <functional>
 #include <mutex>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Thread-safe.
 class RateLimit {
@@ -31,4 +31,4 @@ class RateLimit {
   Time paid_ = Time::min();  // when all that was taken so far is paid for
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

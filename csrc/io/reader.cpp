@@ -11,7 +11,7 @@
 #include "format/checksum_table.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // Smaller tensors are read with their neighbours through a slot.
@@ -26,9 +26,9 @@ constexpr uint64_t kCachedPiece = 1 << 20;
 struct DataFile {
   std::shared_ptr<File> file;
   bool table_looked_for = false;
-  std::optional<ChecksumTable> table;
+  std::optional<format::ChecksumTable> table;
 
-  const ChecksumTable* checksum_table() {
+  const format::ChecksumTable* checksum_table() {
     if (!table_looked_for) {
       table_looked_for = true;
       load_table();
@@ -38,15 +38,15 @@ struct DataFile {
 
  private:
   void load_table() {
-    constexpr uint64_t kFooter = ChecksumTable::kFooterBytes;
+    constexpr uint64_t kFooter = format::ChecksumTable::kFooterBytes;
     if (file->size() < kFooter) return;
     std::byte last[kFooter];
     read_exactly(*file, file->size() - kFooter, last);
-    const auto footer = ChecksumTable::parse_footer(last, file->size());
+    const auto footer = format::ChecksumTable::parse_footer(last, file->size());
     if (!footer) return;
     std::vector<std::byte> bytes(footer->table_bytes);
     read_exactly(*file, footer->table_offset, bytes);
-    table = ChecksumTable::parse(bytes, *footer);
+    table = format::ChecksumTable::parse(bytes, *footer);
   }
 };
 
@@ -55,8 +55,8 @@ struct Record {
   std::vector<uint32_t> items;  // rows of the caller's table
   uint32_t file = 0;
   uint64_t offset = 0, length = 0;
-  std::shared_ptr<const TensorRecord> framing;  // none of a bare record
-  uint64_t body_offset = 0, body_bytes = 0;     // in the file
+  std::shared_ptr<const format::TensorRecord> framing;  // none of a bare record
+  uint64_t body_offset = 0, body_bytes = 0;             // in the file
   enum class Check {
     frame,   // whole: prologue, bytes and epilogue must fit each other
     crc,     // whole, laid out in another way or bare: bytes against `crc`
@@ -256,8 +256,8 @@ class ReadJob {
       return true;
     }
     if (!whole) {
-      const ChecksumTable* table = data.checksum_table();
-      const ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
+      const format::ChecksumTable* table = data.checksum_table();
+      const format::ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
       if (row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.body_bytes) {
         if (verify_ && record.expected_crc != kUnknownCrc && record.expected_crc != row->crc) throw stranger(record);
         record.check = verify_ ? Record::Check::blocks : Record::Check::none;
@@ -295,15 +295,15 @@ class ReadJob {
     constexpr uint64_t kTail = 2048;
     std::vector<std::byte> tail(std::min(kTail, record.length));
     read_exactly(file, record.offset + record.length - tail.size(), tail);
-    const auto directory = find_directory(tail, record.length);
+    const auto directory = format::find_directory(tail, record.length);
     if (!directory || directory->size > (1 << 20)) return false;
     std::vector<std::byte> bytes(directory->size);
     read_exactly(file, record.offset + directory->offset, bytes);
-    const auto entries = parse_directory(bytes, *directory);
+    const auto entries = format::parse_directory(bytes, *directory);
     if (!entries) return false;
-    const ArchiveEntry* body = nullptr;
+    const format::ArchiveEntry* body = nullptr;
     bool pickle_matches = false, little = true;
-    for (const ArchiveEntry& entry : *entries) {
+    for (const format::ArchiveEntry& entry : *entries) {
       if (entry.name.ends_with("/data/0")) body = &entry;
       const bool is_pickle = entry.name.ends_with("/data.pkl"), is_order = entry.name.ends_with("/byteorder");
       if (!is_pickle && !is_order) continue;
@@ -323,12 +323,12 @@ class ReadJob {
   }
 
   // In the file; 0 if the local header is not where the directory says or the body would leave the archive.
-  static uint64_t body_position(const Record& record, File& file, const Directory& directory,
-                                const ArchiveEntry& entry) {
+  static uint64_t body_position(const Record& record, File& file, const format::Directory& directory,
+                                const format::ArchiveEntry& entry) {
     std::byte header[30];
     if (entry.header_offset + sizeof header > record.length) return 0;
     read_exactly(file, record.offset + entry.header_offset, header);
-    const uint64_t at = body_offset(header, entry);
+    const uint64_t at = format::body_offset(header, entry);
     if (at == 0 || at > directory.offset || entry.size > directory.offset - at) return 0;
     return record.offset + at;
   }
@@ -349,12 +349,12 @@ class ReadJob {
         std::vector<std::pair<uint64_t, uint64_t>> wanted;
         const bool cells_only = record.check == Record::Check::blocks;
         for (const uint32_t item : record.items) {
-          items_[item].box.ranges(cells_only ? kChecksumBlock : kGap, [&](uint64_t from, uint64_t to) {
+          items_[item].box.ranges(cells_only ? format::kChecksumBlock : kGap, [&](uint64_t from, uint64_t to) {
             from += record.body_offset;
             to += record.body_offset;
             if (cells_only) {
-              from = std::max(align_down(from, kChecksumBlock), record.body_offset);
-              to = std::min(align_up(to, kChecksumBlock), record.body_end());
+              from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
+              to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
             }
             wanted.emplace_back(from, to);
           });
@@ -403,7 +403,7 @@ class ReadJob {
     const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
     if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
     // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
-    const uint64_t grain = record.check == Record::Check::blocks ? kChecksumBlock : direct ? kBlock : 1;
+    const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
     return {align_up(begin, grain), align_down(end, grain)};
   }
 
@@ -441,7 +441,7 @@ class ReadJob {
           flush();
           continue;
         }
-        const uint64_t end = fits ? extent.end : align_down(limit, kChecksumBlock);
+        const uint64_t end = fits ? extent.end : align_down(limit, format::kChecksumBlock);
         if (!near || end <= at) {
           flush();
           packed.file = file;
@@ -538,8 +538,8 @@ class ReadJob {
 
   void check_blocks(const Record& record, const std::byte* bytes, uint64_t from, uint64_t to) const {
     for (uint64_t at = from; at < to;) {
-      const uint64_t next = std::min(to, align_down(at, kChecksumBlock) + kChecksumBlock);
-      const uint64_t cell = at / kChecksumBlock - record.body_offset / kChecksumBlock;
+      const uint64_t next = std::min(to, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
+      const uint64_t cell = at / format::kChecksumBlock - record.body_offset / format::kChecksumBlock;
       if (crc32(0, bytes + (at - from), next - at) != record.blocks[cell]) throw mismatch(record, at, next - at);
       at = next;
     }
@@ -594,8 +594,8 @@ class ReadJob {
 
   static std::span<const uint32_t> known_blocks(const Record& record, DataFile& data) {
     if (record.framing == nullptr) return record.blocks;
-    const ChecksumTable* table = data.checksum_table();
-    const ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
+    const format::ChecksumTable* table = data.checksum_table();
+    const format::ChecksumTable::Row* row = table != nullptr ? table->find(record.offset) : nullptr;
     if (row == nullptr || row->body_offset != record.body_offset || row->body_bytes != record.body_bytes) return {};
     return table->blocks(*row);
   }
@@ -605,9 +605,10 @@ class ReadJob {
     const std::lock_guard lock(keep_mutex_);
     DataFile& data = files_.at(record.file);
     if (const auto blocks = known_blocks(record, data); !blocks.empty()) {
-      std::vector<std::byte> bytes(kChecksumBlock);
+      std::vector<std::byte> bytes(format::kChecksumBlock);
       for (uint64_t at = record.body_offset, cell = 0; at < record.body_end(); ++cell) {
-        const uint64_t next = std::min(record.body_end(), align_down(at, kChecksumBlock) + kChecksumBlock);
+        const uint64_t next =
+            std::min(record.body_end(), align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
         read_exactly(*data.file, at, std::span(bytes).first(next - at));
         if (crc32(0, bytes.data(), next - at) != blocks[cell]) return mismatch(record, at, next - at);
         at = next;
@@ -623,7 +624,7 @@ class ReadJob {
   const bool check_only_;
   const EngineOptions& options_;
   std::map<uint32_t, DataFile> files_;
-  RecordCache framings_;
+  format::RecordCache framings_;
   std::deque<Record> records_;  // addresses stay: they hold atomics
   std::vector<Extent> extents_;
   std::vector<Segment> segments_;
@@ -753,4 +754,4 @@ void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> 
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

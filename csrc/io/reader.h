@@ -17,7 +17,7 @@
 #include "io/transfer_loop.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 inline constexpr int64_t kUnknownCrc = -1;
 
@@ -80,4 +80,4 @@ struct ByteRange {
 void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> ranges,
                  std::span<std::byte* const> targets, const EngineOptions& options);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -9,29 +9,29 @@
 #include "io/memory.h"
 #include "io/table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::string& path, const EngineOptions& options,
                                                              bool verify) {
   auto opened = std::make_shared<SafetensorsFile>();
   opened->file = File::open(path, options.widest, options.read_cached);
   const std::string head = read_head(*opened->file);
-  opened->header = SafetensorsHeader::parse(head, opened->file->size(), path, verify);
+  opened->header = format::SafetensorsHeader::parse(head, opened->file->size(), path, verify);
   opened->head_crc = crc32(0, head.data(), head.size());
   return opened;
 }
 
 std::string SafetensorsFile::read_head(File& file) {
-  std::string head(std::min(file.size(), kSafetensorsLengthBytes), '\0');
+  std::string head(std::min(file.size(), format::kSafetensorsLengthBytes), '\0');
   read_exactly(file, 0, std::as_writable_bytes(std::span(head)));
   const size_t had = head.size();
-  head.resize(SafetensorsHeader::head_bytes(head, file.size(), file.path()));
+  head.resize(format::SafetensorsHeader::head_bytes(head, file.size(), file.path()));
   read_exactly(file, had, std::as_writable_bytes(std::span(head)).subspan(had));
   return head;
 }
 
-uint64_t write_safetensors(FileWriter& writer, const SafetensorsLayout& layout, std::span<const std::byte* const> data,
-                           bool sync) {
+uint64_t write_safetensors(FileWriter& writer, const format::SafetensorsLayout& layout,
+                           std::span<const std::byte* const> data, bool sync) {
   std::vector<RecordSource> sources(layout.order().size());
   for (size_t i = 0; i < sources.size(); ++i) {
     sources[i].data = data[layout.order()[i]];
@@ -49,8 +49,8 @@ std::vector<ReadItem> parse_safetensors_table(std::span<const std::shared_ptr<co
     if (file >= files.size() || number >= files[file]->header.tensors().size()) {
       throw Error::invalid("no such tensor in the table", cursor.row());
     }
-    const SafetensorsHeader& header = files[file]->header;
-    const SafetensorsHeader::Tensor& tensor = header.tensors()[number];
+    const format::SafetensorsHeader& header = files[file]->header;
+    const format::SafetensorsHeader::Tensor& tensor = header.tensors()[number];
     std::byte* memory = cursor.address();
     const int64_t dims = cursor.take(1)[0];
     try {
@@ -99,4 +99,4 @@ std::unique_ptr<ReadReport> read_safetensors(std::span<const std::shared_ptr<con
   return read_tensors(paths, open, items, verify, options);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

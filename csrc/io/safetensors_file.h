@@ -13,7 +13,7 @@
 #include "io/reader.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // A file that stays open, so that what is read later is of the same file even if another takes its name.
 struct SafetensorsFile {
@@ -24,14 +24,14 @@ struct SafetensorsFile {
   static std::string read_head(File& file);
 
   std::shared_ptr<File> file;
-  SafetensorsHeader header;
+  format::SafetensorsHeader header;
   uint32_t head_crc = 0;  // of the bytes before the data: tells this file from another of its name
 };
 
 // `data`: where each tensor that `layout` was made of is, contiguous, in its order. `writer` reserved file_bytes().
 // The file is complete but has its old name. Returns its length.
-uint64_t write_safetensors(FileWriter& writer, const SafetensorsLayout& layout, std::span<const std::byte* const> data,
-                           bool sync);
+uint64_t write_safetensors(FileWriter& writer, const format::SafetensorsLayout& layout,
+                           std::span<const std::byte* const> data, bool sync);
 
 // Rows: file, number of the tensor in it, address, dimensions n, n offsets, n sizes, n strides (elements); or -1 for n
 // and nothing behind it for a whole tensor to contiguous memory. Throws Error(invalid, row).
@@ -42,4 +42,4 @@ std::vector<ReadItem> parse_safetensors_table(std::span<const std::shared_ptr<co
 std::unique_ptr<ReadReport> read_safetensors(std::span<const std::shared_ptr<const SafetensorsFile>> files,
                                              std::span<const int64_t> table, bool verify, const EngineOptions& options);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -8,7 +8,7 @@
 #include "io/crc32.h"
 #include "io/table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 [[noreturn]] void replaced(const std::string& path) {
@@ -30,7 +30,7 @@ std::shared_ptr<File> SafetensorsReads::open(const std::string& path) {
     if (known->second.head_crc != crc) replaced(path);
     return file;
   }
-  Known known{SafetensorsHeader::parse(head, file->size(), path, verify_), crc, {}};
+  Known known{format::SafetensorsHeader::parse(head, file->size(), path, verify_), crc, {}};
   known.crcs.resize(known.header.tensors().size());
   known_.emplace(path, std::move(known));
   return file;
@@ -45,11 +45,12 @@ void SafetensorsReads::complete(ReadItem& item, const std::string& path) {
   item.crc = kUnknownCrc;
   if (item.record_length == 0) return;
   const auto tensors = known.header.tensors();
-  const auto found = std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
-                                              &SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
+  const auto found =
+      std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
+                               &format::SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
   if (found == tensors.end() || found->begin != item.record_offset ||
       found->end != item.record_offset + item.record_length ||
-      tensor_bytes(dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
+      format::tensor_bytes(format::dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
     throw Error::invalid("file " + path + " has no such tensor at offset " + std::to_string(item.record_offset));
   }
   if (!known.header.has_checksums()) return;
@@ -95,4 +96,4 @@ std::unique_ptr<ReadReport> SafetensorsReads::check(std::span<const std::string>
   return check_tensors(paths, open, items, options_);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

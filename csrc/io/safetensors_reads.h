@@ -14,7 +14,7 @@
 #include "io/reader.h"
 #include "io/safetensors_file.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Headers are parsed once and kept; a file is open only while it is read from. So that all ranks of a job read what one
 // of them has planned, each row says which head its file must have. Thread-safe.
@@ -31,7 +31,7 @@ class SafetensorsReads {
 
  private:
   struct Known {
-    SafetensorsHeader header;
+    format::SafetensorsHeader header;
     uint32_t head_crc;
     std::vector<std::optional<uint32_t>> crcs;  // of whole tensors, once they were asked for
   };
@@ -46,4 +46,4 @@ class SafetensorsReads {
   std::map<std::string, Known> known_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -5,7 +5,7 @@
 #include "error.h"
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 SharedMap::SharedMap(int descriptor, uint64_t bytes) {
   const int64_t address = system::map_shared(descriptor, bytes);
@@ -17,4 +17,4 @@ SharedMap::~SharedMap() {
   system::release_addresses(bytes_.data(), bytes_.size());
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 class SharedMap {
  public:
@@ -22,4 +22,4 @@ class SharedMap {
   std::span<std::byte> bytes_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

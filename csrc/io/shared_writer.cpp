@@ -8,7 +8,7 @@
 #include "io/table.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 SharedWriter::SharedWriter(std::vector<std::string> paths, std::span<const int64_t> targets,
                            const EngineOptions& options)
@@ -25,11 +25,11 @@ SharedWriter::SharedWriter(std::vector<std::string> paths, std::span<const int64
     if (file >= paths_.size() || dims > table_.size()) throw Error::invalid("no such file in the table", cursor.row());
     Target target{static_cast<uint32_t>(file), dtype, begin, 0, blocks, cursor.take(3 * dims)};
     try {
-      const uint64_t bytes = tensor_bytes(dtypes()[dtype], target.sizes(0));
+      const uint64_t bytes = format::tensor_bytes(format::dtypes()[dtype], target.sizes(0));
       if (__builtin_add_overflow(begin, bytes, &target.end)) throw Error::invalid("a tensor's place overflows");
       const std::vector<int64_t> strides(dims);
-      const Box box(dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), target.sizes(2), strides);
-      blocks += cells(begin + box.begin(), begin + box.end());
+      const Box box(format::dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), target.sizes(2), strides);
+      blocks += format::cells(begin + box.begin(), begin + box.end());
     } catch (const Error& error) {
       throw Error::invalid(error.what(), cursor.row());
     }
@@ -61,11 +61,12 @@ void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t
     if (dtype != target.dtype || !std::ranges::equal(sizes, target.sizes(2))) {
       throw Error::invalid("a tensor is not what the layout was made for", cursor.row());
     }
-    const Box& box = boxes.emplace_back(dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), sizes, strides);
+    const Box& box =
+        boxes.emplace_back(format::dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), sizes, strides);
     if (box.bytes() == 0) continue;
     const uint64_t begin = target.begin + box.begin(), end = target.begin + box.end();
-    const TensorPlace place{opened(target.file), target.begin, target.end, begin / kChecksumBlock,
-                            std::span(blocks_).subspan(target.first_block, cells(begin, end))};
+    const TensorPlace place{opened(target.file), target.begin, target.end, begin / format::kChecksumBlock,
+                            std::span(blocks_).subspan(target.first_block, format::cells(begin, end))};
     sources.push_back({place, data, &box});
   }
   if (static_cast<size_t>(cursor.row()) != rows.size()) throw Error::invalid("as many boxes as tensors are wanted");
@@ -86,4 +87,4 @@ std::span<const uint32_t> SharedWriter::finish(bool sync) {
   return blocks_;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

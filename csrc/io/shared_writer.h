@@ -13,7 +13,7 @@
 #include "io/box.h"
 #include "io/tiles.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 class SharedWriter {
  public:
@@ -58,4 +58,4 @@ class SharedWriter {
   TransferControl control_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // Whether elements lie one behind the other; dimensions of one element may have any stride.
@@ -22,7 +22,7 @@ bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides
 
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
-  RecordCache framings;
+  format::RecordCache framings;
   for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint32_t dtype = cursor.dtype();
     const std::byte* data = cursor.address();
@@ -38,7 +38,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
     source.bytes = source.framing->body_bytes();
     if (!contiguous(sizes, strides)) {
       const std::vector<int64_t> origin(dims, 0);
-      source.strided.emplace(dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
+      source.strided.emplace(format::dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
     }
     sources.push_back(std::move(source));
   }
@@ -57,13 +57,13 @@ std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
     std::byte* memory = cursor.address();
     const auto strides = cursor.take(dims);
     try {
-      tensor_bytes(dtypes()[dtype], chunk);  // overflow in a lying shape
+      format::tensor_bytes(format::dtypes()[dtype], chunk);  // overflow in a lying shape
       items.push_back({file,
                        offset,
                        length,
                        dtype,
                        {chunk.begin(), chunk.end()},
-                       Box(dtypes()[dtype].item_bytes, chunk, offsets, sizes, strides),
+                       Box(format::dtypes()[dtype].item_bytes, chunk, offsets, sizes, strides),
                        memory,
                        crc});
     } catch (const Error& error) {
@@ -83,8 +83,8 @@ std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {
     const auto sizes = cursor.take(cursor.size());
     const std::vector<int64_t> zeros(sizes.size());
     try {
-      tensor_bytes(dtypes()[dtype], sizes);
-      const Box whole(dtypes()[dtype].item_bytes, sizes, zeros, sizes, zeros);
+      format::tensor_bytes(format::dtypes()[dtype], sizes);
+      const Box whole(format::dtypes()[dtype].item_bytes, sizes, zeros, sizes, zeros);
       items.push_back({file, offset, length, dtype, {sizes.begin(), sizes.end()}, whole, nullptr, crc});
     } catch (const Error& error) {
       throw Error::invalid(error.what(), cursor.row());
@@ -113,8 +113,8 @@ std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
     std::byte* memory = cursor.address();
     const auto strides = cursor.take(dims);
     try {
-      tensor_bytes(dtypes()[dtype], sizes);
-      copies.push_back({Box(dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory});
+      format::tensor_bytes(format::dtypes()[dtype], sizes);
+      copies.push_back({Box(format::dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory});
     } catch (const Error& error) {
       throw Error::invalid(error.what(), cursor.row());
     }
@@ -122,4 +122,4 @@ std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
   return copies;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -11,7 +11,7 @@
 #include "io/reader.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Walks along a table; what does not fit throws Error(invalid, row).
 class TableCursor {
@@ -35,7 +35,7 @@ class TableCursor {
   std::byte* address() { return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(take(1)[0])); }
   uint32_t dtype() {
     const uint64_t code = size();
-    if (code >= dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
+    if (code >= format::dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
     return static_cast<uint32_t>(code);
   }
 
@@ -62,4 +62,4 @@ std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table);
 // Rows: file, offset, length.
 std::vector<ByteRange> parse_range_table(std::span<const int64_t> table);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

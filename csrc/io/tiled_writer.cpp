@@ -2,21 +2,21 @@
 #include "io/tiles.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 std::vector<uint32_t> FileWriter::write_tiled(std::span<const RecordSource> sources, uint64_t offset) {
   std::vector<TileSource> tiles;
   tiles.reserve(sources.size());
   uint64_t at = offset, count = 0;
   for (const RecordSource& source : sources) {
-    tiles.push_back({{file_.get(), at, at + source.bytes, at / kChecksumBlock, {}}, source.data, nullptr});
-    count += cells(at, at + source.bytes);
+    tiles.push_back({{file_.get(), at, at + source.bytes, at / format::kChecksumBlock, {}}, source.data, nullptr});
+    count += format::cells(at, at + source.bytes);
     at += source.bytes;
   }
   std::vector<uint32_t> blocks(count);
   std::span<uint32_t> rest(blocks);
   for (TileSource& tile : tiles) {
-    const auto of_tile = rest.first(cells(tile.place.begin, tile.place.end));
+    const auto of_tile = rest.first(format::cells(tile.place.begin, tile.place.end));
     if (checksums_) tile.place.blocks = of_tile;
     rest = rest.subspan(of_tile.size());
   }
@@ -31,4 +31,4 @@ uint64_t FileWriter::finish_tiled(std::span<const std::byte> head, bool sync) {
   return seal(cursor_, sync);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

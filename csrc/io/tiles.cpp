@@ -9,7 +9,7 @@
 #include "io/memory.h"
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // Runs of a box that are shorter go through the page cache, many for one segment.
@@ -277,11 +277,12 @@ class Tiles {
       return;
     }
     for (uint64_t at = place.begin + begin, end = at + bytes; at < end;) {
-      const uint64_t block_end = std::min(place.end, align_down(at, kChecksumBlock) + kChecksumBlock);
+      const uint64_t block_end = std::min(place.end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
       const uint64_t next = std::min(end, block_end), size = next - at;
       const uint32_t crc = out != nullptr ? copy_crc32(out, data, size, 0) : crc32(0, data, size);
       const uint32_t moved = next == block_end ? crc : crc32_combine(crc, 0, block_end - next);
-      std::atomic_ref(place.blocks[at / kChecksumBlock - place.first_cell]).fetch_xor(moved, std::memory_order_relaxed);
+      std::atomic_ref(place.blocks[at / format::kChecksumBlock - place.first_cell])
+          .fetch_xor(moved, std::memory_order_relaxed);
       data += size;
       if (out != nullptr) out += size;
       at = next;
@@ -309,4 +310,4 @@ void write_tiles(std::span<const TileSource> sources, TileEdges edges, const Eng
   Tiles(sources, edges, options, control, stats).run();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -22,7 +22,7 @@
 #include "io/transfer_loop.h"
 #include "io/transfer_stats.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Where a tensor lies in a file, and what is contributed to the checksums of its blocks: for each cell of the file that
 // is written to, from the first of them on; zeros before the first piece. No blocks: no checksums.
@@ -50,4 +50,4 @@ enum class TileEdges {
 void write_tiles(std::span<const TileSource> sources, TileEdges edges, const EngineOptions& options,
                  TransferControl& control, TransferStats& stats);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

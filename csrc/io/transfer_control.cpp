@@ -7,7 +7,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 TransferControl::TransferControl(std::string path, uint64_t bytes_per_second)
     : path_(std::move(path)), limit_(bytes_per_second) {}
@@ -27,4 +27,4 @@ void TransferControl::admit(uint64_t bytes, const std::atomic<bool>& stop) {
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

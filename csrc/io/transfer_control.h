@@ -7,7 +7,7 @@
 
 #include "io/rate_limit.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 class TransferControl {
  public:
@@ -28,4 +28,4 @@ class TransferControl {
   std::atomic<bool> cancelled_{false};
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

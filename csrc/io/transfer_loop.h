@@ -13,7 +13,7 @@
 #include "io/transfer_control.h"
 #include "io/workers.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 struct EngineOptions {
   Backend backend = Backend::automatic;
@@ -94,4 +94,4 @@ void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const N
   run_workers(options.threads, work, options.niceness);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,7 +6,7 @@
 
 #include "io/transfer_loop.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 struct TransferStats {
   std::atomic<uint64_t> in_place{0};  // between the tensor's own memory and the file
@@ -20,4 +20,4 @@ struct TransferStats {
   uint64_t bytes() const { return in_place + slots; }
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,7 +6,7 @@
 
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 void run_workers(unsigned count, const std::function<void(const std::atomic<bool>&)>& body, int niceness) {
   std::atomic<bool> stop{false};
@@ -37,4 +37,4 @@ void run_workers(unsigned count, const std::function<void(const std::atomic<bool
   if (first) std::rethrow_exception(first);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

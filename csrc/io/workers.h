@@ -8,7 +8,7 @@
 #include <functional>
 #include <mutex>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Calls `body(stop)` on `count` threads, the calling one included. `stop` turns true when another thread threw: return
 // soon. Throws what the first failing thread threw.
@@ -68,4 +68,4 @@ class WorkQueue {
   bool closed_ = false;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,7 +6,7 @@
 
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kRecordAlignment = 64;
@@ -15,10 +15,10 @@ constexpr int64_t kNobody = -1;
 }  // namespace
 
 const EngineOptions& usable_for_writing(const EngineOptions& options) {
-  if (options.slot_bytes % kChecksumBlock != 0 || options.slot_bytes < kLargeBody + kChecksumBlock) {
+  if (options.slot_bytes % format::kChecksumBlock != 0 || options.slot_bytes < kLargeBody + format::kChecksumBlock) {
     throw Error::invalid("slots of " + std::to_string(options.slot_bytes) + " bytes: a multiple of " +
-                         std::to_string(kChecksumBlock) + " from " + std::to_string(kLargeBody + kChecksumBlock) +
-                         " on is wanted");
+                         std::to_string(format::kChecksumBlock) + " from " +
+                         std::to_string(kLargeBody + format::kChecksumBlock) + " on is wanted");
   }
   if (options.niceness < 0 || options.niceness > 19) {
     throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
@@ -138,7 +138,7 @@ class FileWriter::Group {
         record.body_offset = record.offset + prologue_bytes(index);
       }
       const uint64_t body_end = record.body_offset + body;
-      if (checksummed(index)) record.blocks.resize(cells(record.body_offset, body_end));
+      if (checksummed(index)) record.blocks.resize(format::cells(record.body_offset, body_end));
       add(Part::Kind::prologue, index, record.offset, 0, prologue_bytes(index));
       if (large) {
         lay_out_interior(index, body_end);
@@ -275,12 +275,12 @@ class FileWriter::Group {
     uint64_t at = part.offset;
     const uint64_t end = part.offset + (part.end - part.begin);
     while (at < end) {
-      const uint64_t next = std::min(end, align_down(at, kChecksumBlock) + kChecksumBlock);
+      const uint64_t next = std::min(end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
       const uint64_t bytes = next - at;
       const std::byte* from = data + (at - part.offset);
       const uint32_t crc =
           copy_to != nullptr ? copy_crc32(copy_to + (at - part.offset), from, bytes, 0) : crc32(0, from, bytes);
-      record.blocks[at / kChecksumBlock - record.body_offset / kChecksumBlock] = crc;
+      record.blocks[at / format::kChecksumBlock - record.body_offset / format::kChecksumBlock] = crc;
       total = at == part.offset ? crc : crc32_combine(total, crc, bytes);
       at = next;
     }
@@ -304,22 +304,24 @@ class FileWriter::Group {
     // The cells' interiors are not whole cells at both ends; head and tail may lie in cells of their own.
     uint32_t total = head_crc;
     for (uint64_t at = record.interior_begin; at < record.interior_end;) {
-      const uint64_t next = std::min(record.interior_end, align_down(at, kChecksumBlock) + kChecksumBlock);
-      uint32_t& cell = record.blocks[at / kChecksumBlock - body / kChecksumBlock];
+      const uint64_t next =
+          std::min(record.interior_end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
+      uint32_t& cell = record.blocks[at / format::kChecksumBlock - body / format::kChecksumBlock];
       total = crc32_combine(total, cell, next - at);
       at = next;
     }
     total = crc32_combine(total, tail_crc, tail_bytes);
     record.crc = total;
 
-    const uint64_t first_cell_end = std::min(record.interior_end, align_down(body, kChecksumBlock) + kChecksumBlock);
+    const uint64_t first_cell_end =
+        std::min(record.interior_end, align_down(body, format::kChecksumBlock) + format::kChecksumBlock);
     if (first_cell_end > record.interior_begin) {
       record.blocks.front() = crc32_combine(head_crc, record.blocks.front(), first_cell_end - record.interior_begin);
     } else {
       record.blocks.front() = head_crc;
     }
     if (tail_bytes != 0) {
-      const bool shared = record.interior_end % kChecksumBlock != 0;  // with interior bytes before it
+      const bool shared = record.interior_end % format::kChecksumBlock != 0;  // with interior bytes before it
       record.blocks.back() = shared ? crc32_combine(record.blocks.back(), tail_crc, tail_bytes) : tail_crc;
     }
   }
@@ -413,4 +415,4 @@ uint64_t FileWriter::seal(uint64_t length, bool sync) {
   return length;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

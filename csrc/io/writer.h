@@ -22,7 +22,7 @@
 #include "io/transfer_loop.h"
 #include "io/transfer_stats.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 
 // Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
 inline constexpr uint64_t kLargeBody = 2 << 20;
@@ -31,7 +31,7 @@ inline constexpr uint64_t kTorchOffset = 64;
 
 // What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.
 struct RecordSource {
-  std::shared_ptr<const TensorRecord> framing;
+  std::shared_ptr<const format::TensorRecord> framing;
   const std::byte* data = nullptr;
   uint64_t bytes = 0;
   std::optional<Box> strided;  // how `data` is laid out, unless contiguous
@@ -94,9 +94,9 @@ class FileWriter {
   std::unique_ptr<File> file_;
   bool finished_ = false;
   uint64_t cursor_ = 0;  // end of what was laid out, a multiple of kBlock
-  ChecksumTable table_;
+  format::ChecksumTable table_;
   TransferStats stats_;
   TransferControl control_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -7,7 +7,7 @@
 #include "plan/balance.h"
 #include "plan/holder_sets.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kMostBytes = int64_t{1} << 61;  // in all: sums of loads stay far from overflow
@@ -81,6 +81,10 @@ class Assigner {
 
 void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers) {
   uint64_t total = 0;
+  std::vector<bool> whole(layout_.keys.size());
+  for (const std::string& name : options_.whole) {
+    if (const auto number = layout_.names.find(name)) whole[*number] = true;
+  }
   for_each_group(layout_, nodes_, options_.placement,
                  [&](uint32_t number, size_t box, std::span<const Holder> holders) {
                    const Layout::Key& key = layout_.keys[number];
@@ -93,10 +97,11 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
                      numbers[holders[0].rank] += weight == 0;
                      return;
                    }
+                   const bool uncut = weight == 0 || whole[number];
                    (weight == 0 ? weightless_ : sized_)
                        .push_back({.set = sets_.add(holders),
                                    .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
-                                   .size = weight == 0 ? std::span<const int64_t>() : layout_.size(key, box)});
+                                   .size = uncut ? std::span<const int64_t>() : layout_.size(key, box)});
                  });
 }
 
@@ -137,4 +142,4 @@ Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOpt
   return Assigner(layout, nodes, options).run();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

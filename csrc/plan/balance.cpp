@@ -7,7 +7,7 @@
 
 #include "plan/water.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kSlack = 200;     // whole boxes may rise above the level by this part of it
@@ -212,4 +212,4 @@ std::vector<Share> Balance::fill(const Cut& cut, std::span<const uint32_t> ranks
   return shares;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -7,7 +7,7 @@
 
 #include "plan/holder_sets.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // `length` rows of a box from `start` on, and the rank that writes them.
 struct Share {
@@ -70,4 +70,4 @@ class Balance {
   std::vector<Share> shares_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

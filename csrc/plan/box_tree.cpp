@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // Nodes are not trusted: a sum that is too large wraps.
@@ -82,4 +82,4 @@ uint64_t BoxTree::descend(const Query& query, size_t level, uint64_t first, uint
   return visited;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // A node is a box, offset[ndim] and size[ndim]. Level 0 are the boxes themselves; each node of level k + 1 bounds the
 // next 16 of level k; the highest level has 16 nodes at most. Nodes lie level after level.
@@ -43,4 +43,4 @@ class BoxTree {
   std::vector<uint64_t> first_;  // node of each level, and one more
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -12,7 +12,7 @@
 #include "plan/inventory.h"
 #include "plan/large_vector.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Catalog {
   struct Key {
@@ -48,4 +48,4 @@ struct Catalog {
   }
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

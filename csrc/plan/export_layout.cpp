@@ -12,7 +12,7 @@
 #include "format/torch_record.h"
 #include "io/box.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kMostNamed = 10;  // keys in an error
@@ -30,12 +30,12 @@ void expect_only_tensors(const Catalog& catalog) {
   throw Error::invalid("safetensors files hold tensors only, and these are none: " + names);
 }
 
-SafetensorsLayout::Tensor tensor_of(const Catalog& catalog, const Catalog::Key& key) {
+format::SafetensorsLayout::Tensor tensor_of(const Catalog& catalog, const Catalog::Key& key) {
   const auto shape = catalog.shape(key);
-  const std::optional<uint32_t> dtype = safetensors_dtype_named(dtypes()[key.dtype].name);
+  const std::optional<uint32_t> dtype = format::safetensors_dtype_named(format::dtypes()[key.dtype].name);
   if (!dtype) {
     throw Error::invalid(std::string(catalog.name(key)) + ": safetensors files have no " +
-                         std::string(dtypes()[key.dtype].name) + ": save it as a view of another dtype");
+                         std::string(format::dtypes()[key.dtype].name) + ": save it as a view of another dtype");
   }
   return {std::string(catalog.name(key)), *dtype, {shape.begin(), shape.end()}};
 }
@@ -43,14 +43,14 @@ SafetensorsLayout::Tensor tensor_of(const Catalog& catalog, const Catalog::Key& 
 }  // namespace
 
 ExportLayout::ExportLayout(const Catalog& catalog, uint64_t most_file_bytes,
-                           const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases)
+                           const format::SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases)
     : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
   expect_only_tensors(catalog);
   std::vector<std::vector<size_t>> shards(1);  // keys of each file
   uint64_t held = 0;
   for (size_t number = 0; number < catalog.keys.size(); ++number) {
     const Catalog::Key& key = catalog.keys[number];
-    const uint64_t bytes = vescale_ckpt::tensor_bytes(dtypes()[key.dtype], catalog.shape(key));
+    const uint64_t bytes = format::tensor_bytes(format::dtypes()[key.dtype], catalog.shape(key));
     if (!shards.back().empty() && (bytes > most_file_bytes || held > most_file_bytes - bytes)) {
       shards.emplace_back();
       held = 0;
@@ -73,8 +73,8 @@ ExportLayout::ExportLayout(const Catalog& catalog, uint64_t most_file_bytes,
   }
 
   for (std::vector<size_t>& keys : shards) {
-    SafetensorsHeader::Metadata texts = metadata;
-    std::vector<SafetensorsLayout::Tensor> tensors;
+    format::SafetensorsHeader::Metadata texts = metadata;
+    std::vector<format::SafetensorsLayout::Tensor> tensors;
     for (const size_t number : keys) {
       tensors.push_back(tensor_of(catalog, catalog.keys[number]));
       const auto found = aliases_of.find(tensors_[number].name);
@@ -87,12 +87,12 @@ ExportLayout::ExportLayout(const Catalog& catalog, uint64_t most_file_bytes,
     }
     const auto file = static_cast<uint32_t>(files_.size());
     try {
-      files_.push_back({SafetensorsLayout(std::move(tensors), std::move(texts)), std::move(keys)});
+      files_.push_back({format::SafetensorsLayout(std::move(tensors), std::move(texts)), std::move(keys)});
     } catch (const Error& error) {
       if (error.item < 0) throw;
       throw Error::invalid(tensors_[keys[static_cast<size_t>(error.item)]].name + ": " + error.what());
     }
-    const SafetensorsLayout& layout = files_.back().layout;
+    const format::SafetensorsLayout& layout = files_.back().layout;
     uint64_t at = layout.data_begin(), blocks = 0;
     for (size_t i = 0; i < layout.order().size(); ++i) {
       Tensor& tensor = tensors_[files_.back().keys[layout.order()[i]]];
@@ -100,7 +100,7 @@ ExportLayout::ExportLayout(const Catalog& catalog, uint64_t most_file_bytes,
       tensor.begin = at;
       tensor.end = at += layout.bytes()[i];
       tensor.first_block = blocks;
-      blocks += cells(tensor.begin, tensor.end);
+      blocks += format::cells(tensor.begin, tensor.end);
     }
   }
 
@@ -109,8 +109,8 @@ ExportLayout::ExportLayout(const Catalog& catalog, uint64_t most_file_bytes,
     const std::vector<int64_t> strides(key.ndim);
     for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
       const Catalog::Chunk& chunk = catalog.chunks[i];
-      const Box box(dtypes()[key.dtype].item_bytes, catalog.shape(key), catalog.offset(key, chunk),
-                    catalog.size(key, chunk), strides);
+      const io::Box box(format::dtypes()[key.dtype].item_bytes, catalog.shape(key), catalog.offset(key, chunk),
+                        catalog.size(key, chunk), strides);
       std::vector<Row>& rows = rows_.at(chunk.writer);
       if (rows.size() <= chunk.row) rows.resize(size_t{chunk.row} + 1);
       rows[chunk.row] = {number, tensors_[number].begin + box.begin(), tensors_[number].begin + box.end()};
@@ -135,16 +135,17 @@ std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uin
   std::vector<std::vector<uint32_t>> of_file(files_.size());
   for (const Tensor& tensor : tensors_) {
     std::vector<uint32_t>& all = of_file[tensor.file];
-    all.resize(std::max<size_t>(all.size(), tensor.first_block + cells(tensor.begin, tensor.end)));
+    all.resize(std::max<size_t>(all.size(), tensor.first_block + format::cells(tensor.begin, tensor.end)));
   }
   for (size_t rank = 0; rank < rows_.size(); ++rank) {
     std::span<const uint32_t> rest = blocks[rank];
     for (const Row& row : rows_[rank]) {
       const Tensor& tensor = tensors_[row.tensor];
-      const uint64_t count = cells(row.begin, row.end);
+      const uint64_t count = format::cells(row.begin, row.end);
       if (rest.size() < count) throw Error::invalid(kOthers);
       if (count == 0) continue;
-      const uint64_t first = tensor.first_block + row.begin / kChecksumBlock - tensor.begin / kChecksumBlock;
+      const uint64_t first =
+          tensor.first_block + row.begin / format::kChecksumBlock - tensor.begin / format::kChecksumBlock;
       for (uint64_t i = 0; i < count; ++i) of_file[tensor.file][first + i] ^= rest[i];
       rest = rest.subspan(count);
     }
@@ -165,9 +166,9 @@ std::string ExportLayout::index(std::span<const std::string> names) const {
       "{\n  \"metadata\": {\n    \"total_size\": " + std::to_string(tensor_bytes_) + "\n  },\n  \"weight_map\": {";
   for (const size_t number : order) {
     text += number == order.front() ? "\n    " : ",\n    ";
-    append_json_string(text, tensors_[number].name);
+    format::append_json_string(text, tensors_[number].name);
     text += ": ";
-    append_json_string(text, names[tensors_[number].file]);
+    format::append_json_string(text, names[tensors_[number].file]);
   }
   return text + "\n  }\n}\n";
 }
@@ -202,4 +203,4 @@ std::vector<int64_t> make_export_targets(const Inventory& inventory, std::span<c
   return table;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

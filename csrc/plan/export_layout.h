@@ -15,7 +15,7 @@
 #include "plan/catalog.h"
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class ExportLayout {
  public:
@@ -26,7 +26,7 @@ class ExportLayout {
   // `metadata`: of every file's header; an alias is added to that of the file that has the tensor. Aliases of tensors
   // that are stored are left out. Throws Error(invalid) for keys that are no tensors, and for what SafetensorsLayout
   // refuses, naming keys.
-  ExportLayout(const Catalog& catalog, uint64_t most_file_bytes, const SafetensorsHeader::Metadata& metadata,
+  ExportLayout(const Catalog& catalog, uint64_t most_file_bytes, const format::SafetensorsHeader::Metadata& metadata,
                std::span<const Alias> aliases);
 
   size_t files() const { return files_.size(); }  // at least one
@@ -45,7 +45,7 @@ class ExportLayout {
 
  private:
   struct File {
-    SafetensorsLayout layout;
+    format::SafetensorsLayout layout;
     std::vector<size_t> keys;  // in the order that the layout was made from
   };
   struct Tensor {
@@ -69,4 +69,4 @@ class ExportLayout {
 std::vector<int64_t> make_export_targets(const Inventory& inventory, std::span<const int64_t> part,
                                          std::span<const int64_t> places);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -12,7 +12,7 @@
 #include "plan/merge.h"
 #include "plan/parallel.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kBytesOfAThread = size_t{1} << 20;  // less is not worth one
@@ -74,4 +74,4 @@ Catalog GlobalPlan::catalog(uint32_t node) const {
   return make_catalog(layout_, assignment_, nodes_, node, options_.placement == Placement::local);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -12,7 +12,7 @@
 #include "plan/layout.h"
 #include "plan/parts.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class GlobalPlan {
  public:
@@ -42,4 +42,4 @@ class GlobalPlan {
   Parts parts_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -7,7 +7,7 @@
 #include "plan/row_check.h"
 #include "plan/validate.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 std::vector<uint32_t> ranks_of(const Holder* begin, const Holder* end) {
@@ -109,4 +109,4 @@ uint32_t Grouping::group(uint32_t key, std::string& fault) {
   return count;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

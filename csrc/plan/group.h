@@ -9,7 +9,7 @@
 #include "plan/large_vector.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // The rows of all ranks, brought together under their keys: those of one key stand together, in the order of the ranks.
 struct Rows {
@@ -45,4 +45,4 @@ class Grouping {
   std::vector<int64_t> dims_copy_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

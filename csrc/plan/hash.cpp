@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstring>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint64_t kFirst = 0x87C37B91114253D5, kSecond = 0x4CF5AD432745937F;
@@ -51,4 +51,4 @@ Hash128 hash128(std::span<const std::byte> bytes) {
   return {first, second};
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <span>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 using Hash128 = std::array<uint64_t, 2>;
 
 Hash128 hash128(std::span<const std::byte> bytes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 uint32_t HolderSets::add(std::span<const Holder> holders) {
   uint64_t hash = holders.size();
@@ -20,4 +20,4 @@ uint32_t HolderSets::add(std::span<const Holder> holders) {
   return set;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class HolderSets {
  public:
@@ -28,4 +28,4 @@ class HolderSets {
   std::unordered_multimap<uint64_t, uint32_t> known_;  // by hash
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,14 +10,14 @@
 #include "plan/box_tree.h"
 #include "plan/metadata_pickle.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint32_t kMostDtypes = 256;
 
 std::optional<uint8_t> code_of(std::string_view name) {
-  const auto known = dtypes();
-  const auto found = std::ranges::find(known, name, &DType::name);
+  const auto known = format::dtypes();
+  const auto found = std::ranges::find(known, name, &format::DType::name);
   if (found == known.end()) return std::nullopt;
   return static_cast<uint8_t>(found - known.begin());
 }
@@ -33,7 +33,7 @@ Index::Index(const std::string& path) : file_(path) {
   load();
 }
 
-Index::Index(std::vector<std::byte> image) : file_(std::move(image)) {
+Index::Index(std::vector<std::byte> image, std::string path) : file_(std::move(image), std::move(path)) {
   load();
 }
 
@@ -45,7 +45,7 @@ void Index::corrupt(const char* what) const {
 void Index::load() {
   std::memcpy(&header_, file_.get(0, sizeof header_), sizeof header_);
   expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
-  expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
+  expect(io::crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
          "the checksum of its header differs");
   expect(header_.version == IndexHeader::kVersion && header_.piece_bytes == VerifiedFile::kPiece,
          "it is of another version");
@@ -126,7 +126,7 @@ Index::Key Index::key(uint64_t number) const {
 
 std::optional<Index::Key> Index::find(std::string_view name) const {
   const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
-  const uint32_t crc = crc32(0, name.data(), name.size());
+  const uint32_t crc = io::crc32(0, name.data(), name.size());
   for (uint64_t probe = 0; probe <= most; ++probe) {
     const IndexSlot slot = *elements<IndexSlot>(IndexHeader::kSlots, (crc + probe) & most, 1);
     if (slot.key == 0) return std::nullopt;
@@ -177,4 +177,4 @@ std::vector<uint64_t> Index::file_ends() const {
   return ends;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct IndexHeader {
   static constexpr std::string_view kMagic = "VSCKIDX1";
@@ -59,4 +59,4 @@ static_assert(sizeof(IndexPlace) == 24);
 constexpr uint64_t kIndexElement[IndexHeader::kSections] = {
     8, 1, sizeof(IndexSlot), sizeof(IndexKey), 8, sizeof(IndexPlace)};
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

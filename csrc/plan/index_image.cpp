@@ -13,7 +13,7 @@
 #include "plan/verified_file.h"
 #include "plan/view_table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint64_t kPiece = VerifiedFile::kPiece;
@@ -27,7 +27,7 @@ Element* table(std::byte* out, const IndexHeader& header, IndexHeader::Section s
 
 IndexImage::IndexImage(const Catalog& catalog, const Places& places, std::string_view save_id, uint64_t pickle_bytes,
                        uint32_t pickle_crc)
-    : catalog_(catalog), places_(places), save_id_(save_id), dtype_index_(dtypes().size(), UINT32_MAX) {
+    : catalog_(catalog), places_(places), save_id_(save_id), dtype_index_(format::dtypes().size(), UINT32_MAX) {
   if (catalog.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
   uint64_t dims = 0, text = save_id.size();
   for (const Catalog::Key& key : catalog.keys) {
@@ -37,7 +37,7 @@ IndexImage::IndexImage(const Catalog& catalog, const Places& places, std::string
     if (dtype_index_[key.dtype] == UINT32_MAX) {
       dtype_index_[key.dtype] = static_cast<uint32_t>(dtypes_.size());
       dtypes_.push_back(key.dtype);
-      text += dtypes()[key.dtype].name.size();
+      text += format::dtypes()[key.dtype].name.size();
     }
   }
   for (const std::string& file : places.files()) text += file.size();
@@ -48,9 +48,9 @@ IndexImage::IndexImage(const Catalog& catalog, const Places& places, std::string
   uint64_t at = kPiece;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     header_.tables[section] = {at, counts[section]};
-    at = align_up(at + counts[section] * kIndexElement[section], 8);
+    at = io::align_up(at + counts[section] * kIndexElement[section], 8);
   }
-  header_.checksums = align_up(at, kPiece);
+  header_.checksums = io::align_up(at, kPiece);
   header_.file_bytes = header_.checksums + (header_.checksums / kPiece - 1) * sizeof(uint32_t);
   std::memcpy(header_.magic, IndexHeader::kMagic.data(), sizeof header_.magic);
   header_.version = IndexHeader::kVersion;
@@ -73,10 +73,10 @@ void IndexImage::write(std::byte* out) const {
 
   auto* checksums = reinterpret_cast<uint32_t*>(out + header_.checksums);
   const uint64_t pieces = header_.checksums / kPiece - 1;
-  for (uint64_t i = 0; i < pieces; ++i) checksums[i] = crc32(0, out + (i + 1) * kPiece, kPiece);
+  for (uint64_t i = 0; i < pieces; ++i) checksums[i] = io::crc32(0, out + (i + 1) * kPiece, kPiece);
   IndexHeader header = header_;
-  header.checksums_crc = crc32(0, checksums, pieces * sizeof(uint32_t));
-  header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
+  header.checksums_crc = io::crc32(0, checksums, pieces * sizeof(uint32_t));
+  header.header_crc = io::crc32(0, &header, sizeof header - sizeof header.header_crc);
   std::memcpy(out, &header, sizeof header);
 }
 
@@ -89,7 +89,7 @@ void IndexImage::write_strings(std::byte* out) const {
     *ends++ = end += string.size();
   };
   put(save_id_);
-  for (const uint8_t code : dtypes_) put(dtypes()[code].name);
+  for (const uint8_t code : dtypes_) put(format::dtypes()[code].name);
   for (const std::string& file : places_.files()) put(file);
 }
 
@@ -120,7 +120,7 @@ void IndexImage::write_keys(std::byte* out) const {
     name.copy(text + name_at, name.size());
     name_at += name.size();
 
-    const uint32_t crc = crc32(0, name.data(), name.size());
+    const uint32_t crc = io::crc32(0, name.data(), name.size());
     uint64_t slot = crc & most;
     while (slots[slot].key != 0) slot = (slot + 1) & most;
     slots[slot] = {crc, i + 1};
@@ -154,7 +154,7 @@ void check_row(const Item& row, const Item& first) {
   if (row.dtype != first.dtype || !std::ranges::equal(row.shape, first.shape)) {
     contradictory(row.name, "several shapes or dtypes");
   }
-  tensor_bytes(dtypes()[row.dtype], row.shape);  // that it can be
+  format::tensor_bytes(format::dtypes()[row.dtype], row.shape);  // that it can be
   for (size_t dim = 0; dim < row.shape.size(); ++dim) {
     if (row.offset[dim] < 0 || row.offset[dim] > row.shape[dim] || row.size[dim] < 0 ||
         row.size[dim] > row.shape[dim] - row.offset[dim]) {
@@ -224,4 +224,4 @@ std::vector<std::byte> index_of_rows(const Inventory& rows, std::span<const int6
   return bytes;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -13,7 +13,7 @@
 #include "plan/inventory.h"
 #include "plan/places.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // A view of what it is made from. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that it belongs to.
 class IndexImage {
@@ -42,4 +42,4 @@ class IndexImage {
 std::vector<std::byte> index_of_rows(const Inventory& rows, std::span<const int64_t> places,
                                      const std::vector<std::string>& files, std::string_view save_id = {});
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

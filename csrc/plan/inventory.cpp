@@ -5,7 +5,7 @@
 #include "error.h"
 #include "format/torch_record.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kMagic = 0x314D544956434B56;  // "VKCVITM1"
@@ -41,7 +41,7 @@ Inventory::Inventory(std::span<const std::byte> bytes) {
   names_ = reinterpret_cast<const char*>(names_block_.data()) + padded(items * 4);
 
   rows_.reserve(items);
-  const size_t known_dtypes = dtypes().size();
+  const size_t known_dtypes = format::dtypes().size();
   size_t at = 0;
   for (size_t i = 0; i < items; ++i) {
     if (row_words - at < 2) malformed("its rows end early");
@@ -109,4 +109,4 @@ std::vector<std::byte> InventoryBuilder::pack(int64_t node) const {
   return packed;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

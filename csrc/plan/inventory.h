@@ -16,7 +16,7 @@
 #include <string_view>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 enum class ItemKind : uint8_t {
   object = 0,  // anything that is no tensor; no dims
@@ -72,4 +72,4 @@ class InventoryBuilder {
   std::string names_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 size_t KeyNames::slot(std::string_view name) const {
   const size_t mask = slots_.size() - 1;
@@ -35,4 +35,4 @@ void KeyNames::grow() {
   for (size_t number = 0; number < size(); ++number) slots_[slot((*this)[number])] = static_cast<uint32_t>(number + 1);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class KeyNames {
  public:
@@ -32,4 +32,4 @@ class KeyNames {
   std::vector<uint32_t> slots_ = std::vector<uint32_t>(64);  // number + 1, 0 where free; open addressing
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 [[noreturn]] void malformed() {
@@ -79,4 +79,4 @@ void KeyPaths::merge(std::string_view block) {
   if (!rest.empty()) malformed();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

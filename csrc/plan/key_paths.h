@@ -16,7 +16,7 @@
 
 #include "plan/view_table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 class KeyPathsBuilder {
  public:
@@ -92,4 +92,4 @@ void KeyPaths::visit(const Path& path, const Text& text, const Number& number) {
   }
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 template <typename T>
 struct LargeAllocator {
@@ -51,4 +51,4 @@ struct LargeAllocator {
 template <typename T>
 using LargeVector = std::vector<T, LargeAllocator<T>>;
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

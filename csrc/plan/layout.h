@@ -9,7 +9,7 @@
 #include "plan/key_names.h"
 #include "plan/large_vector.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Holder {
   uint32_t rank;
@@ -59,4 +59,4 @@ struct Layout {
   }
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

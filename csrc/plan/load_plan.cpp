@@ -9,7 +9,7 @@
 #include "error.h"
 #include "format/torch_record.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kObjectWords = 5, kReadWords = 7;  // without the four lists of ndim numbers
@@ -107,7 +107,7 @@ std::optional<LoadPlan::Mismatch> Planner::mismatch(const Item& item, const Inde
     return LoadPlan::Mismatch{0, shape_text(item.shape), shape_text(key.shape)};
   }
   if (!key.dtype_code || (*key.dtype_code != item.dtype && !allow_cast_)) {
-    return LoadPlan::Mismatch{0, dtype_text(dtypes()[item.dtype].name), dtype_text(key.dtype)};
+    return LoadPlan::Mismatch{0, dtype_text(format::dtypes()[item.dtype].name), dtype_text(key.dtype)};
   }
   return std::nullopt;
 }
@@ -174,4 +174,4 @@ LoadPlan plan_load(const Index& index, const Inventory& wanted, bool allow_cast)
   return Planner(index, wanted, allow_cast).run();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 #include "plan/index.h"
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct LoadPlan {
   struct Mismatch {
@@ -33,4 +33,4 @@ struct LoadPlan {
 // Throws Error: invalid (wanted boxes that leave their tensors), corrupt, io.
 LoadPlan plan_load(const Index& index, const Inventory& wanted, bool allow_cast);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -2,17 +2,18 @@
 
 #include <algorithm>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // Pieces of one box on several nodes stand node after node.
-std::span<const Piece> seen_by(std::span<const Piece> pieces, std::span<const uint32_t> nodes, uint32_t node) {
+std::span<const AssignedPiece> seen_by(std::span<const AssignedPiece> pieces, std::span<const uint32_t> nodes,
+                                       uint32_t node) {
   const auto on = [&](uint32_t wanted) {
-    const auto is_there = [&](const Piece& piece) { return nodes[piece.writer] == wanted; };
+    const auto is_there = [&](const AssignedPiece& piece) { return nodes[piece.writer] == wanted; };
     const auto begin = std::find_if(pieces.begin(), pieces.end(), is_there);
-    return std::span<const Piece>(begin, std::find_if_not(begin, pieces.end(), is_there));
+    return std::span<const AssignedPiece>(begin, std::find_if_not(begin, pieces.end(), is_there));
   };
-  const std::span<const Piece> own = on(node);
+  const std::span<const AssignedPiece> own = on(node);
   return own.empty() ? on(nodes[pieces[0].writer]) : own;
 }
 
@@ -33,9 +34,9 @@ Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::sp
     bool split = false;
     for (size_t box = 0; box < key.boxes; ++box) {
       const std::span<const int64_t> offset = layout.offset(key, box), size = layout.size(key, box);
-      std::span<const Piece> pieces = assignment.pieces_of(key, box);
+      std::span<const AssignedPiece> pieces = assignment.pieces_of(key, box);
       if (copies) pieces = seen_by(pieces, nodes, node);
-      for (const Piece& piece : pieces) {
+      for (const AssignedPiece& piece : pieces) {
         const uint64_t at = catalog.dims.size();
         catalog.dims.insert(catalog.dims.end(), offset.begin(), offset.end());
         catalog.dims.insert(catalog.dims.end(), size.begin(), size.end());
@@ -70,4 +71,4 @@ Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::sp
   return catalog;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

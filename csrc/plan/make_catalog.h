@@ -8,11 +8,11 @@
 #include "plan/catalog.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // As `node` sees it, if `copies`: of boxes that several nodes write, its own copy, or where it has none that of the
 // lowest node.
 Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::span<const uint32_t> nodes, uint32_t node,
                      bool copies);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

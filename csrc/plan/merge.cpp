@@ -11,7 +11,7 @@
 #include "plan/parallel.h"
 #include "plan/row_check.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
@@ -111,7 +111,7 @@ void Merge::add_key(const Item& item) {
                          .first_box = 0,
                          .shape = layout.shapes.size(),
                          .dims = 0,
-                         .bytes = object ? item.bytes : dtypes()[item.dtype].item_bytes});
+                         .bytes = object ? item.bytes : format::dtypes()[item.dtype].item_bytes});
   layout.shapes.insert(layout.shapes.end(), item.shape.begin(), item.shape.end());
 }
 
@@ -259,4 +259,4 @@ Layout merge(std::span<const Inventory> ranks, std::span<const Hash128> names, u
   return std::move(Merge(ranks, names, threads).layout);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

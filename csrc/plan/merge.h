@@ -7,7 +7,7 @@
 #include "plan/inventory.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // `names[rank]` is the hash of that rank's names_block(): ranks of equal names are translated once.
 //
@@ -16,4 +16,4 @@ namespace vescale_ckpt {
 // disagreements, the one about the first key is told. Empty boxes count only where a tensor has nothing else.
 Layout merge(std::span<const Inventory> ranks, std::span<const Hash128> names, unsigned threads);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -1,6 +1,6 @@
 #include "plan/messages.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kMostParts = 8;  // of a list; a message is to be read
@@ -39,4 +39,4 @@ std::string disagreement_text(std::string_view property,
   return text;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // "(4, 8)"
 std::string tuple_text(std::span<const int64_t> values);
@@ -20,4 +20,4 @@ std::string ranks_text(std::span<const uint32_t> ranks);
 std::string disagreement_text(std::string_view property,
                               std::span<const std::pair<std::string, std::vector<uint32_t>>> values);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -11,7 +11,7 @@
 #include "plan/pickle_out.h"
 #include "plan/view_table.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint64_t kBatch = 1000;                // elements in one APPENDS or SETITEMS, as CPython has it
@@ -122,7 +122,7 @@ class Writer {
     return none;
   }();
   std::vector<uint32_t> names_, files_;  // memos
-  std::vector<uint32_t> properties_ = std::vector<uint32_t>(2 * dtypes().size(), ViewTable::kNone);
+  std::vector<uint32_t> properties_ = std::vector<uint32_t>(2 * format::dtypes().size(), ViewTable::kNone);
   uint32_t strided_ = ViewTable::kNone, contiguous_ = ViewTable::kNone;
   ViewTable shapes_, words_;
 };
@@ -150,7 +150,7 @@ void Writer::properties(const Catalog::Key& key) {
   once(properties_[2 * size_t{key.dtype} + requires_grad], [&] {
     global(kProperties);
     pickle_.op(')', '\x81', '(');
-    pickle_.global(std::string("torch\n").append(dtypes()[key.dtype].name) + "\n");
+    pickle_.global(std::string("torch\n").append(format::dtypes()[key.dtype].name) + "\n");
     once(strided_, [&] {
       global(kLayout);
       pickle_.text("torch.strided");
@@ -300,6 +300,10 @@ uint64_t Writer::run() {
   pickle_.op(']', 'u', 'b');
   pickle_.text("version");
   pickle_.text("1.0.0");
+  if (content_.structure) {
+    pickle_.text("vescale_ckpt_structure");
+    pickle_.text(*content_.structure);
+  }
   pickle_.op('u', 'b');
   return pickle_.finish();
 }
@@ -312,6 +316,7 @@ uint64_t most_metadata_bytes(const MetadataContent& content) {
   uint64_t longest_file = 0;
   for (const std::string& file : content.places.files()) longest_file = std::max<uint64_t>(longest_file, file.size());
   uint64_t bytes = kFixed + content.checkpoint_id.size() + content.save_id.size() + MetadataTrailer::kBytes;
+  if (content.structure) bytes += content.structure->size();
   for (const Catalog::Key& key : content.catalog.keys) {
     bytes += kKey + 2 * uint64_t{key.name_bytes} + kDim * key.ndim;
     bytes += key.chunks * (kChunk + key.name_bytes + longest_file + 3 * kDim * key.ndim);
@@ -325,7 +330,7 @@ uint64_t most_metadata_bytes(const MetadataContent& content) {
 WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out) {
   WrittenMetadata written{};
   written.pickle_bytes = Writer(content, out).run();
-  written.pickle_crc = crc32(0, out, written.pickle_bytes);
+  written.pickle_crc = io::crc32(0, out, written.pickle_bytes);
   std::byte* trailer = out + written.pickle_bytes;
   const auto length = static_cast<uint32_t>(written.pickle_bytes);
   std::memcpy(trailer, MetadataTrailer::kMagic.data(), MetadataTrailer::kMagic.size());
@@ -335,4 +340,4 @@ WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out) {
   return written;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -3,19 +3,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "plan/catalog.h"
 #include "plan/key_paths.h"
 #include "plan/places.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct MetadataContent {
   const Catalog& catalog;
   const Places& places;
   const KeyPaths& paths;  // of none: planner_data is None
   std::string_view checkpoint_id, save_id;
+  std::optional<std::string_view> structure = {};  // what the paths do not tell of keys, as text; none: nobody knows
 };
 
 // An upper bound of what write_metadata writes, about three times the truth.
@@ -39,4 +41,4 @@ struct MetadataTrailer {
   uint32_t crc;     // of the pickle
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

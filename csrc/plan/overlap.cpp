@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 using List = std::vector<uint32_t>;  // numbers of boxes
@@ -112,4 +112,4 @@ std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t
   return Search(boxes, std::move(all)).found();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

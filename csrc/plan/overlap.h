@@ -7,7 +7,7 @@
 #include <span>
 #include <utility>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Boxes of one tensor: offset[ndim], size[ndim] of one after another.
 struct Boxes {
@@ -22,4 +22,4 @@ struct Boxes {
 // n (log n)^d for n boxes that differ in d dimensions.
 std::optional<std::pair<size_t, size_t>> find_overlap(const Boxes& boxes, size_t begin, size_t end);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -5,7 +5,7 @@
 
 #include "plan/parallel.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 uint64_t piece_bytes(const Layout& layout, const Layout::Key& key, size_t box, const Assignment::Split& split) {
@@ -19,7 +19,7 @@ std::vector<int64_t> Parts::of(uint32_t rank, const Assignment& assignment) cons
   std::vector<int64_t> words;
   words.reserve((first_row[rank + 1] - first_row[rank]) * kRowWords);
   for (uint64_t row = first_row[rank]; row < first_row[rank + 1]; ++row) {
-    const Piece& piece = assignment.pieces[pieces[row]];
+    const AssignedPiece& piece = assignment.pieces[pieces[row]];
     const Assignment::Split split = piece.split == 0 ? Assignment::Split{0, 0, -1} : assignment.splits[piece.split - 1];
     for (const int64_t word : {int64_t{piece.item}, int64_t{split.dim}, split.start, split.length}) {
       words.push_back(word);
@@ -29,11 +29,11 @@ std::vector<int64_t> Parts::of(uint32_t rank, const Assignment& assignment) cons
 }
 
 Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads) {
-  LargeVector<Piece>& pieces = assignment.pieces;
+  LargeVector<AssignedPiece>& pieces = assignment.pieces;
   Parts parts;
   parts.first_row.resize(size_t{ranks} + 1);
   parts.bytes.resize(ranks);
-  for (const Piece& piece : pieces) ++parts.first_row[piece.writer + 1];
+  for (const AssignedPiece& piece : pieces) ++parts.first_row[piece.writer + 1];
   std::partial_sum(parts.first_row.begin(), parts.first_row.end(), parts.first_row.begin());
 
   parts.pieces.resize(pieces.size());
@@ -43,7 +43,7 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
     for (const Layout::Key& key : layout.keys) {
       if ((key.kind == ItemKind::object) != objects) continue;
       for (size_t box = 0; box < key.boxes; ++box) {
-        for (const Piece& piece : assignment.pieces_of(key, box)) {
+        for (const AssignedPiece& piece : assignment.pieces_of(key, box)) {
           parts.pieces[next[piece.writer]++] = static_cast<uint32_t>(&piece - pieces.data());
           parts.bytes[piece.writer] += piece.split == 0
                                            ? layout.bytes(key, box)
@@ -63,7 +63,7 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
       const uint64_t begin = parts.first_row[rank], end = parts.first_row[rank + 1];
       rows.clear();
       for (uint64_t at = begin; at < end; ++at) {
-        const Piece& piece = pieces[parts.pieces[at]];
+        const AssignedPiece& piece = pieces[parts.pieces[at]];
         const int64_t start = piece.split == 0 ? 0 : assignment.splits[piece.split - 1].start;
         rows.push_back({piece.item, start, parts.pieces[at]});
       }
@@ -82,4 +82,4 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
   return parts;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

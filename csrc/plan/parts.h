@@ -8,7 +8,7 @@
 #include "plan/large_vector.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Parts {
   static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
@@ -21,7 +21,7 @@ struct Parts {
 };
 
 // Tensors before objects, each in the order of the rank's items, pieces of a box in that of their starts. Fills in
-// Piece::row.
+// AssignedPiece::row.
 Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

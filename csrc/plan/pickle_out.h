@@ -8,7 +8,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Callers make room: a number takes up to kMostNumber bytes, a text kTextFrame more than its own, a recall kMostRecall,
 // a border between frames kFrameHeader, any other opcode one.
@@ -111,4 +111,4 @@ class PickleOut {
   uint32_t memos_ = 0;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

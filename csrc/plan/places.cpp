@@ -2,7 +2,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 [[noreturn]] void malformed(size_t rank, const char* what) {
@@ -37,4 +37,4 @@ Place Places::operator[](const Catalog::Chunk& chunk) const {
           static_cast<uint64_t>(row[2]), row[3]};
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 
 #include "plan/catalog.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Place {
   uint32_t file;  // index into Places::files
@@ -38,4 +38,4 @@ class Places {
   std::vector<std::string> files_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

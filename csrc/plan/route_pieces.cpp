@@ -11,7 +11,7 @@
 #include "format/torch_record.h"
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kUnknownCrc = -1;
@@ -29,7 +29,7 @@ std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint3
 void check(const Need& need, size_t files) {
   const auto malformed = [&need] { return Error::invalid("a rank's reads are malformed", need.rank); };
   if (need.row[1] < 0 || static_cast<uint64_t>(need.row[1]) >= files) throw malformed();
-  if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= dtypes().size()) throw malformed();
+  if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= format::dtypes().size()) throw malformed();
   uint64_t bytes = item_bytes(need);
   for (size_t dim = 0; dim < need.dims(); ++dim) {
     const int64_t chunk = need.chunk()[dim], offset = need.box_offset()[dim], size = need.box_size()[dim];
@@ -180,7 +180,7 @@ class Cutter {
 }  // namespace
 
 uint64_t item_bytes(const Need& need) {
-  return dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
+  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
 }
 
 void append_read(std::vector<int64_t>& reads, const Need& need, const Region& box) {
@@ -327,4 +327,4 @@ Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOption
   return cutter.take();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -9,7 +9,7 @@
 
 #include "plan/routes.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // One row of a rank's reads.
 struct Need {
@@ -92,4 +92,4 @@ std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uin
 // Of a piece, or of all that a reader has in a round. `senders`: whose messages a rank may get at a time.
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // Smaller differences are not worth a cut, at which both sides read a block of checksums.
@@ -83,4 +83,4 @@ void choose_readers(Pieces& all, std::span<uint64_t> bytes) {
   in_order(all.pieces);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,10 +6,10 @@
 
 #include "plan/route_pieces.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Sets the reader of each piece, so that all ranks read about as many bytes, counting those they have to read in any
 // case (`bytes`, by rank; updated), and each in long stretches. May cut pieces for that; orders them by set and place.
 void choose_readers(Pieces& pieces, std::span<uint64_t> bytes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

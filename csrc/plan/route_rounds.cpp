@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint64_t kPage = 4096, kAlignment = 64;
@@ -300,4 +300,4 @@ void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::sp
   Rounds(pieces, ranks, members, senders, options, routes).run();
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

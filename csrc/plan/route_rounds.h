@@ -6,11 +6,11 @@
 
 #include "plan/route_pieces.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Adds rounds to the routes of `members`, in which all pieces are read and delivered. `senders` as for
 // most_bytes_at_once.
 void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
                  size_t senders, const RouteOptions& options, std::span<RankRoutes> routes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

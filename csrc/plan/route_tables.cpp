@@ -4,7 +4,7 @@
 #include "format/torch_record.h"
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kStagedHead = 8, kPackHead = 4;
@@ -42,8 +42,8 @@ void append_contiguous_strides(std::vector<int64_t>& to, std::span<const int64_t
 
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
                    int64_t row) {
-  if (dtype < 0 || static_cast<uint64_t>(dtype) >= dtypes().size()) throw Error::invalid("no such dtype", row);
-  const uint64_t bytes = tensor_bytes(dtypes()[static_cast<size_t>(dtype)], sizes);
+  if (dtype < 0 || static_cast<uint64_t>(dtype) >= format::dtypes().size()) throw Error::invalid("no such dtype", row);
+  const uint64_t bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(dtype)], sizes);
   const auto begin = static_cast<uint64_t>(offset);
   if (offset < 0 || begin > memory.size() || bytes > memory.size() - begin) {
     throw Error::invalid("a row of a round leaves the round's memory", row);
@@ -86,4 +86,4 @@ std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<c
   return table;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

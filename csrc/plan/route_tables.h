@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // The engine's read table (io/table.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave the
 // memory; what concerns the chunk is left to the engine to check. So do the others.
@@ -19,4 +19,4 @@ std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<c
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
                    int64_t row);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

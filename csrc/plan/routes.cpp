@@ -7,7 +7,7 @@
 #include "plan/route_readers.h"
 #include "plan/route_rounds.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 namespace {
 
@@ -93,4 +93,4 @@ std::vector<int64_t> pack_routes(const RankRoutes& routes) {
   return words;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

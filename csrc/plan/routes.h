@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct RouteOptions {
   uint64_t piece_bytes = 16 << 20;    // read at once, at most
@@ -67,4 +67,4 @@ uint64_t bytes_read_alone(const RankReads& reads, bool verify);
 // round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
 std::vector<int64_t> pack_routes(const RankRoutes& routes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -5,7 +5,7 @@
 #include "format/torch_record.h"
 #include "plan/messages.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // Which ranks have which value, if there is more than one.
@@ -26,7 +26,7 @@ std::string kind_text(const Item& item) {
 }
 
 std::string dtype_text(const Item& item) {
-  return std::string(dtypes()[item.dtype].name);
+  return std::string(format::dtypes()[item.dtype].name);
 }
 
 std::string box_fault(const RankRow& row, const Layout::Key& key, std::span<const int64_t> shape) {
@@ -71,4 +71,4 @@ std::string explain_misfit(std::string_view name, const std::vector<RankRow>& ro
   return begin + box_fault(*misfit, key, shape);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

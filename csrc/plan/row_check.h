@@ -9,7 +9,7 @@
 #include "plan/inventory.h"
 #include "plan/layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // The bytes of a whole tensor; none if the shape is negative or too large to be one.
 std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes);
@@ -49,4 +49,4 @@ struct RankRow {
 std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
                            std::span<const int64_t> shape);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

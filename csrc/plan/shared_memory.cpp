@@ -5,7 +5,7 @@
 
 #include "format/torch_record.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 struct Area {
@@ -28,7 +28,7 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
       first += source[2 + dim] * tensor.strides[dim];
       last += (item.size[dim] - 1) * tensor.strides[dim];
     }
-    const int64_t bytes = dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
+    const int64_t bytes = format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
     const int64_t begin = tensor.address + first * bytes;
     areas.push_back({tensor.device, begin, begin + (last + 1) * bytes, number});
   }
@@ -54,4 +54,4 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
   return groups;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,10 +8,10 @@
 
 #include "plan/tables.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // Groups of items whose memory overlaps, from their first byte to their last; of two and more keys each. Items and
 // groups in the order of the inventory. Boxes of one key are never a group of their own: they interleave.
 std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

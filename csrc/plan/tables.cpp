@@ -8,7 +8,7 @@
 #include "format/torch_record.h"
 #include "plan/route_tables.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 5, kMemoryRow = 3;
@@ -80,7 +80,7 @@ class Region {
   // Of the first element; that of an empty region is never used.
   int64_t address() const {
     int64_t address = tensor_.address;
-    const uint32_t item_bytes = dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
+    const uint32_t item_bytes = format::dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
     if (empty_) return address;
     if (!multiply_add(first_, item_bytes, &address)) malformed("an item's place overflows", row_);
     return address;
@@ -146,7 +146,8 @@ TensorTable::TensorTable(std::span<const int64_t> words) : words_(words) {
     rows_.push_back(at);
     const size_t dims = dims_of(words, at, kTensorHead, 2, "a table of tensors is malformed");
     const int64_t dtype = words[at + 1];
-    if (dtype < -1 || dtype >= static_cast<int64_t>(dtypes().size())) malformed("unknown dtype in a table of tensors");
+    if (dtype < -1 || dtype >= static_cast<int64_t>(format::dtypes().size()))
+      malformed("unknown dtype in a table of tensors");
     at += kTensorHead + 2 * dims;
   }
 }
@@ -170,7 +171,7 @@ bool same_shapes(const TensorTable& left, const TensorTable& right) {
 bool any_complex(const TensorTable& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t dtype = tensors[i].dtype;
-    if (dtype >= 0 && dtypes()[static_cast<size_t>(dtype)].name.starts_with("complex")) return true;
+    if (dtype >= 0 && format::dtypes()[static_cast<size_t>(dtype)].name.starts_with("complex")) return true;
   }
   return false;
 }
@@ -193,10 +194,11 @@ std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, s
       fits = fits && multiply_add(tensor.shape[dim] - 1, tensor.strides[dim], &last);
     }
     fits = fits && !__builtin_add_overflow(last, int64_t{1}, &end) &&
-           !__builtin_mul_overflow(end, dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &end) &&
+           !__builtin_mul_overflow(end, format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &end) &&
            end <= storage_bytes[at];
     int64_t first = 0;  // bytes from the storage's start
-    fits = fits && multiply_add(storage_offsets[at], dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &first) &&
+    fits = fits &&
+           multiply_add(storage_offsets[at], format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &first) &&
            tensor.address != first;  // else the storage is one without memory, of zeros
     const bool empty = tensor.dtype >= 0 && std::ranges::find(tensor.shape, 0) != tensor.shape.end();
     if (lazy[at] != std::byte{0} || !(empty || fits)) continue;
@@ -313,4 +315,4 @@ PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> p
   return table;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -15,7 +15,7 @@
 
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 constexpr int64_t kHostDevice = 1, kCudaDevice = 2;  // DLPack's codes
 
@@ -98,4 +98,4 @@ struct PlaceTable {
 PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
                             std::span<const int64_t> memories);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

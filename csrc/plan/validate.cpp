@@ -1,6 +1,6 @@
 #include "plan/validate.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 class Check {
@@ -68,4 +68,4 @@ Tiling check_tiling(std::span<const int64_t> shape, const Boxes& boxes, size_t c
   return std::move(tiling);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,7 +10,7 @@
 
 #include "plan/overlap.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Tiling {
   std::optional<std::pair<size_t, size_t>> overlap;  // two boxes that share elements
@@ -22,4 +22,4 @@ struct Tiling {
 // that cut a tensor into slabs, the slabs into bars, and so on, as meshes of ranks do; else as find_overlap.
 Tiling check_tiling(std::span<const int64_t> shape, const Boxes& boxes, size_t count);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // What the keys point at must outlive the table. Not thread-safe.
 class ViewTable {
@@ -59,4 +59,4 @@ class ViewTable {
   size_t size_ = 0;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

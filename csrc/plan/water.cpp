@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr uint64_t kMostSteps = uint64_t{1} << 26;  // members visited: bounds the time where sets overlap wildly
@@ -54,4 +54,4 @@ std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> orde
   return poured;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

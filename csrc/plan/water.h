@@ -7,7 +7,7 @@
 
 #include "plan/holder_sets.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 // The level to which the ranks of one set are filled by `bytes` more: the lowest L with sum(max(0, L - load)) >= bytes.
 // `loads` is of all ranks.
@@ -19,4 +19,4 @@ int64_t water_level(std::span<const uint32_t> set, std::span<const int64_t> load
 std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> order, std::span<const int64_t> bytes,
                           std::span<int64_t> loads);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,17 +6,17 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
-DevicePart::DevicePart(DevicePipelines* pipelines, std::vector<Producer> producers, CopyControl& control)
+DevicePart::DevicePart(DevicePipelines* pipelines, std::vector<Producer> producers, device::CopyControl& control)
     : pipelines_(pipelines), producers_(std::move(producers)), control_(control) {}
 
-void DevicePart::add(int device, DeviceRow row) {
+void DevicePart::add(int device, device::DeviceRow row) {
   if (pipelines_ == nullptr) throw Error::invalid("rows on a device, but no pipelines to copy them");
   rows_[device].push_back(std::move(row));
 }
 
-void DevicePart::start(const HostLayout& layout, bool wait_for_pipelines) {
+void DevicePart::start(const device::HostLayout& layout, bool wait_for_pipelines) {
   if (rows_.empty() || lease_) return;
   std::vector<int> devices;
   for (const auto& [device, rows] : rows_) devices.push_back(device);
@@ -28,7 +28,7 @@ void DevicePart::start(const HostLayout& layout, bool wait_for_pipelines) {
     return;
   }
   for (auto& [device, rows] : rows_) {
-    Pipeline& pipeline = lease_->pipeline(device);
+    device::Pipeline& pipeline = lease_->pipeline(device);
     pipeline.start(std::move(rows), producers_of(device), layout, &control_);
     started_.push_back(&pipeline);
   }
@@ -36,7 +36,7 @@ void DevicePart::start(const HostLayout& layout, bool wait_for_pipelines) {
 
 void DevicePart::finish() {
   std::exception_ptr first;
-  for (Pipeline* pipeline : started_) {
+  for (device::Pipeline* pipeline : started_) {
     try {
       while (!pipeline->wait(std::chrono::hours(1))) {
       }
@@ -50,12 +50,12 @@ void DevicePart::finish() {
   if (first) std::rethrow_exception(first);
 }
 
-std::vector<StreamHandle> DevicePart::producers_of(int device) const {
-  std::vector<StreamHandle> streams;
+std::vector<device::StreamHandle> DevicePart::producers_of(int device) const {
+  std::vector<device::StreamHandle> streams;
   for (const Producer& producer : producers_) {
     if (producer.device == device) streams.push_back(producer.stream);
   }
   return streams;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -6,9 +6,9 @@
 #include "device/cuda.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
-DevicePipelines::DevicePipelines(DeviceRuntime& runtime, const CopyLimits& limits)
+DevicePipelines::DevicePipelines(device::DeviceRuntime& runtime, const device::CopyLimits& limits)
     : runtime_(runtime), limits_(limits) {}
 
 DevicePipelines::Lease DevicePipelines::borrow(std::span<const int> devices) {
@@ -30,7 +30,8 @@ bool DevicePipelines::free_locked(std::span<const int> devices) const {
 DevicePipelines::Lease DevicePipelines::take_locked(std::span<const int> devices) {
   for (const int device : devices) {
     auto& pipeline = pipelines_[device];
-    if (!pipeline) pipeline = std::make_unique<Pipeline>(runtime_.accelerator(device), Direction::to_host, limits_);
+    if (!pipeline)
+      pipeline = std::make_unique<device::Pipeline>(runtime_.accelerator(device), device::Direction::to_host, limits_);
   }
   lent_.insert(devices.begin(), devices.end());
   return {*this, devices};
@@ -44,12 +45,12 @@ void DevicePipelines::give_back(std::span<const int> devices) {
   given_back_.notify_all();
 }
 
-Pipeline& DevicePipelines::pipeline(int device) {
+device::Pipeline& DevicePipelines::pipeline(int device) {
   const std::lock_guard lock(mutex_);
   return *pipelines_.at(device);
 }
 
-MemoryRegistrar page_locking(Accelerator& accelerator) {
+MemoryRegistrar page_locking(device::Accelerator& accelerator) {
   return {[&accelerator](std::byte* address, uint64_t bytes) {
             try {
               accelerator.page_lock({address, bytes});
@@ -72,10 +73,10 @@ DevicePipelines& cuda_pipelines(int device) {
   const std::lock_guard lock(mutex);
   if (pipelines != nullptr) return *pipelines;
   std::string reason;
-  CudaRuntime* const runtime = cuda_runtime(reason);
+  device::CudaRuntime* const runtime = device::cuda_runtime(reason);
   if (runtime == nullptr) throw Error::invalid(reason);
   snapshot_arena().set_registrar(page_locking(runtime->accelerator(device)));
   return *(pipelines = new DevicePipelines(*runtime));
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

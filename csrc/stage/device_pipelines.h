@@ -14,7 +14,7 @@
 #include "device/pipeline.h"
 #include "stage/snapshot_arena.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 // Lends each pipeline to one at a time. Thread-safe.
 class DevicePipelines {
@@ -29,7 +29,7 @@ class DevicePipelines {
     ~Lease() {
       if (!devices_.empty()) owner_.give_back(devices_);  // one that was moved from has none
     }
-    Pipeline& pipeline(int device) const { return owner_.pipeline(device); }  // one of those that were borrowed
+    device::Pipeline& pipeline(int device) const { return owner_.pipeline(device); }  // one of those that were borrowed
 
    private:
     friend class DevicePipelines;
@@ -39,7 +39,8 @@ class DevicePipelines {
     std::vector<int> devices_;
   };
 
-  explicit DevicePipelines(DeviceRuntime& runtime, const CopyLimits& limits = {});  // `runtime` outlives this
+  explicit DevicePipelines(device::DeviceRuntime& runtime,
+                           const device::CopyLimits& limits = {});  // `runtime` outlives this
 
   // The pipelines of all these devices together, so that no two can wait for what the other has. Waits until they are
   // free. Throws Error(device or invalid).
@@ -51,21 +52,21 @@ class DevicePipelines {
   bool free_locked(std::span<const int> devices) const;
   Lease take_locked(std::span<const int> devices);
   void give_back(std::span<const int> devices);
-  Pipeline& pipeline(int device);
+  device::Pipeline& pipeline(int device);
 
-  DeviceRuntime& runtime_;
-  const CopyLimits limits_;
+  device::DeviceRuntime& runtime_;
+  const device::CopyLimits limits_;
   std::mutex mutex_;  // guards all below
   std::condition_variable given_back_;
-  std::map<int, std::unique_ptr<Pipeline>> pipelines_;
+  std::map<int, std::unique_ptr<device::Pipeline>> pipelines_;
   std::set<int> lent_;
 };
 
 // Lets an arena lock its memory for all accelerators of the runtime that `accelerator` is of, which outlives the arena.
-MemoryRegistrar page_locking(Accelerator& accelerator);
+MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
 // CUDA's, made at the first call, which also lets the process's arena lock its memory. `device`: one that will be used.
 // Throws Error(invalid) with the reason where there is no CUDA.
 DevicePipelines& cuda_pipelines(int device);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 // What is registered with a device at once. No registration crosses a multiple of it, in addresses.
 inline constexpr uint64_t kPinPiece = 64 << 20;
@@ -124,4 +124,4 @@ class SnapshotArena {
 // The arena of this process, never freed, safe after fork: the child gets its own, an empty one.
 SnapshotArena& snapshot_arena();
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

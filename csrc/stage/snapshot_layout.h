@@ -10,15 +10,15 @@
 
 #include "io/writer.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 // What is copied as one: the union of contiguous rows that overlap, or a strided row and its equals.
 struct SnapshotExtent {
   const std::byte* source = nullptr;
   uint64_t bytes = 0;
-  uint64_t offset = 0;           // in the snapshot
-  const Box* strided = nullptr;  // of the source; null: contiguous
-  size_t row = 0;                // one of those that it is the copy of; if strided, they are all equal
+  uint64_t offset = 0;               // in the snapshot
+  const io::Box* strided = nullptr;  // of the source; null: contiguous
+  size_t row = 0;                    // one of those that it is the copy of; if strided, they are all equal
 };
 
 struct SnapshotLayout {
@@ -34,6 +34,6 @@ struct SnapshotLayout {
 
 // Lays out the longest tail of `sources` that `room` has space for. Offsets are for memory that starts on a block. The
 // layout points into `sources`.
-SnapshotLayout lay_out_snapshot(std::span<const RecordSource> sources, uint64_t room);
+SnapshotLayout lay_out_snapshot(std::span<const io::RecordSource> sources, uint64_t room);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

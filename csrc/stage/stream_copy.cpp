@@ -6,7 +6,7 @@
 #include <emmintrin.h>
 #endif
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 #if defined(__SSE2__)
 
@@ -39,4 +39,4 @@ void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
 
 #endif
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 
 // As memcpy. Other threads see the bytes after the usual synchronisation with this one.
 void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes);
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

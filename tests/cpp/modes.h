@@ -12,11 +12,11 @@
 namespace vescale_ckpt {
 
 struct Mode {
-  Backend backend;
-  Access access;
+  io::Backend backend;
+  io::Access access;
 
   std::string name() const {
-    return std::string(backend == Backend::uring ? "uring_" : "threads_") + access_name(access);
+    return std::string(backend == io::Backend::uring ? "uring_" : "threads_") + io::access_name(access);
   }
   friend std::ostream& operator<<(std::ostream& out, const Mode& mode) { return out << mode.name(); }
 };
@@ -28,24 +28,24 @@ inline std::string why_no_uring() {
   return "ThreadSanitizer takes the memory of a new ring for that of an old one";
 #else
   std::string reason;
-  return uring_available(&reason) ? "" : reason;
+  return io::uring_available(&reason) ? "" : reason;
 #endif
 }
 
-inline std::vector<Mode> modes(std::initializer_list<Access> accesses) {
+inline std::vector<Mode> modes(std::initializer_list<io::Access> accesses) {
   std::vector<Mode> modes;
-  for (const Backend backend : {Backend::threads, Backend::uring}) {
-    if (backend == Backend::uring && !why_no_uring().empty()) continue;
-    for (const Access access : accesses) modes.push_back({backend, access});
+  for (const io::Backend backend : {io::Backend::threads, io::Backend::uring}) {
+    if (backend == io::Backend::uring && !why_no_uring().empty()) continue;
+    for (const io::Access access : accesses) modes.push_back({backend, access});
   }
   return modes;
 }
 
 inline std::vector<Mode> all_modes() {
 #if defined(__SANITIZE_THREAD__)
-  return modes({Access::direct, Access::buffered});  // threads do the same with uncached files
+  return modes({io::Access::direct, io::Access::buffered});  // threads do the same with uncached files
 #else
-  return modes({Access::direct, Access::uncached, Access::buffered});
+  return modes({io::Access::direct, io::Access::uncached, io::Access::buffered});
 #endif
 }
 
@@ -55,13 +55,13 @@ inline std::string mode_name(const ::testing::TestParamInfo<Mode>& info) {
 
 class ModeTest : public ScratchTest, public ::testing::WithParamInterface<Mode> {
  protected:
-  Backend backend() const { return GetParam().backend; }
-  Access access() const { return GetParam().access; }
+  io::Backend backend() const { return GetParam().backend; }
+  io::Access access() const { return GetParam().access; }
 
   void SetUp() override {
     ScratchTest::SetUp();
-    if (access() != Access::direct) return;
-    const bool has_direct = File::create(path("probe"), access())->access() == Access::direct;
+    if (access() != io::Access::direct) return;
+    const bool has_direct = io::File::create(path("probe"), access())->access() == io::Access::direct;
     std::filesystem::remove(path("probe"));
     if (!has_direct) GTEST_SKIP() << "no direct I/O in " << directory();
   }

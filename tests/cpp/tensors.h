@@ -26,7 +26,7 @@ class Memory {
  public:
   explicit Memory(uint64_t bytes, uint64_t place = kTorchPlace) : bytes_(bytes), place_(place) {
     void* block = nullptr;
-    if (::posix_memalign(&block, kBlock, place + bytes) != 0) throw std::bad_alloc();
+    if (::posix_memalign(&block, io::kBlock, place + bytes) != 0) throw std::bad_alloc();
     block_.reset(static_cast<std::byte*>(block));
     std::memset(block_.get(), 0xA5, place + bytes);
   }
@@ -54,8 +54,8 @@ inline void fill_random(std::span<std::byte> bytes, uint64_t seed) {
 }
 
 inline uint32_t dtype_code(std::string_view name) {
-  for (uint32_t code = 0; code < dtypes().size(); ++code) {
-    if (dtypes()[code].name == name) return code;
+  for (uint32_t code = 0; code < format::dtypes().size(); ++code) {
+    if (format::dtypes()[code].name == name) return code;
   }
   throw std::invalid_argument("no such dtype");
 }
@@ -76,7 +76,9 @@ struct Tensor {
   Memory memory;
 
   Tensor(std::string_view dtype_name, Sizes shape, uint64_t place = kTorchPlace, uint64_t seed = 1)
-      : dtype(dtype_code(dtype_name)), sizes(std::move(shape)), memory(tensor_bytes(dtypes()[dtype], sizes), place) {
+      : dtype(dtype_code(dtype_name)),
+        sizes(std::move(shape)),
+        memory(format::tensor_bytes(format::dtypes()[dtype], sizes), place) {
     fill_random(memory.bytes(), seed);
   }
 
@@ -85,32 +87,32 @@ struct Tensor {
     return Tensor("uint8", {static_cast<int64_t>(bytes)}, place, seed);
   }
 
-  RecordSource source() const {
-    RecordSource row;
-    row.framing = std::make_shared<const TensorRecord>(dtypes()[dtype], sizes);
+  io::RecordSource source() const {
+    io::RecordSource row;
+    row.framing = std::make_shared<const format::TensorRecord>(format::dtypes()[dtype], sizes);
     row.data = memory.data();
     row.bytes = memory.size();
     return row;
   }
 
-  ReadItem box_item(uint32_t file, const PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
-                    std::byte* target, const Sizes& strides) const {
-    const Box box(dtypes()[dtype].item_bytes, sizes, offsets, box_sizes, strides);
-    return {file, placed.offset, placed.length, dtype, sizes, box, target, kUnknownCrc};
+  io::ReadItem box_item(uint32_t file, const io::PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
+                        std::byte* target, const Sizes& strides) const {
+    const io::Box box(format::dtypes()[dtype].item_bytes, sizes, offsets, box_sizes, strides);
+    return {file, placed.offset, placed.length, dtype, sizes, box, target, io::kUnknownCrc};
   }
 
-  ReadItem box_item(uint32_t file, const PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
-                    std::byte* target) const {
+  io::ReadItem box_item(uint32_t file, const io::PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
+                        std::byte* target) const {
     return box_item(file, placed, offsets, box_sizes, target, row_major(box_sizes));
   }
 
-  ReadItem item(uint32_t file, const PlacedRecord& placed, std::byte* target) const {
+  io::ReadItem item(uint32_t file, const io::PlacedRecord& placed, std::byte* target) const {
     return box_item(file, placed, Sizes(sizes.size(), 0), sizes, target);
   }
 
   // The bytes of a box of it, contiguous.
   Memory box(const Sizes& offsets, const Sizes& box_sizes) const {
-    const Box layout(dtypes()[dtype].item_bytes, sizes, offsets, box_sizes, row_major(box_sizes));
+    const io::Box layout(format::dtypes()[dtype].item_bytes, sizes, offsets, box_sizes, row_major(box_sizes));
     Memory bytes(layout.bytes());
     layout.scatter(memory.data(), 0, memory.size(), bytes.data());
     return bytes;

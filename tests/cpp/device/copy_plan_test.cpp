@@ -7,7 +7,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 constexpr DeviceAddress kDevice = DeviceAddress{1} << 40;
@@ -202,4 +202,4 @@ TEST(CopyPlan, NothingIsNoGroup) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

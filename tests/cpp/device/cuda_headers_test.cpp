@@ -12,7 +12,7 @@
 #include <tuple>
 #include <type_traits>
 
-namespace vescale_ckpt::cuda {
+namespace vescale_ckpt::device::cuda {
 namespace {
 
 // Passed alike: pointers and handles as pointers, enums and numbers of one size.
@@ -114,7 +114,7 @@ static_assert(!SameCall<int (*)(void*, int, unsigned), decltype(&::cudaHostRegis
 TEST(CudaHeaders, AgreeWithOurDeclarations) {}  // what can fail has failed to compile
 
 }  // namespace
-}  // namespace vescale_ckpt::cuda
+}  // namespace vescale_ckpt::device::cuda
 
 #else
 

@@ -14,7 +14,7 @@
 #include "device/pipeline.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 using namespace std::chrono_literals;
@@ -354,4 +354,4 @@ TEST(CudaApi, SaysWhyThereIsNone) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

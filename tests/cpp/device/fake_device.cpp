@@ -7,7 +7,7 @@
 #include "device/pack_rows.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 constexpr DeviceAddress kTag = DeviceAddress{0xD} << 60;  // no address of the host looks like this
@@ -381,4 +381,4 @@ void FakeRuntime::maybe_fail(Fault fault, const std::string& operation) {
   throw Error::device(operation, "fake: injected", 7);
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

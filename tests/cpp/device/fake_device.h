@@ -20,7 +20,7 @@
 
 #include "device/device.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 
 enum class Fault {
   make_stream,
@@ -107,4 +107,4 @@ class FakeRuntime final : public DeviceRuntime {
   std::array<uint64_t, kFaults> calls_{};
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -15,7 +15,7 @@
 #include "error.h"
 #include "io/memory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::device {
 namespace {
 
 using namespace std::chrono_literals;
@@ -39,10 +39,10 @@ class Rows {
       places_.push_back(at);
       uint64_t bytes = shape.item_bytes;
       for (const int64_t size : shape.sizes) bytes *= static_cast<uint64_t>(size);
-      at = align_up(at + bytes, alignment);
+      at = io::align_up(at + bytes, alignment);
     }
-    host_.resize(at + kBlock);
-    base_ = host_.data() + (kBlock - reinterpret_cast<uintptr_t>(host_.data()) % kBlock);
+    host_.resize(at + io::kBlock);
+    base_ = host_.data() + (io::kBlock - reinterpret_cast<uintptr_t>(host_.data()) % io::kBlock);
     for (size_t i = 0; i < shapes.size(); ++i) {
       const DeviceAddress allocation = runtime.allocate(device, shapes[i].extent);
       allocations_.push_back(allocation);
@@ -189,8 +189,8 @@ TEST_P(PipelineWays, CopiesEveryByteOfRowsOfAllKinds) {
   Pipeline pipeline(accelerator, way.direction, limits);
   for (unsigned seed = 0; seed < 3; ++seed) {
     Rows rows(runtime, 0, all_kinds(seed, 120), way.alignment, seed);
-    constexpr uint64_t kPiece = 5 * kBlock;
-    PageLock lock(accelerator, {rows.base(), align_down(rows.bytes(), kPiece)}, kPiece);
+    constexpr uint64_t kPiece = 5 * io::kBlock;
+    PageLock lock(accelerator, {rows.base(), io::align_down(rows.bytes(), kPiece)}, kPiece);
     lock.lock(false);
     ASSERT_EQ(lock.refusal(), "");
     const HostLayout layout{reinterpret_cast<uintptr_t>(rows.base()), kPiece, way.alignment};
@@ -444,4 +444,4 @@ TEST(PageLock, KeepsWhatItGot) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::device

@@ -10,7 +10,7 @@
 #include "scratch.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 inline std::string golden(std::string_view name) {
   std::string bytes = read_file(std::string(VESCALE_CKPT_TEST_DATA) + "/" + std::string(name) + ".bin");
@@ -44,4 +44,4 @@ inline const std::vector<GoldenTensor>& golden_tensors() {
   return tensors;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

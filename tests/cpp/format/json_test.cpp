@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 using namespace std::string_literals;
@@ -116,4 +116,4 @@ TEST(Utf8, IsCheckedStrictly) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -9,7 +9,7 @@
 #include "format/archive.h"
 #include "format/golden.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 using namespace std::string_literals;
@@ -123,4 +123,4 @@ TEST(PickleCheck, SurvivesAnything) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -10,7 +10,7 @@
 #include "format/safetensors_headers.h"
 #include "format/safetensors_layout.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 using Random = std::mt19937_64;
@@ -175,4 +175,4 @@ TEST(SafetensorsFuzz, HeadersAreRefusedByNameOrUnderstood) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

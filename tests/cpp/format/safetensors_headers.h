@@ -10,7 +10,7 @@
 #include "error.h"
 #include "format/safetensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 
 inline std::string head_of(std::string_view json) {
   const uint64_t length = json.size();
@@ -41,4 +41,4 @@ inline std::optional<Error> refusal(std::string_view head, uint64_t data_bytes, 
   return std::nullopt;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

@@ -10,7 +10,7 @@
 #include "format/safetensors_layout.h"
 #include "io/crc32.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::format {
 namespace {
 
 using namespace std::string_literals;
@@ -176,8 +176,8 @@ std::vector<uint32_t> blocks_of(const SafetensorsLayout& layout, std::string_vie
   uint64_t at = layout.data_begin();
   for (const uint64_t bytes : layout.bytes()) {
     for (const uint64_t end = at + bytes; at < end;) {
-      const uint64_t next = std::min(end, align_down(at, kChecksumBlock) + kChecksumBlock);
-      blocks.push_back(crc32(0, data.data() + (at - layout.data_begin()), next - at));
+      const uint64_t next = std::min(end, io::align_down(at, kChecksumBlock) + kChecksumBlock);
+      blocks.push_back(io::crc32(0, data.data() + (at - layout.data_begin()), next - at));
       at = next;
     }
   }
@@ -195,7 +195,7 @@ TEST(SafetensorsLayout, IsReadAsItWasMeant) {
   std::vector<std::string> names;
   for (const size_t index : layout.order()) names.push_back(some_tensors()[index].name);
   EXPECT_EQ(names, (std::vector<std::string>{"z", "a\"é", "b", "e", "\x01", "d", "f", "c"}));
-  EXPECT_EQ(layout.data_begin() % kBlock, kSafetensorsDataAt);
+  EXPECT_EQ(layout.data_begin() % io::kBlock, kSafetensorsDataAt);
 
   std::string data(layout.file_bytes() - layout.data_begin(), '\0');
   for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<char>(i * 31 >> 3);
@@ -212,7 +212,7 @@ TEST(SafetensorsLayout, IsReadAsItWasMeant) {
     EXPECT_EQ(tensor.dtype, meant.dtype);
     EXPECT_EQ(header.torch_shape(tensor), (std::vector<int64_t>{meant.shape.begin(), meant.shape.end()}));
     const uint64_t from = tensor.begin - layout.data_begin();
-    EXPECT_EQ(header.crc(tensor), crc32(0, data.data() + from, tensor.end - tensor.begin));
+    EXPECT_EQ(header.crc(tensor), io::crc32(0, data.data() + from, tensor.end - tensor.begin));
   }
 }
 
@@ -220,10 +220,10 @@ TEST(SafetensorsLayout, MakesRoomForItsChecksumsAtEverySize) {
   for (uint64_t names = 0; names < 9000; names += 7) {  // every length of a header, around and across blocks
     const SafetensorsLayout layout({{std::string(names, 'n'), dtype_named("U8"), {3 * kChecksumBlock + names}}}, {});
     const std::string head = layout.head(blocks_of(layout, std::string(3 * kChecksumBlock + names, 'x')));
-    EXPECT_EQ(head.size() % kBlock, kSafetensorsDataAt);
+    EXPECT_EQ(head.size() % io::kBlock, kSafetensorsDataAt);
     EXPECT_TRUE(head.ends_with("        "));
     ASSERT_TRUE(parse_file(head, 3 * kChecksumBlock + names).has_checksums()) << names;
-    EXPECT_LT(head.size(), 8 + 400 + names + kBlock);
+    EXPECT_LT(head.size(), 8 + 400 + names + io::kBlock);
   }
 }
 
@@ -292,4 +292,4 @@ TEST(SafetensorsChecksums, AreTextAndBack) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::format

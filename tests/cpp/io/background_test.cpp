@@ -13,7 +13,7 @@
 #include "data_files.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 int priority() {
@@ -155,4 +155,4 @@ TEST_F(ScratchTest, RefusesANicenessThatIsNone) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

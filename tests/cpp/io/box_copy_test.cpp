@@ -8,7 +8,7 @@
 #include "io/table.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 int64_t address(const std::byte* data) {
@@ -25,7 +25,7 @@ struct Copy {
       : piece(dtype, std::move(shape), kTorchPlace, seed),
         offsets(std::move(box_offsets)),
         sizes(std::move(box_sizes)),
-        target(tensor_bytes(dtypes()[piece.dtype], sizes)) {}
+        target(format::tensor_bytes(format::dtypes()[piece.dtype], sizes)) {}
 
   Sizes strides() const {
     Sizes reversed(sizes.rbegin(), sizes.rend()), result = row_major(reversed);
@@ -44,7 +44,7 @@ struct Copy {
     const Memory wanted = piece.box(offsets, sizes);
     const Sizes zeros(sizes.size(), 0);
     Memory found(wanted.size());
-    const Box box(dtypes()[piece.dtype].item_bytes, sizes, zeros, sizes, strides());
+    const Box box(format::dtypes()[piece.dtype].item_bytes, sizes, zeros, sizes, strides());
     box.gather(found.data(), 0, found.size(), target.data());
     EXPECT_EQ(found.text(), wanted.text());
   }
@@ -89,4 +89,4 @@ TEST(BoxCopy, TheTableNamesTheRowThatMakesNoSense) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

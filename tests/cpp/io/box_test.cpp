@@ -12,7 +12,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 using Sizes = std::vector<int64_t>;
@@ -274,4 +274,4 @@ TEST(Box, IgnoresTheStrideOfOneElement) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -15,7 +15,7 @@
 #include "modes.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr unsigned kDepth = 4;
@@ -338,4 +338,4 @@ TEST(Backends, SayWhyTheyAreNotToBeHad) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

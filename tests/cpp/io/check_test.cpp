@@ -7,7 +7,7 @@
 #include "error.h"
 #include "io/archive_file.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 class Check : public ModeTest {
@@ -114,7 +114,7 @@ class ArchiveFile : public ScratchTest {
 };
 
 TEST_F(ArchiveFile, AgreesWithTheCheckInMemory) {
-  const std::string sound = object_record(std::string("\x80\x02K\x05.", 5));
+  const std::string sound = format::object_record(std::string("\x80\x02K\x05.", 5));
   const auto crc = int64_t{crc32(0, sound.data(), sound.size())};
   write(sound);
   EXPECT_EQ(check(sound, crc).wrong, "");
@@ -124,7 +124,8 @@ TEST_F(ArchiveFile, AgreesWithTheCheckInMemory) {
     damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << (bit % 8)));
     put(bit / 8, damaged[bit / 8]);
     const ArchiveCheck found = check(damaged);
-    EXPECT_EQ(found.wrong, check_archive({reinterpret_cast<const std::byte*>(damaged.data()), damaged.size()})) << bit;
+    EXPECT_EQ(found.wrong, format::check_archive({reinterpret_cast<const std::byte*>(damaged.data()), damaged.size()}))
+        << bit;
     EXPECT_NE(check(damaged, crc).wrong, "") << bit;
     EXPECT_GE(found.offset, kBefore);
     EXPECT_LT(found.offset, kBefore + sound.size());
@@ -133,7 +134,7 @@ TEST_F(ArchiveFile, AgreesWithTheCheckInMemory) {
 }
 
 TEST_F(ArchiveFile, ShortFilesAndFailingDisksAreTold) {
-  const std::string sound = object_record(std::string("\x80\x02K\x05.", 5));
+  const std::string sound = format::object_record(std::string("\x80\x02K\x05.", 5));
   write(sound);
   std::filesystem::resize_file(path("file"), kBefore + sound.size() - 1);
   EXPECT_NE(check(sound).wrong.find("truncated"), std::string::npos);
@@ -145,4 +146,4 @@ TEST_F(ArchiveFile, ShortFilesAndFailingDisksAreTold) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -8,7 +8,7 @@
 #include "error.h"
 #include "scratch.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 std::span<const std::byte> bytes(std::string_view text) {
@@ -116,4 +116,4 @@ TEST_F(Commit, IsNotStoppedByWhatAKilledProcessLeft) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 // The definition: a bit at a time.
@@ -146,4 +146,4 @@ TEST(Crc32Choice, TakesTheBestThereIs) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,10 +6,10 @@
 #include "data_files.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
-constexpr uint64_t kCell = kChecksumBlock;
+constexpr uint64_t kCell = format::kChecksumBlock;
 
 const EngineOptions kOptions = small_options({Backend::threads, Access::direct}, 1);
 
@@ -249,7 +249,7 @@ TEST_F(Damage, OfTheMetadataIsSurvived) {
       const auto report =
           read_items(file_.path, {claimed.box_item(0, placed, offsets, sizes, target.data())}, kOptions);
       if (!report->unread.empty()) continue;
-      ASSERT_TRUE(right) << dtypes()[claimed.dtype].name << " at " << placed.offset << " for record " << which;
+      ASSERT_TRUE(right) << format::dtypes()[claimed.dtype].name << " at " << placed.offset << " for record " << which;
       const Memory box = truth.box(offsets, sizes);
       ASSERT_TRUE(target.text().substr(0, box.size()) == box.text());
     } catch (const Error& error) {
@@ -301,4 +301,4 @@ TEST_F(Damage, RowsThatDisagreeAreRefused) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -6,7 +6,7 @@
 #include "data_files.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 class Failure : public ModeTest {
@@ -249,4 +249,4 @@ TEST_F(Settings, OfABackendThatIsNotThereAreRefused) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

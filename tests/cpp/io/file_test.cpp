@@ -12,7 +12,7 @@
 #include "io/memory.h"
 #include "scratch.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 Error error_of(const std::function<void()>& action) {
@@ -182,4 +182,4 @@ TEST_F(FileTest, RepeatsInterruptedCalls) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

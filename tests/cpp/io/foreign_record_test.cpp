@@ -7,7 +7,7 @@
 #include "format/archive.h"
 #include "format/golden.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 const EngineOptions kOptions = small_options({Backend::threads, Access::direct}, 2);
@@ -32,7 +32,7 @@ class ForeignRecords : public ScratchTest {
 
   // A tensor's record as older versions of torch wrote it.
   static std::string older(const Tensor& tensor, std::string_view byteorder = "little", bool checksum = true) {
-    ArchiveWriter archive;
+    format::ArchiveWriter archive;
     archive.add("data.pkl", tensor.source().framing->pickle());
     if (!byteorder.empty()) archive.add("byteorder", byteorder);
     archive.begin("data/0", tensor.memory.size());
@@ -47,28 +47,28 @@ class ForeignRecords : public ScratchTest {
 
 TEST_F(ForeignRecords, OfTorchAreRead) {
   std::vector<std::string> records;
-  for (const GoldenTensor& tensor : golden_tensors()) records.push_back(golden(tensor.name));
+  for (const format::GoldenTensor& tensor : format::golden_tensors()) records.push_back(format::golden(tensor.name));
   const std::vector<PlacedRecord> placed = put(records);
   for (const bool verify : {true, false}) {
     std::vector<Tensor> claimed;
     std::vector<ReadItem> items;
     for (size_t i = 0; i < placed.size(); ++i) {
-      claimed.emplace_back(golden_tensors()[i].dtype, golden_tensors()[i].sizes);
+      claimed.emplace_back(format::golden_tensors()[i].dtype, format::golden_tensors()[i].sizes);
       items.push_back(claimed.back().item(0, placed[i], claimed.back().memory.data()));
     }
     const auto report = read(items, verify);
     EXPECT_TRUE(report->unread.empty());
     EXPECT_EQ(report->unverified_bytes, 0u);
     for (size_t i = 0; i < placed.size(); ++i) {
-      const TensorRecord record = golden_tensors()[i].record();
+      const format::TensorRecord record = format::golden_tensors()[i].record();
       EXPECT_EQ(claimed[i].memory.text(), records[i].substr(record.prologue().size(), record.body_bytes()));
     }
   }
 }
 
 TEST_F(ForeignRecords, ThatAreNotPlainAreLeftToTheCaller) {
-  const std::vector<PlacedRecord> placed = put(
-      {golden("transposed_float32_3x2"), golden("float32_2x3"), golden("conjugated_complex64_2"), golden("object")});
+  const std::vector<PlacedRecord> placed = put({format::golden("transposed_float32_3x2"), format::golden("float32_2x3"),
+                                                format::golden("conjugated_complex64_2"), format::golden("object")});
   const Tensor transposed("float32", {3, 2}), plain("float32", {2, 3}), conjugated("complex64", {2}),
       object("uint8", {9});
   const Memory target(100);
@@ -78,7 +78,7 @@ TEST_F(ForeignRecords, ThatAreNotPlainAreLeftToTheCaller) {
               conjugated.item(0, placed[2], target.data()), object.item(0, placed[3], target.data())},
              verify);
     EXPECT_EQ(report->unread, (std::vector<uint32_t>{0, 2, 3}));
-    EXPECT_EQ(plain.memory.text(), golden("float32_2x3").substr(704, 24));
+    EXPECT_EQ(plain.memory.text(), format::golden("float32_2x3").substr(704, 24));
     const auto part = read({transposed.box_item(0, placed[0], {1, 0}, {1, 2}, target.data())}, verify);
     EXPECT_EQ(part->unread, std::vector<uint32_t>{0});
   }
@@ -157,4 +157,4 @@ TEST_F(ForeignRecords, InOlderLayoutsAreChecked) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -14,7 +14,7 @@
 
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint64_t kSlot = 1 << 20;
@@ -183,4 +183,4 @@ TEST(HugePages, AreAskedForOnceForNeighbours) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

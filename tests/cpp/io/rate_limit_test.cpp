@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 using namespace std::chrono_literals;
@@ -68,4 +68,4 @@ TEST(RateLimit, RunsOnARealClock) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

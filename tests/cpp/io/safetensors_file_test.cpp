@@ -7,7 +7,7 @@
 #include "data_files.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint32_t kU8 = 4;  // in safetensors_dtypes()
@@ -44,14 +44,14 @@ struct Saved {
     }
   }
 
-  SafetensorsLayout layout() const {
-    std::vector<SafetensorsLayout::Tensor> tensors;
+  format::SafetensorsLayout layout() const {
+    std::vector<format::SafetensorsLayout::Tensor> tensors;
     for (size_t i = 0; i < memory.size(); ++i) tensors.push_back({names[i], kU8, {memory[i].size()}});
     return {std::move(tensors), {{"k", "v"}}};
   }
 
   void write(const std::string& path, const EngineOptions& options, uint64_t* in_place = nullptr) const {
-    const SafetensorsLayout laid_out = layout();
+    const format::SafetensorsLayout laid_out = layout();
     std::vector<const std::byte*> data;
     for (const Memory& tensor : memory) data.push_back(tensor.data());
     FileWriter writer(path, laid_out.file_bytes(), options, true);
@@ -86,7 +86,7 @@ TEST_P(SafetensorsModes, GivesBackWhatWasWritten) {
     const Saved saved(kSizes, place);
     saved.write(path("file"), options());
     const Files files = {SafetensorsFile::open(path("file"), options(), true)};
-    const SafetensorsHeader& header = files[0]->header;
+    const format::SafetensorsHeader& header = files[0]->header;
     ASSERT_EQ(header.tensors().size(), kSizes.size());
     EXPECT_TRUE(header.has_checksums());
     std::vector<Memory> targets;
@@ -112,9 +112,9 @@ TEST_P(SafetensorsModes, LetsLargeTensorsTravelFromTheirOwnMemory) {
 TEST_P(SafetensorsModes, ReadsBoxes) {
   constexpr int64_t kRows = 700, kColumns = 1003;
   const Saved saved({77, kRows * kColumns, 12});
-  std::vector<SafetensorsLayout::Tensor> tensors = {
+  std::vector<format::SafetensorsLayout::Tensor> tensors = {
       {"1000", kU8, {77}}, {"1001", kU8, {kRows, kColumns}}, {"1002", kU8, {12}}};
-  const SafetensorsLayout layout(tensors, {});
+  const format::SafetensorsLayout layout(tensors, {});
   FileWriter writer(path("file"), layout.file_bytes(), options(), true);
   write_safetensors(
       writer, layout,
@@ -158,7 +158,7 @@ TEST_F(SafetensorsFileTest, NamesTheTensorAndTheBlockOfADamagedByte) {
   std::vector<Memory> targets;
   for (const Memory& memory : saved.memory) targets.emplace_back(memory.size());
   for (int64_t i = 0; i < 4; ++i) {
-    const SafetensorsHeader::Tensor& tensor = files[0]->header.tensors()[static_cast<size_t>(i)];
+    const format::SafetensorsHeader::Tensor& tensor = files[0]->header.tensors()[static_cast<size_t>(i)];
     for (const uint64_t at : {tensor.begin, (tensor.begin + tensor.end) / 2, tensor.end - 1}) {
       flip(at);
       try {
@@ -168,7 +168,7 @@ TEST_F(SafetensorsFileTest, NamesTheTensorAndTheBlockOfADamagedByte) {
         EXPECT_EQ(error.kind, Error::Kind::corrupt) << error.what();
         EXPECT_EQ(error.item, i);
         EXPECT_EQ(error.path, path("file"));
-        EXPECT_EQ(error.offset, std::max(tensor.begin, align_down(at, kChecksumBlock)));
+        EXPECT_EQ(error.offset, std::max(tensor.begin, align_down(at, format::kChecksumBlock)));
       }
       const auto report = read_safetensors(files, whole_rows(targets), false, options_);
       EXPECT_NE(targets[static_cast<size_t>(i)].text(), saved.memory[static_cast<size_t>(i)].text());
@@ -180,7 +180,7 @@ TEST_F(SafetensorsFileTest, NamesTheTensorAndTheBlockOfADamagedByte) {
 
 TEST_F(SafetensorsFileTest, LeavesAnUnfinishedFileUnreadableAndThenNone) {
   const Saved saved({kLargeBody});
-  const SafetensorsLayout layout = saved.layout();
+  const format::SafetensorsLayout layout = saved.layout();
   {
     FileWriter writer(path("file"), layout.file_bytes(), options_, true);
     const std::vector<RecordSource> sources = {{nullptr, saved.memory[0].data(), kLargeBody, {}}};
@@ -224,4 +224,4 @@ TEST_F(SafetensorsFileTest, RefusesTablesThatMakeNoSense) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -7,7 +7,7 @@
 #include "data_files.h"
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 constexpr uint32_t kU8 = 4;  // in safetensors_dtypes()
@@ -17,7 +17,7 @@ constexpr int64_t kRows = 900, kColumns = 1003;
 class SafetensorsReadsTest : public ScratchTest {
  protected:
   std::string write(const std::string& name, const Memory& matrix, const std::string& note = {}) const {
-    const SafetensorsLayout layout({{"empty", kU8, {0}}, {"matrix", kU8, {kRows, kColumns}}}, {{"note", note}});
+    const format::SafetensorsLayout layout({{"empty", kU8, {0}}, {"matrix", kU8, {kRows, kColumns}}}, {{"note", note}});
     FileWriter writer(path(name), layout.file_bytes(), options_, true);
     write_safetensors(writer, layout, std::vector<const std::byte*>{nullptr, matrix.data()}, true);
     return path(name);
@@ -34,8 +34,9 @@ class SafetensorsReadsTest : public ScratchTest {
   std::vector<int64_t> row(int64_t number, const std::string& file, int64_t first, int64_t rows,
                            const Memory& target) const {
     const auto opened = SafetensorsFile::open(file, options_, true);
-    const SafetensorsHeader::Tensor& tensor = opened->header.tensors()[1];
-    const auto u8 = std::ranges::find(dtypes(), std::string_view("uint8"), &DType::name) - dtypes().begin();
+    const format::SafetensorsHeader::Tensor& tensor = opened->header.tensors()[1];
+    const auto u8 =
+        std::ranges::find(format::dtypes(), std::string_view("uint8"), &format::DType::name) - format::dtypes().begin();
     return {number,
             static_cast<int64_t>(tensor.begin),
             static_cast<int64_t>(tensor.end - tensor.begin),
@@ -152,4 +153,4 @@ TEST_F(SafetensorsReadsTest, RefusesRowsThatNameNoTensor) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -8,7 +8,7 @@
 #include "error.h"
 #include "io/system.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 class SharedMaps : public testing::Test {
@@ -42,4 +42,4 @@ TEST_F(SharedMaps, ARefusalIsAnError) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -10,7 +10,7 @@
 #include "error.h"
 #include "modes.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 using Dims = std::vector<int64_t>;
@@ -171,14 +171,14 @@ TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
       const Dims origin(whole.shape.size());
       const Box all(kItem, whole.shape, origin, whole.shape, origin);
       const uint64_t begin = whole.begin, end = begin + all.bytes();
-      std::vector<uint32_t> sums(cells(begin, end));
+      std::vector<uint32_t> sums(format::cells(begin, end));
       for (size_t writer = 0; writer < kWriters; ++writer) {
         size_t at = 0;
         for (const auto& [of, box] : cuts_of(writer)) {
           const Box place(kItem, of->shape, box->first, box->second, origin.empty() ? origin : Dims(of->shape.size()));
-          const uint64_t from = of->begin + place.begin(), count = cells(from, of->begin + place.end());
+          const uint64_t from = of->begin + place.begin(), count = format::cells(from, of->begin + place.end());
           for (uint64_t i = 0; of == &whole && i < count; ++i) {
-            sums[from / kChecksumBlock - begin / kChecksumBlock + i] ^= blocks[writer][at + i];
+            sums[from / format::kChecksumBlock - begin / format::kChecksumBlock + i] ^= blocks[writer][at + i];
           }
           at += count;
         }
@@ -186,7 +186,7 @@ TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
       }
       uint64_t at = begin;
       for (const uint32_t sum : sums) {
-        const uint64_t next = std::min(end, align_down(at, kChecksumBlock) + kChecksumBlock);
+        const uint64_t next = std::min(end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
         EXPECT_EQ(sum, crc32(0, content_->data() + at, next - at)) << at;
         at = next;
       }
@@ -237,4 +237,4 @@ TEST_P(SharedWriterTest, RefusesTablesThatMakeNoSense) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -7,7 +7,7 @@
 
 #include "scratch.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 class System : public ScratchTest {};
@@ -81,4 +81,4 @@ TEST_F(System, NamesItsCalls) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

@@ -8,7 +8,7 @@
 #include "error.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 using Table = std::vector<int64_t>;
@@ -140,4 +140,4 @@ TEST(Tables, SurviveRandomNumbers) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

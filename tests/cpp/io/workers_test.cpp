@@ -11,7 +11,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
 using namespace std::chrono_literals;
@@ -149,4 +149,4 @@ TEST(WorkQueue, FeedsManyWorkersThatFeedIt) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

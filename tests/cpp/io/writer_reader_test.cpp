@@ -10,10 +10,10 @@
 #include "error.h"
 #include "format/archive.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::io {
 namespace {
 
-constexpr uint64_t kCell = kChecksumBlock;
+constexpr uint64_t kCell = format::kChecksumBlock;
 constexpr uint64_t kLarge = 2 << 20;  // from here on a tensor travels from its own memory
 constexpr uint64_t kOddPlace = 24;    // where no direct transfer can start
 
@@ -64,12 +64,13 @@ void expect_read_back(const std::string& path, const std::vector<Tensor>& tensor
 void expect_true_table(const WrittenFile& file, const std::vector<RecordSource>& sources) {
   const std::string content = read_file(file.path);
   const std::span bytes(reinterpret_cast<const std::byte*>(content.data()), content.size());
-  const auto footer = ChecksumTable::parse_footer(bytes.last(ChecksumTable::kFooterBytes), bytes.size());
+  const auto footer =
+      format::ChecksumTable::parse_footer(bytes.last(format::ChecksumTable::kFooterBytes), bytes.size());
   ASSERT_TRUE(footer);
-  const auto table = ChecksumTable::parse(bytes.subspan(footer->table_offset, footer->table_bytes), *footer);
+  const auto table = format::ChecksumTable::parse(bytes.subspan(footer->table_offset, footer->table_bytes), *footer);
   ASSERT_TRUE(table);
   for (size_t i = 0; i < sources.size(); ++i) {
-    const ChecksumTable::Row* row = table->find(file.records[i].offset);
+    const format::ChecksumTable::Row* row = table->find(file.records[i].offset);
     ASSERT_NE(row, nullptr);
     EXPECT_EQ(row->body_offset, file.records[i].offset + sources[i].framing->prologue().size());
     EXPECT_EQ(row->body_bytes, sources[i].bytes);
@@ -107,7 +108,7 @@ TEST_P(WriterReader, RoundTripsTensorsOfEverySize) {
     ASSERT_EQ(length, source.framing->total_bytes());
     EXPECT_EQ(crc, crc32(0, source.data, source.bytes));
     const std::string_view record = std::string_view(content).substr(offset, length);
-    EXPECT_EQ(check_archive({reinterpret_cast<const std::byte*>(record.data()), record.size()}), "") << i;
+    EXPECT_EQ(format::check_archive({reinterpret_cast<const std::byte*>(record.data()), record.size()}), "") << i;
     const uint64_t body = offset + source.framing->prologue().size();
     EXPECT_EQ(body % (source.bytes >= kLarge ? kBlock : 64), source.bytes >= kLarge ? kTorchPlace : 0) << i;
     end = offset + length;
@@ -209,7 +210,7 @@ TEST_P(WriterReader, ReadsBoxes) {
       std::vector<Memory> targets, expected;
       const auto ask = [&](size_t which, const Sizes& offsets, const Sizes& sizes, bool transposed) {
         const Tensor& tensor = tensors[which];
-        const uint32_t item_bytes = dtypes()[tensor.dtype].item_bytes;
+        const uint32_t item_bytes = format::dtypes()[tensor.dtype].item_bytes;
         Sizes strides = row_major(sizes);
         if (transposed) {
           int64_t stride = 1;
@@ -466,14 +467,14 @@ TEST_P(FarOffsets, OfRecords) {
 // A record of more than 4 GiB, all zeros but its last row, with a checksum table.
 TEST_P(FarOffsets, WithinRecords) {
   const Sizes sizes{(int64_t{1} << 32) / 4096 + 3, 4096};
-  const TensorRecord record(dtypes()[dtype_code("uint8")], sizes);
+  const format::TensorRecord record(format::dtypes()[dtype_code("uint8")], sizes);
   constexpr uint64_t kRecord = 4096 + 64 * 3;
   const uint64_t body = kRecord + record.prologue().size(), last_row = body + record.body_bytes() - 4096;
   const Memory row(4096);
   fill_random(row.bytes(), 1);
 
   std::vector<uint32_t> blocks;
-  const Memory zeros(kChecksumBlock);
+  const Memory zeros(format::kChecksumBlock);
   std::memset(zeros.data(), 0, zeros.size());
   const uint32_t whole_block = crc32(0, zeros.data(), zeros.size());
   for (uint64_t at = body; at < body + record.body_bytes();) {
@@ -483,7 +484,7 @@ TEST_P(FarOffsets, WithinRecords) {
     blocks.push_back(next == at + empty ? crc : crc32(crc, row.data() + (at + empty - last_row), next - at - empty));
     at = next;
   }
-  ChecksumTable table;
+  format::ChecksumTable table;
   table.add(kRecord, body, record.body_bytes(), 0, blocks);
 
   const int fd = system::open(path("far").c_str(), O_RDWR | O_CREAT, 0600);
@@ -536,4 +537,4 @@ TEST_F(ManyFiles, AreReadInTurns) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::io

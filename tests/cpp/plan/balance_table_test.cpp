@@ -3,7 +3,7 @@
 
 #include "plan/models.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr double kMostOverMean = 1.02;
@@ -74,4 +74,4 @@ TEST(BalanceTable, BothWaysOverAMesh) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

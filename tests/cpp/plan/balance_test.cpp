@@ -8,7 +8,7 @@
 
 #include "plan/water.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -189,4 +189,4 @@ TEST(Balance, PiecesAreNotShredded) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,7 +10,7 @@
 
 #include "plan/catalogs.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 std::vector<int64_t> nodes_of(const std::vector<BoxOf>& boxes, size_t ndim) {
@@ -146,4 +146,4 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Cuts,
                          [](const auto& test) { return test.param.name; });
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -18,7 +18,7 @@
 #include "plan/places.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 using Dims = std::vector<int64_t>;
 
@@ -147,4 +147,4 @@ class ItemRows {
   InventoryBuilder builder_;
 };
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,10 +4,10 @@
 
 #include "plan/ranks.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
-const SafetensorsHeader::Metadata kTexts = {{"format", "pt"}};
+const format::SafetensorsHeader::Metadata kTexts = {{"format", "pt"}};
 
 // The error's text, empty if there is none.
 std::string layout_refusal(const Ranks& ranks) {
@@ -80,7 +80,8 @@ TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
   const std::vector<std::span<const uint32_t>> blocks = {a, b};
   const std::vector<std::string> heads = layout.heads(blocks);
   ASSERT_EQ(heads.size(), 1u);
-  const SafetensorsHeader header = SafetensorsHeader::parse(heads[0], layout.file_bytes(0), "file", true);
+  const format::SafetensorsHeader header =
+      format::SafetensorsHeader::parse(heads[0], layout.file_bytes(0), "file", true);
   ASSERT_EQ(header.tensors().size(), 1u);
   EXPECT_EQ(header.blocks(header.tensors()[0])[0], a[0] ^ b[0]);
   for (const auto& wrong : std::vector<std::vector<std::span<const uint32_t>>>{{a}, {a, none}, {a, two}, {a, b, b}}) {
@@ -98,9 +99,9 @@ TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
   const std::vector<std::span<const uint32_t>> of_ranks = {blocks};
   const std::vector<std::string> heads = layout.heads(of_ranks);
   const auto texts = [&](size_t file) {
-    return *SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true).metadata();
+    return *format::SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true).metadata();
   };
-  EXPECT_EQ(texts(0), (SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
+  EXPECT_EQ(texts(0), (format::SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
   EXPECT_EQ(texts(1), kTexts);
 }
 
@@ -119,4 +120,4 @@ TEST(ExportLayout, RefusesWhatIsNoTensorOrHasNoDtypeOrIsNoName) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

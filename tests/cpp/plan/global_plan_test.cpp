@@ -4,7 +4,7 @@
 
 #include "plan/ranks.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 using Rows = std::vector<int64_t>;
@@ -157,4 +157,4 @@ TEST(GlobalPlan, ThreadsDoNotShow) {  // enough for several of them
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 Hash128 hash_of(std::string_view text) {
@@ -36,4 +36,4 @@ TEST(Hash128, TellsLengthsAndSingleBitsApart) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -17,7 +17,7 @@
 #include "plan/load_plan.h"
 #include "scratch.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 class IndexTest : public ScratchTest {
@@ -82,7 +82,7 @@ TEST_F(IndexTest, GivesBackWhatWentIn) {
     ASSERT_EQ(key->chunks, expected.chunks);
     if (expected.kind != ItemKind::object) {
       EXPECT_EQ(key->dtype_code, expected.dtype);
-      EXPECT_EQ(key->dtype, dtypes()[expected.dtype].name);
+      EXPECT_EQ(key->dtype, format::dtypes()[expected.dtype].name);
     }
     std::set<uint64_t> seen;
     index.overlaps(*key, Dims(expected.ndim, 0), key->shape, [&](uint64_t number, const int64_t* box) {
@@ -115,7 +115,7 @@ TEST_F(IndexTest, OfNothing) {
 TEST_F(IndexTest, NamesThatShareAChecksumOrASlotAreTold) {
   Checkpoint checkpoint;
   const std::string a = "plumless", b = "buckeroo";  // of equal CRC-32
-  ASSERT_EQ(crc32(0, a.data(), a.size()), crc32(0, b.data(), b.size()));
+  ASSERT_EQ(io::crc32(0, a.data(), a.size()), io::crc32(0, b.data(), b.size()));
   checkpoint.object(a);
   EXPECT_FALSE(Index(checkpoint.image()).find(b));
   checkpoint.tensor(b, {3});
@@ -166,10 +166,10 @@ TEST_F(IndexTest, ReadsOnlyWhatIsNeeded) {
   const auto image = checkpoint.image();
   const std::string file = written(image);
   const auto reads_of = [&](const auto& use) {
-    const ArmedFault far_away(Call::read, EIO, 1 << 30);  // only to count
+    const ArmedFault far_away(io::Call::read, EIO, 1 << 30);  // only to count
     const Index index(file);
     use(index);
-    return system::calls_seen(Call::read);
+    return io::system::calls_seen(io::Call::read);
   };
   const auto one = [](const Index& index) {
     const auto key = index.find("key 77");
@@ -189,7 +189,7 @@ TEST_F(IndexTest, ServesSeveralThreads) {
   const std::string expected = all_of(Index(file));
   for (int round = 0; round < 50; ++round) {
     const Index index(file);
-    run_workers(4, [&](const std::atomic<bool>&) { EXPECT_EQ(all_of(index), expected); });
+    io::run_workers(4, [&](const std::atomic<bool>&) { EXPECT_EQ(all_of(index), expected); });
   }
 }
 
@@ -203,7 +203,7 @@ TEST_F(IndexTest, ErrorsOfTheSystemAreThose) {
     EXPECT_EQ(error.code, ENOENT);
   }
   for (uint64_t skip = 0; skip < 3; ++skip) {
-    const ArmedFault fault(Call::read, EIO, skip);
+    const ArmedFault fault(io::Call::read, EIO, skip);
     try {
       all_of(Index(file));
       FAIL();
@@ -213,7 +213,7 @@ TEST_F(IndexTest, ErrorsOfTheSystemAreThose) {
     }
   }
   const std::string expected = all_of(Index(file));
-  const ArmedFault interrupted(Call::read, EINTR, 0, 5);
+  const ArmedFault interrupted(io::Call::read, EINTR, 0, 5);
   EXPECT_EQ(all_of(Index(file)), expected);
 }
 
@@ -228,6 +228,7 @@ TEST_F(IndexTest, CutAnywhereItIsRefused) {
   for (size_t length = 0; length < image.size(); length += length < 5000 ? 97 : 509) {
     const std::string file = written({image.begin(), image.begin() + static_cast<ptrdiff_t>(length)});
     EXPECT_THROW(Index{file}, Error) << length;
+    EXPECT_THROW(Index(std::vector(image.begin(), image.begin() + static_cast<ptrdiff_t>(length))), Error) << length;
   }
   std::vector<std::byte> longer = image;
   longer.push_back({});
@@ -257,6 +258,14 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
       ++refused;
     }
     put(image[at]);
+    std::vector<std::byte> in_memory = image;  // as another rank has sent it
+    in_memory[at] = ~image[at];
+    try {
+      EXPECT_EQ(all_of(Index(std::move(in_memory))), expected) << at;
+      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::corrupt);
+    }
   }
   EXPECT_EQ(refused, image.size() - VerifiedFile::kPiece + sizeof(IndexHeader));
 }
@@ -270,12 +279,12 @@ void seal(std::vector<std::byte>& image) {
     const uint64_t pieces = std::min<uint64_t>(header.checksums / VerifiedFile::kPiece - 1,
                                                (image.size() - header.checksums) / sizeof(uint32_t));
     for (uint64_t i = 0; i < pieces; ++i) {
-      const uint32_t crc = crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
+      const uint32_t crc = io::crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
       std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
     }
-    header.checksums_crc = crc32(0, sums, pieces * sizeof(uint32_t));
+    header.checksums_crc = io::crc32(0, sums, pieces * sizeof(uint32_t));
   }
-  header.header_crc = crc32(0, &header, sizeof header - sizeof header.header_crc);
+  header.header_crc = io::crc32(0, &header, sizeof header - sizeof header.header_crc);
   std::memcpy(image.data(), &header, sizeof header);
 }
 
@@ -382,4 +391,4 @@ TEST_F(IndexTest, OfRowsThatContradictEachOther) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,7 +6,7 @@
 
 #include "plan/ranks.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 constexpr size_t kHeader = 6;  // words
@@ -141,8 +141,8 @@ TEST(Inventory, RefusesLyingRows) {
     return refusal(words);
   };
   const uint64_t head = static_cast<uint64_t>(good[kHeader]);
-  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF}) | 3), "");                       // kind
-  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF00}) | dtypes().size() << 8), "");  // dtype
+  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF}) | 3), "");                               // kind
+  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF00}) | format::dtypes().size() << 8), "");  // dtype
   for (const uint64_t ndim : {0u, 1u, 3u, 65u, UINT32_MAX}) {
     EXPECT_NE(refused(0, (head & UINT32_MAX) | ndim << 32), "") << ndim;
   }
@@ -188,4 +188,4 @@ TEST(Inventory, AWordChangedAnywhereIsRefusedOrHarmless) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 TEST(KeyNames, NumbersInOrderOfFirstAppearance) {
@@ -32,4 +32,4 @@ TEST(KeyNames, Grow) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -8,7 +8,7 @@
 
 #include "error.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 std::span<const std::byte> bytes(const std::string& text) {
@@ -72,4 +72,4 @@ TEST(KeyPaths, DamagedBlocksAreRefusedOrParsed) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 TEST(LargeVector, IsAVector) {
@@ -34,4 +34,4 @@ TEST(LargeVector, TooMuchIsBadAlloc) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

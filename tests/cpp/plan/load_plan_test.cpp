@@ -11,7 +11,7 @@
 #include "error.h"
 #include "plan/catalogs.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 LoadPlan plan(const Checkpoint& checkpoint, const ItemRows& wanted, bool allow_cast = false) {
@@ -191,4 +191,4 @@ TEST(LoadPlan, UnknownDtypesDoNotFitEvenWithACast) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -5,7 +5,7 @@
 
 #include "plan/ranks.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 TEST(Merge, TellsShapesApart) {
@@ -211,4 +211,4 @@ TEST(Merge, RefusesNoRanks) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

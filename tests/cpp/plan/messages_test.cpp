@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 std::string ranks(std::vector<uint32_t> list) {
@@ -34,4 +34,4 @@ TEST(Messages, WhoHasWhat) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

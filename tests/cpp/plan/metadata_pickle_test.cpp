@@ -14,7 +14,7 @@
 #include "plan/catalogs.h"
 #include "plan/pickle_out.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 std::span<const std::byte> bytes(std::string_view text) {
@@ -24,14 +24,14 @@ std::span<const std::byte> bytes(std::string_view text) {
 // That our own check lets it pass, and that the trailer fits.
 void expect_sound(const std::string& metadata) {
   size_t end = 0;
-  EXPECT_EQ(check_pickle(bytes(metadata), false, &end), "");
+  EXPECT_EQ(format::check_pickle(bytes(metadata), false, &end), "");
   ASSERT_EQ(metadata.size(), end + MetadataTrailer::kBytes);
   uint32_t length = 0, crc = 0;
   std::memcpy(&length, metadata.data() + end + 8, 4);
   std::memcpy(&crc, metadata.data() + end + 12, 4);
   EXPECT_EQ(metadata.substr(end, 8), "VSCKMDT1");
   EXPECT_EQ(length, end);
-  EXPECT_EQ(crc, crc32(0, metadata.data(), end));
+  EXPECT_EQ(crc, io::crc32(0, metadata.data(), end));
 }
 
 TEST(MetadataPickle, PassesOurCheck) {
@@ -148,4 +148,4 @@ TEST(PickleOut, NumbersAreAsShortAsPicklesHaveThem) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

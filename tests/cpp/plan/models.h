@@ -6,7 +6,7 @@
 
 #include "plan/ranks.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 struct Llama {
   int64_t dim, layers, hidden, key_value, vocabulary = 128256;
@@ -123,4 +123,4 @@ inline Ranks stacked_experts(size_t groups, size_t replicas, int64_t layers) {
   return ranks;
 }
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

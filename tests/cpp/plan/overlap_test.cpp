@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 // Against comparing all pairs, with enough boxes for every step of the search and about as many that overlap as not.
@@ -68,4 +68,4 @@ TEST(Overlap, OfEqualBoxes) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

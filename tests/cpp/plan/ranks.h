@@ -12,13 +12,13 @@
 #include "plan/global_plan.h"
 #include "plan/inventory.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 
 using Dims = std::vector<int64_t>;
 
 inline uint8_t dtype_of(std::string_view name) {
-  for (size_t code = 0; code < dtypes().size(); ++code) {
-    if (dtypes()[code].name == name) return static_cast<uint8_t>(code);
+  for (size_t code = 0; code < format::dtypes().size(); ++code) {
+    if (format::dtypes()[code].name == name) return static_cast<uint8_t>(code);
   }
   throw std::out_of_range("no such dtype");
 }
@@ -60,7 +60,7 @@ class Ranks {
   void add(size_t rank, std::string_view name, ItemKind kind, const Dims& shape, const Dims& offset, const Dims& size,
            std::string_view dtype) {
     Item item{name, kind, dtype_of(dtype), 0, 0, shape, offset, size};
-    item.bytes = dtypes()[item.dtype].item_bytes;
+    item.bytes = format::dtypes()[item.dtype].item_bytes;
     for (const int64_t length : size) item.bytes *= static_cast<uint64_t>(length);
     builders_[rank].add(item);
   }
@@ -113,4 +113,4 @@ inline std::map<std::string, uint32_t> owners(const Catalog& catalog) {
 
 using Owners = std::map<std::string, uint32_t>;
 
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

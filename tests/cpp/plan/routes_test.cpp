@@ -16,7 +16,7 @@
 #include "plan/route_tables.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 using Words = std::vector<int64_t>;
@@ -58,7 +58,7 @@ class Job {
     const Tensor& content = records_[record].content;
     const auto number = static_cast<int64_t>(items_[rank].size());
     wants_.push_back({rank, number, record, offset, size, target, item});
-    items_[rank].emplace_back(tensor_bytes(dtypes()[content.dtype], item), 0);
+    items_[rank].emplace_back(format::tensor_bytes(format::dtypes()[content.dtype], item), 0);
     auto& files = files_[rank];
     const std::string& name = records_[record].file;
     if (std::ranges::find(files, name) == files.end()) files.push_back(name);
@@ -109,7 +109,7 @@ class Job {
         const Memory& memory = memories.emplace_back(of_rank.memory_bytes, 0);
         stage(rank, of_rank, memory);
         const Words table = make_pack_table(of_rank.packs, memory.bytes());
-        copy_boxes(parse_copy_table(table), 1 + rank % 2);
+        io::copy_boxes(io::parse_copy_table(table), 1 + rank % 2);
       }
       exchange(routes, round, memories);
       for (uint32_t rank = 0; rank < ranks; ++rank) place(rank, routes[rank].rounds[round].places, memories);
@@ -117,7 +117,7 @@ class Job {
     std::vector<uint64_t> bytes(ranks);  // that each wants
     for (const Want& want : wants_) {
       expect_filled(want);
-      bytes[want.rank] += tensor_bytes(dtypes()[records_[want.record].content.dtype], want.box_size);
+      bytes[want.rank] += format::tensor_bytes(format::dtypes()[records_[want.record].content.dtype], want.box_size);
     }
     for (uint32_t rank = 0; rank < ranks; ++rank) {
       EXPECT_EQ(bytes[rank], routes[rank].shared_bytes + bytes_of(routes[rank].own));
@@ -128,7 +128,7 @@ class Job {
     uint64_t bytes = 0;
     for (size_t at = 0; at < reads.size();) {
       const auto dtype = static_cast<size_t>(reads[at + 5]);
-      bytes += tensor_bytes(dtypes()[dtype], lists(reads, at, 7, 4)[2]);
+      bytes += format::tensor_bytes(format::dtypes()[dtype], lists(reads, at, 7, 4)[2]);
     }
     return bytes;
   }
@@ -173,8 +173,8 @@ class Job {
     const Tensor& content = records_[record].content;
     Memory mask(content.memory.size());
     std::ranges::fill(mask.bytes(), std::byte{0});
-    const Memory ones(tensor_bytes(dtypes()[content.dtype], size));
-    Box(dtypes()[content.dtype].item_bytes, content.sizes, offset, size, row_major(size))
+    const Memory ones(format::tensor_bytes(format::dtypes()[content.dtype], size));
+    io::Box(format::dtypes()[content.dtype].item_bytes, content.sizes, offset, size, row_major(size))
         .gather(mask.data(), 0, mask.size(), ones.data());
     for (size_t i = 0; i < mask.size(); ++i) {
       if (mask.data()[i] != std::byte{0}) read_[record][i].insert(rank);
@@ -197,8 +197,8 @@ class Job {
     const auto want = std::ranges::find_if(wants_, [&](const Want& w) { return w.rank == rank && w.item == item; });
     const Sizes strides = row_major(want->item_size);
     const int64_t first = std::inner_product(target.begin(), target.end(), strides.begin(), int64_t{0});
-    const Box box(dtypes()[dtype].item_bytes, piece_size, offset, size, strides);
-    std::byte* memory = items_[rank][static_cast<size_t>(item)].data() + first * dtypes()[dtype].item_bytes;
+    const io::Box box(format::dtypes()[dtype].item_bytes, piece_size, offset, size, strides);
+    std::byte* memory = items_[rank][static_cast<size_t>(item)].data() + first * format::dtypes()[dtype].item_bytes;
     if (box.bytes() != 0) box.scatter(piece + box.begin(), box.begin(), box.end(), memory);
   }
 
@@ -221,10 +221,10 @@ class Job {
       mark(rank, record_at(rank, round.staged[row + 2], round.staged[row + 3]), offset, size);
     }
     const Words table = make_staging_table(round.staged, memory.bytes());
-    for (const ReadItem& item : parse_read_table(table)) {
+    for (const io::ReadItem& item : io::parse_read_table(table)) {
       const Tensor& content = records_[record_at(rank, item.file, static_cast<int64_t>(item.record_offset))].content;
       EXPECT_EQ(content.sizes, item.chunk_sizes);
-      const Box& box = item.box;
+      const io::Box& box = item.box;
       box.scatter(content.memory.data() + box.begin(), box.begin(), box.end(), item.memory);
       const uint64_t place = (reinterpret_cast<uintptr_t>(item.memory) - box.begin() - 64) % 4096;
       EXPECT_TRUE(box.bytes() < 64 << 10 || place == 0) << "it could not be read in place";
@@ -267,8 +267,8 @@ class Job {
   void expect_filled(const Want& want) const {
     const Tensor& content = records_[want.record].content;
     const Memory wanted = content.box(want.box_offset, want.box_size);
-    const Box inside(dtypes()[content.dtype].item_bytes, want.item_size, want.target, want.box_size,
-                     row_major(want.box_size));
+    const io::Box inside(format::dtypes()[content.dtype].item_bytes, want.item_size, want.target, want.box_size,
+                         row_major(want.box_size));
     const Memory& item = items_[want.rank][static_cast<size_t>(want.item)];
     Memory found(inside.bytes());
     if (inside.bytes() != 0) {
@@ -460,7 +460,7 @@ TEST(Routes, ReadersOfWhatAllNeedReadEquallyMuch) {
       uint64_t bytes = 0;
       for (const RouteRound& round : of_rank.rounds) {
         const Memory memory(round.memory_bytes, 0);
-        for (const ReadItem& item : parse_read_table(make_staging_table(round.staged, memory.bytes()))) {
+        for (const io::ReadItem& item : io::parse_read_table(make_staging_table(round.staged, memory.bytes()))) {
           bytes += item.box.bytes();
         }
         EXPECT_TRUE(round.packs.empty()) << "what all want is sent as it was read";
@@ -605,4 +605,4 @@ TEST(RouteTables, RowsThatLeaveTheMemoryAreRefused) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -10,7 +10,7 @@
 #include "io/table.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 using Words = std::vector<int64_t>;
@@ -220,7 +220,7 @@ TEST(MakeWriteTable, FindsBoxes) {
                           1,  //
                           float64, 5000,
                           0}));
-  EXPECT_EQ(parse_write_table(table).size(), 5u);
+  EXPECT_EQ(io::parse_write_table(table).size(), 5u);
 }
 
 TEST(MakeWriteTable, FindsBoxesInStridedMemory) {
@@ -296,7 +296,7 @@ TEST(MakeReadTable, FindsBoxes) {
                                   2, 0, 64,   500,  -1, float64, 0});
   EXPECT_EQ(table, (Words{7, 4096, 5000, 99, int16,   2, 10,  20, 3, 5, 2, 1, 1000 + 2 * (3 * 5 + 3), 5, 1,  //
                           0, 64,   500,  -1, float64, 0, 5000}));
-  const std::vector<ReadItem> items = parse_read_table(table);
+  const std::vector<io::ReadItem> items = io::parse_read_table(table);
   ASSERT_EQ(items.size(), 2u);
   EXPECT_EQ(items[0].box.begin(), (3u * 20 + 5) * 2);
 }
@@ -388,4 +388,4 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -6,7 +6,7 @@
 #include <ctime>
 #include <random>
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::plan {
 namespace {
 
 using Dims = std::vector<int64_t>;
@@ -205,4 +205,4 @@ TEST_P(ManyBoxes, TakeNoSquareOfTheirNumber) {
 INSTANTIATE_TEST_SUITE_P(Tiling, ManyBoxes, testing::Range(0, 5));
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::plan

@@ -13,7 +13,7 @@
 #include "stage/snapshot.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 namespace {
 
 using namespace std::chrono_literals;
@@ -30,7 +30,7 @@ class DeviceSnapshot : public ::testing::Test {
     table_.insert(table_.end(), sizes.begin(), sizes.end());
     table_.insert(table_.end(), strides.begin(), strides.end());
     of_rows_.push_back(device);
-    const Box box(dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
+    const io::Box box(format::dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
     std::string bytes(box.bytes(), '\0');
     const std::byte* from = device < 0 ? reinterpret_cast<std::byte*>(address) : runtime_.memory(address, 1);
     box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), from);
@@ -38,7 +38,7 @@ class DeviceSnapshot : public ::testing::Test {
   }
 
   void add(int device, std::string_view dtype, const Sizes& sizes) {
-    const uint64_t bytes = tensor_bytes(dtypes()[dtype_code(dtype)], sizes);
+    const uint64_t bytes = format::tensor_bytes(format::dtypes()[dtype_code(dtype)], sizes);
     add_view(device, dtype, memory(device, bytes), sizes, row_major(sizes));
   }
 
@@ -49,7 +49,7 @@ class DeviceSnapshot : public ::testing::Test {
       fill_random(host_.back().bytes(), seed);
       return reinterpret_cast<uintptr_t>(host_.back().data());
     }
-    const DeviceAddress address = runtime_.allocate(device, bytes + 1);
+    const device::DeviceAddress address = runtime_.allocate(device, bytes + 1);
     fill_random({runtime_.memory(address, bytes), bytes}, seed);
     on_devices_.emplace_back(address, bytes);
     return address;
@@ -87,7 +87,7 @@ class DeviceSnapshot : public ::testing::Test {
 
   void expect_copied(const Snapshot& snapshot) const {
     EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
-    const std::vector<RecordSource> sources = parse_write_table(snapshot.table());
+    const std::vector<io::RecordSource> sources = io::parse_write_table(snapshot.table());
     ASSERT_EQ(sources.size(), bytes_.size() - snapshot.first());
     for (size_t index = 0; index < sources.size(); ++index) {
       const std::string& wanted = bytes_[snapshot.first() + index];
@@ -98,11 +98,11 @@ class DeviceSnapshot : public ::testing::Test {
 
   void TearDown() override { EXPECT_EQ(arena_.memory().in_use, 0u); }
 
-  FakeRuntime runtime_{2};
+  device::FakeRuntime runtime_{2};
   SnapshotArena arena_;
   DevicePipelines pipelines_{runtime_, {.slab_bytes = 64 << 10, .group_bytes = 256 << 10}};
   std::deque<Memory> host_;
-  std::vector<std::pair<DeviceAddress, uint64_t>> on_devices_;
+  std::vector<std::pair<device::DeviceAddress, uint64_t>> on_devices_;
   uint64_t allocations_ = 0;
   std::vector<int64_t> table_, of_rows_;
   std::vector<std::string> bytes_;
@@ -153,8 +153,8 @@ TEST_F(DeviceSnapshot, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
 TEST_F(DeviceSnapshot, ComesBehindWhatItsProducersHaveQueued) {
   add(0, "uint8", {500'000});
   add(0, "uint8", {100});
-  const StreamHandle producer = runtime_.make_producer();
-  FakeQueue& queue = runtime_.producer(0, producer);
+  const device::StreamHandle producer = runtime_.make_producer();
+  device::FakeQueue& queue = runtime_.producer(0, producer);
   queue.hold();
   for (size_t row = 0; row < 2; ++row) {
     const auto& [address, bytes] = on_devices_[row];
@@ -176,7 +176,7 @@ TEST_F(DeviceSnapshot, ComesBehindWhatItsProducersHaveQueued) {
 
 TEST_F(DeviceSnapshot, SnapshotsTakeTurnsOnADevice) {
   add(0, "uint8", {100'000});
-  FakeQueue& queue = runtime_.producer(0, 0);
+  device::FakeQueue& queue = runtime_.producer(0, 0);
   queue.hold();
   queue.push([] {});
   const auto first = make(), second = make();
@@ -192,10 +192,11 @@ TEST_F(DeviceSnapshot, SnapshotsTakeTurnsOnADevice) {
 
 TEST_F(DeviceSnapshot, SurfacesWhatTheDeviceSaid) {
   add_some_of_everything();
-  const Fault faults[] = {Fault::make_stream, Fault::make_event, Fault::record_producer, Fault::after,
-                          Fault::record,      Fault::copy,       Fault::copy_pitched,    Fault::pack,
-                          Fault::wait,        Fault::on_device};
-  for (const Fault fault : faults) {
+  const device::Fault faults[] = {
+      device::Fault::make_stream, device::Fault::make_event, device::Fault::record_producer, device::Fault::after,
+      device::Fault::record,      device::Fault::copy,       device::Fault::copy_pitched,    device::Fault::pack,
+      device::Fault::wait,        device::Fault::on_device};
+  for (const device::Fault fault : faults) {
     for (const bool background : {false, true}) {
       for (const uint64_t skip : {0, 1}) {
         DevicePipelines fresh(runtime_, {.slab_bytes = 64 << 10, .group_bytes = 256 << 10});
@@ -265,4 +266,4 @@ TEST_F(DeviceSnapshot, RefusesRowsThatNobodyCanCopy) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -1,5 +1,6 @@
 #include "stage/snapshot.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,11 +11,12 @@
 #include <thread>
 
 #include "error.h"
+#include "io/system.h"
 #include "io/table.h"
 #include "scratch.h"
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 namespace {
 
 using namespace std::chrono_literals;
@@ -32,7 +34,7 @@ class State {
                   {code, static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)), static_cast<int64_t>(sizes.size())});
     table_.insert(table_.end(), sizes.begin(), sizes.end());
     table_.insert(table_.end(), strides.begin(), strides.end());
-    const Box box(dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
+    const io::Box box(format::dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
     std::string bytes(box.bytes(), '\0');
     box.gather(reinterpret_cast<std::byte*>(bytes.data()), 0, box.bytes(), data);
     bytes_.push_back(std::move(bytes));
@@ -42,7 +44,7 @@ class State {
 
   // A tensor of its own.
   void add(std::string_view dtype, const Sizes& sizes, uint64_t place = kTorchPlace) {
-    const uint64_t bytes = tensor_bytes(dtypes()[dtype_code(dtype)], sizes);
+    const uint64_t bytes = format::tensor_bytes(format::dtypes()[dtype_code(dtype)], sizes);
     add_view(dtype, memory(bytes, place), sizes, row_major(sizes));
   }
 
@@ -68,7 +70,7 @@ class State {
     ASSERT_EQ(snapshot.rows(), rows());
     EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
     const std::vector<int64_t> table = snapshot.table();
-    const std::vector<RecordSource> sources = parse_write_table(table);
+    const std::vector<io::RecordSource> sources = io::parse_write_table(table);
     ASSERT_EQ(sources.size(), rows() - snapshot.first());
     size_t at = 0;
     for (size_t index = 0; index < sources.size(); ++index) {
@@ -96,7 +98,7 @@ class State {
 class SnapshotTest : public ::testing::Test {
  protected:
   void TearDown() override {
-    system::clear_faults();
+    io::system::clear_faults();
     EXPECT_EQ(arena_.memory().in_use, 0u);
   }
 
@@ -183,12 +185,12 @@ TEST_F(SnapshotTest, CopiesManyTinyTensors) {
 TEST_F(SnapshotTest, LargeTensorsAreWrittenFromWhereTheyLie) {
   State state;
   state.add("uint8", {1001});
-  for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(kLargeBody) + 333 * i}, 8);
+  for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(io::kLargeBody) + 333 * i}, 8);
   Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
   snapshot.copy(kThreads);
-  const std::vector<RecordSource> sources = parse_write_table(snapshot.table());
+  const std::vector<io::RecordSource> sources = io::parse_write_table(snapshot.table());
   for (size_t row = 1; row < sources.size(); ++row) {
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % kBlock, kTorchOffset);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % io::kBlock, io::kTorchOffset);
   }
 }
 
@@ -229,12 +231,12 @@ TEST_F(SnapshotTest, SharesTheBudgetWithOthers) {
 TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
   State state;
   for (int i = 0; i < 18; ++i) state.add("uint8", {1 << 20});
-  for (const Call call : {Call::populate, Call::protect, Call::map}) {
+  for (const io::Call call : {io::Call::populate, io::Call::protect, io::Call::map}) {
     for (const uint64_t calls : {0, 1}) {
       SnapshotArena arena;
       const ArmedFault fault(call, ENOMEM, calls, 1000);
       Snapshot snapshot(state.table(), kPlenty, 1, arena);
-      const uint64_t expected = calls == 0 ? 18 : call == Call::populate ? 2 : 0;  // one call takes 16 MiB
+      const uint64_t expected = calls == 0 ? 18 : call == io::Call::populate ? 2 : 0;  // one call takes 16 MiB
       EXPECT_EQ(snapshot.first(), expected);
       snapshot.copy(kThreads);
       state.expect_copied(snapshot);
@@ -247,10 +249,10 @@ TEST_F(SnapshotTest, TakesTheMemoryOfTheOneBefore) {
   {
     Snapshot(state.table(), kPlenty, kThreads, arena_).copy(kThreads);
   }
-  const ArmedFault counting(Call::populate, ENOMEM, 1000);
+  const ArmedFault counting(io::Call::populate, ENOMEM, 1000);
   Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
   snapshot.copy(kThreads);
-  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+  EXPECT_EQ(io::system::calls_seen(io::Call::populate), 0u);
   state.expect_copied(snapshot);
 }
 
@@ -316,6 +318,50 @@ TEST_F(SnapshotTest, EndsWhenItIsCancelled) {
   state.expect_copied(whole);
 }
 
+// Against the rules, training gives memory back that is copied behind it: that must not end the process.
+TEST_F(SnapshotTest, FindsThatMemoryIsGone) {
+  constexpr uint64_t kBytes = 1 << 20;
+  void* const map = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  State state;
+  state.add("uint8", {100});
+  state.add_view("uint8", static_cast<std::byte*>(map), {kBytes}, {1});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  ::munmap(map, kBytes);
+  snapshot.start(kThreads);
+  try {
+    snapshot.wait();
+    FAIL() << "copied what is not there";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::io);
+    EXPECT_EQ(error.item, 1);
+  }
+}
+
+TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
+  const State state = some_of_everything();
+  for (const int error : {ENOSYS, EPERM, 0}) {  // 0: some of it only
+    system::inject_fault(Call::peek, error, 1, 1);
+    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    snapshot.start(kThreads);
+    EXPECT_TRUE(snapshot.wait());
+    EXPECT_GE(system::calls_seen(Call::peek), 2u);
+    state.expect_copied(snapshot);
+    system::clear_faults();
+  }
+}
+
+// Training may change or free these as soon as the copy is under way.
+TEST_F(SnapshotTest, HasCopiedStridedRowsWhenItHasStarted) {
+  State state;
+  state.add_view("float32", state.memory(4 * 30 * 40), {40, 30}, {1, 40});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  snapshot.start(kThreads);
+  state.overwrite();
+  EXPECT_TRUE(snapshot.wait());
+  state.expect_copied(snapshot);
+}
+
 // With any amount copied; the sanitizers look on.
 TEST_F(SnapshotTest, EndsAtAnyMoment) {
   State state;
@@ -356,4 +402,4 @@ TEST_F(SnapshotTest, IsAnEmptyShellAfterFork) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage

@@ -4,7 +4,7 @@
 
 #include "tensors.h"
 
-namespace vescale_ckpt {
+namespace vescale_ckpt::stage {
 namespace {
 
 TEST(StreamCopy, CopiesAnyLengthBetweenAnyAddresses) {
@@ -24,4 +24,4 @@ TEST(StreamCopy, CopiesAnyLengthBetweenAnyAddresses) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt
+}  // namespace vescale_ckpt::stage
