@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,10 +26,12 @@ from vescale_ckpt import (
     _C,
     CheckpointError,
     SaveFailedError,
+    SaveHandle,
     SaveInProgressError,
     SavePlanner,
     StorageFullError,
 )
+from vescale_ckpt.save_handle import settled
 from vescale_ckpt.staged_part import StagedPart
 
 BOUND = 60.0  # seconds after which something counts as hung
@@ -133,6 +136,19 @@ def test_progress(checkpoint: Path, held: threading.Event) -> None:
     handle.result(BOUND)
     assert handle.progress() == (total, total)
     assert vescale_ckpt.save(checkpoint, values).progress() == (total, total)
+
+
+def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> None:
+    counts = iter([(0, 100), (60, 100), (40, 100), (120, 100), (80, 90)])
+    handle = SaveHandle(Future(), settled(), lambda: next(counts))
+    assert [handle.progress() for _ in range(5)] == [(0, 100), (60, 100), (60, 100), (100, 100), (100, 100)]
+    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    failing = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    before = failing.progress()
+    held.set()
+    with pytest.raises(CheckpointError):
+        failing.result(BOUND)
+    assert failing.progress() >= before > (0, 0)
 
 
 def test_await(checkpoint: Path) -> None:

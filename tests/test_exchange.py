@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,19 @@ def test_values_in_a_deep_tree() -> None:
 def test_without_torch_distributed() -> None:
     assert not dist.is_initialized()
     _values()
-    with pytest.raises(StorageFullError, match=r"rank 0: .*no room") as raised:
-        Exchange.of().fail_together(StorageFullError("/x", 2, 1), "write")
-    assert raised.value.rank == 0  # type: ignore[attr-defined]
+
+
+def test_a_process_alone_raises_its_error_once_and_says_no_rank() -> None:
+    ours = StorageFullError("/x", 2, 1)
+    with pytest.raises(StorageFullError) as raised:
+        Exchange.of().fail_together(ours, "write")
+    assert raised.value is ours
+    with pytest.raises(SaveFailedError) as failed:
+        Exchange.of().together(lambda: [][1], "write")
+    assert str(failed.value) == "write: IndexError: list index out of range"
+    assert isinstance(failed.value.cause, IndexError)
+    shown = "".join(traceback.format_exception(failed.value))
+    assert shown.count("Traceback (most recent call last)") == 1 and "lambda: [][1]" in shown
 
 
 def test_arguments_of_the_coordinator() -> None:
@@ -334,6 +345,53 @@ def _dead_in_a_deep_tree(dying: int) -> Any:
 def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
     answers = run_ranks(8, _dead_in_a_deep_tree, dying, check=False)
     same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
+
+
+def _stops(who: int, where: str, directory: Path) -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    (directory / f"pid {rank}").write_text(str(os.getpid()))
+    say("ready", directory)
+    wait_for_the_others("ready", directory)
+    begin, send = connections.Connections._begin, connections.Connections.send
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stop_and_greet(*args: Any) -> None:
+        stop()
+        begin(*args)
+
+    def send_greetings_only(links: connections.Connections, peer: int, tensor: torch.Tensor) -> None:
+        if tensor.numel() != connections._GREETING_BYTES:
+            stop()
+        send(links, peer, tensor)
+
+    def two_collectives() -> None:
+        exchange.gather(b"x" * rank, "write")
+        exchange.agree([1], "commit")
+
+    if rank != who:
+        exchange.timeout = TIMEOUT
+        error = error_of(two_collectives)
+        os.kill(int((directory / f"pid {who}").read_text()), signal.SIGCONT)
+        return error
+    if where == "before":
+        stop()
+        return error_of(two_collectives)
+    name, instead = ("_begin", stop_and_greet) if where == "greeting" else ("send", send_greetings_only)
+    with mock.patch.object(connections.Connections, name, instead):
+        return error_of(two_collectives)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("where", ["before", "greeting", "sending"])
+def test_a_stopped_rank_is_named_not_who_waits_for_it_too(where: str, who: int, tmp_path: Path) -> None:
+    if who == 0 and where == "sending":
+        pytest.skip("the coordinator sends nothing in a gather")
+    answers = run_ranks(4, _stops, who, where, tmp_path)
+    same_everywhere(answers, [who], [f"rank {who} of 4"])
 
 
 def _leaves_with_an_error() -> Any:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import vescale_ckpt
 from vescale_ckpt import (
     _C,
     CheckpointError,
@@ -143,6 +144,92 @@ def test_a_failed_first_save_leaves_no_checkpoint(checkpoint: Path, single_file_
         load(checkpoint, state(1))
     save(checkpoint, state(1))
     assert outcome(checkpoint, state(1)) is None
+
+
+def test_a_commit_that_fails_leaves_no_data(checkpoint: Path) -> None:
+    for call in ("rename", "sync_directory"):
+        with fault(call, errno.EIO, skip=1 if call == "sync_directory" else 0, times=1000):
+            assert failed_save(checkpoint, state(1)) is not None
+        assert data_files(checkpoint) == []
+    save(checkpoint, state(1))
+    with fault("rename", errno.EIO, times=1000):
+        assert failed_save(checkpoint, state(2)) is not None
+    assert only_named_files(checkpoint) and len(data_files(checkpoint)) == 1
+    with fault("sync_directory", errno.EIO, skip=2, times=1000):  # behind the rename of the metadata
+        assert failed_save(checkpoint, state(3)) is not None
+    assert outcome(checkpoint, state(3)) is None
+
+
+@pytest.mark.parametrize("call", ["listdir", "unlink"])
+def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Each call of its kind fails once, and all after it."""
+    real, left = getattr(os, call), 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *arguments)
+        return real(*arguments)
+
+    for number in range(30):
+        for directory, format in ((checkpoint / "dcp", "dcp"), (checkpoint / "export", "safetensors")):
+            tensors = [{str(i): torch.full((1,), float(k)) for i in range(3)} for k in (0, 1)]
+            vescale_ckpt.save(directory, tensors[0], format=format, max_shard_size=4)
+            left = number
+            with monkeypatch.context() as patched:
+                patched.setattr(os, call, failing)
+                try:
+                    vescale_ckpt.save(directory, tensors[1], format=format, max_shard_size=4)
+                    failed = False
+                except CheckpointError:
+                    failed = True
+            assert vescale_ckpt.load(directory)["0"][0] == (0 if failed else 1)
+        if left > 0:
+            break
+    assert left > 0
+
+
+def test_every_directory_that_is_made_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = _C.sync_directory
+
+    def note(directory: str) -> None:
+        synced.append(os.path.realpath(directory))
+        sync(directory)
+
+    def made_durable(*levels: Path) -> bool:
+        found, missing = set(synced), {str(level) for level in levels}
+        synced.clear()
+        return missing <= found
+
+    monkeypatch.setattr(_C, "sync_directory", note)
+    monkeypatch.chdir(tmp_path)
+    values = {"a": torch.ones(2)}
+    vescale_ckpt.save("a/b/c", values)
+    assert made_durable(tmp_path, tmp_path / "a", tmp_path / "a" / "b")
+    vescale_ckpt.save("a/b/c", values)
+    assert not made_durable(tmp_path / "a" / "b")  # once is enough
+    (tmp_path / "mine" / "own").mkdir(parents=True)  # who made it may not have synced it
+    vescale_ckpt.save("mine/own", values)
+    assert made_durable(tmp_path / "mine")
+    vescale_ckpt.save("x/y/z", values, format="safetensors")
+    assert made_durable(tmp_path, tmp_path / "x", tmp_path / "x" / "y")
+    with vescale_ckpt.CheckpointManager("m/n", async_checkpoint=False) as manager:
+        manager.save(1, values)
+    assert made_durable(tmp_path, tmp_path / "m", tmp_path / "m" / "n")
+    for format in ("dcp", "npy", "safetensors"):
+        vescale_ckpt.convert("a/b/c", f"{format}/d/made", format=format)
+        assert made_durable(tmp_path, tmp_path / format, tmp_path / format / "d")
+
+
+def test_a_directory_above_that_may_not_be_read_fails_no_save(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with fault("sync_directory", errno.EACCES, skip=1):
+        save(tmp_path / "a" / "b", small_state(1))
+    assert outcome(tmp_path / "a" / "b", small_state(1)) is None
 
 
 def test_a_directory_that_cannot_be_made_durable_is_a_named_error(checkpoint: Path) -> None:
@@ -316,7 +403,8 @@ def test_a_full_disk_at_the_commit_keeps_the_old_checkpoint(small_disk: Path) ->
 def test_a_limit_on_file_sizes_is_a_named_error(checkpoint: Path) -> None:
     save(checkpoint, state(1))
     answer = in_child(save_within, checkpoint, 1 * MiB)
-    assert "File too large" in answer.value
+    assert "File too large" in answer.value and "ulimit -f" in answer.value and f"{MiB:,} bytes" in answer.value
+    assert "no room" not in answer.value
     assert only_named_files(checkpoint)
     assert outcome(checkpoint, state(1)) is None
 
@@ -326,6 +414,31 @@ def save_within(directory: Path, most: int) -> str:
     failure = failed_save(directory, state(2))
     assert isinstance(failure, StorageFullError)
     return str(failure)
+
+
+def test_a_quota_is_named(checkpoint: Path) -> None:
+    with fault("write", errno.EDQUOT):
+        failure = failed_save(checkpoint, state(1))
+    assert isinstance(failure, StorageFullError) and "quota" in str(failure) and "no room" not in str(failure)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("format", ["dcp", "safetensors", "convert"])
+def test_a_file_system_without_inodes_is_named(small_disk: Path, format: str) -> None:
+    if subprocess.run(["mount", "-o", "remount,nr_inodes=20", str(small_disk)], check=False).returncode:
+        pytest.skip("cannot limit inodes here")
+    with contextlib.suppress(OSError):
+        for number in range(30):
+            (small_disk / str(number)).touch()
+    with pytest.raises(StorageFullError, match="no inodes left") as full:
+        if format == "convert":
+            torch.save({"a": torch.ones(1)}, small_disk.parent / "a.pt")
+            vescale_ckpt.convert(small_disk.parent / "a.pt", small_disk / "made", format="npy")
+        else:
+            vescale_ckpt.save(small_disk, {"a": torch.ones(1)}, format=format)
+    assert full.value.free > 0
+    with pytest.raises(StorageFullError, match="no inodes left"):
+        vescale_ckpt.save(small_disk / "deep" / "er", {"a": torch.ones(1)})
 
 
 def test_a_limit_on_open_files_does_not_bind(checkpoint: Path) -> None:

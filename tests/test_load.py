@@ -226,7 +226,6 @@ def test_state_with_numbers_for_keys(checkpoint: Path) -> None:
 def test_without_a_state_all_comes_back_as_it_was(mixed: tuple[Path, dict[str, Any]]) -> None:
     path, state = mixed
     numbered = state["optimizer"]["state"]
-    numbered["0"] = numbered.pop(0)  # keys are text in a checkpoint
     loaded = vescale_ckpt.load(path)
     assert loaded["optimizer"]["state"].keys() == numbered.keys()
     assert_same(dict(sorted(loaded["model"].items())), dict(sorted(state["model"].items())))

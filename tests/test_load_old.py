@@ -1,7 +1,9 @@
-"""`load` of what other ways of training and saving leave: FSDP1, metadata of each rank, numbers, old keys."""
+"""`load` of what other ways of training and saving leave: FSDP1, metadata of each rank, numbers, old keys, old
+torch."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from states import assert_same, bits
 from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -175,3 +179,35 @@ def test_keys_of_torch_before_2_4(checkpoint: Path, with_objects: bool, keys_as_
     vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": its_optimizer})
     assert_same(fresh.state_dict(), layer.state_dict())
     assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+# --- torch 2.1 and 2.2, whose tensor properties are those of ShardedTensor
+
+
+def test_metadata_of_torch_2_1(checkpoint: Path) -> None:
+    values = {"weight": torch.arange(12.0).reshape(3, 4), "counts": torch.arange(5), "step": 7}
+    dcp.save(values, storage_writer=FileSystemWriter(checkpoint, sync_files=False), no_dist=True)
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.properties = ShardedTensorProperties(dtype=stored.properties.dtype)
+    for newer in ("storage_meta", "version"):
+        vars(metadata).pop(newer, None)
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    path.write_bytes(pickle.dumps(metadata))
+    assert b"_shard.sharded_tensor.metadata" in path.read_bytes()
+
+    for load in (vescale_ckpt.load, _load_by_dcp):
+        target: dict[str, Any] = {"weight": torch.zeros(3, 4), "counts": torch.zeros(5, dtype=torch.long), "step": 0}
+        load(checkpoint, target)
+        assert_same(target, values)
+    assert_same(vescale_ckpt.load(checkpoint), values)
+    report = vescale_ckpt.verify(checkpoint)
+    assert report.ok and report.keys == 3, report
+    assert vescale_ckpt.verify(checkpoint, quick=True).ok
+
+
+def _load_by_dcp(directory: Path, target: dict[str, Any]) -> None:
+    dcp.load(target, storage_reader=vescale_ckpt.StorageReader(directory), no_dist=True)

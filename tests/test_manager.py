@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,14 +38,18 @@ from vescale_ckpt import (
     SaveHandle,
     StorageReader,
     api,
+    clean_up,
     directory_lock,
     layout,
+    loading,
     manager,
     schedule,
     step_directories,
+    step_order,
     verify,
 )
 from vescale_ckpt.staged_part import StagedPart
+from vescale_ckpt.step_order import SavedOrder
 
 BOUND = 60.0  # seconds after which something hangs
 
@@ -106,7 +111,20 @@ def test_intervals_by_seconds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"save_interval_steps": 0}, {"save_interval_seconds": -1}, {"max_to_keep": 0}, {"best_mode": "most"}]
+    "wrong",
+    [
+        {"save_interval_seconds": -1},
+        {"timeout": 0},
+        {"best_mode": "most"},
+        {"best_mode": None, "best": "loss"},
+        {"best": "", "best_mode": "min"},
+        *({name: value} for name in ("save_interval_seconds", "timeout") for value in (True, float("nan"), "1")),
+        *(
+            {name: value}
+            for name in ("max_to_keep", "keep_period", "save_interval_steps")
+            for value in (0, -1, 1.5, True, float("nan"), "3")
+        ),
+    ],
 )
 def test_options_that_make_no_sense(checkpoint: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -153,12 +171,58 @@ def test_the_best_stay_and_the_newest(checkpoint: Path, mode: Any, kept: list[in
 
 
 def test_checkpoints_without_the_metric_go_first(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, max_to_keep=1, best="loss", best_mode="min") as saver:
-        saver.save(1, small_state(1), metrics={"loss": 3})
-        saver.save(2, small_state(2))
-        saver.save(3, small_state(3), metrics={"accuracy": 3})
+    with CheckpointManager(checkpoint) as saver:
+        saver.save(1, small_state(1))
+        saver.save(2, small_state(2), metrics={"loss": 4})
+    with CheckpointManager(checkpoint, max_to_keep=2, best="loss", best_mode="min") as saver:
+        saver.save(3, small_state(3), metrics={"loss": 3})
         saver.wait()
-        assert saver.steps() == [1, 3]
+        assert saver.steps() == [2, 3]
+
+
+def test_a_metric_that_is_missing_is_told(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint, max_to_keep=1, best="loss", best_mode="min", save_interval_steps=2) as saver:
+        saver.save(2, small_state(2), metrics={"loss": 3})
+        for metrics in (None, {}, {"val_loss": 1.0}):
+            with pytest.raises(ValueError, match="'loss'"):
+                saver.save(4, small_state(4), metrics=metrics)
+        assert saver.save(5, small_state(5)) is None  # not due, so nothing is asked for
+        with pytest.raises(ValueError, match="'loss'"):
+            saver.save(5, small_state(5), force=True)
+        saver.wait()
+        assert saver.steps() == [2]
+
+
+def test_the_last_save_by_a_signal_needs_no_metrics(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(checkpoint, best="loss", best_mode="min", save_on_signal=signal.SIGTERM) as saver:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saver.save(1, small_state(1))
+        assert saver.preempted and saver.steps() == [1]
+    assert "'loss'" in caplog.text
+
+
+def test_metrics_that_differ_over_ranks(checkpoint: Path) -> None:
+    for differing, missing, steps in run_ranks(2, save_with_metrics_of_each_rank, checkpoint):
+        assert "differ over ranks" in differing and '{"loss": 0.0}' in differing and '{"loss": 1.0}' in differing
+        assert missing in ("CheckpointError: step 2: nothing is saved, because of the metrics on rank 1", "ValueError")
+        assert steps == [3]
+
+
+def save_with_metrics_of_each_rank(directory: Path) -> tuple[str, str, list[int]]:
+    texts = []
+    rank = dist.get_rank()
+    with CheckpointManager(directory, best="loss", best_mode="min") as saver:
+        for step, metrics in ((1, {"loss": float(rank)}), (2, {"loss": 1.0} if rank == 0 else {})):
+            try:
+                saver.save(step, small_state(step), metrics=metrics)
+            except CheckpointError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+            except ValueError as error:
+                texts.append(type(error).__name__)
+        saver.save(3, small_state(3), metrics={"loss": float("nan")})
+        saver.wait()
+        dist.barrier()
+        return texts[0], texts[1], saver.steps()
 
 
 def test_a_save_of_an_earlier_step_stays(checkpoint: Path) -> None:
@@ -170,7 +234,7 @@ def test_a_save_of_an_earlier_step_stays(checkpoint: Path) -> None:
 
 
 def test_a_step_can_be_saved_again(checkpoint: Path) -> None:
-    with CheckpointManager(checkpoint, best="loss", async_checkpoint=False) as saver:
+    with CheckpointManager(checkpoint, async_checkpoint=False) as saver:
         saver.save(1, small_state(1), metrics={"loss": 3})
         saver.save(1, small_state(2), metrics={"loss": 2})
         assert saver.metrics(1) == {"loss": 2}
@@ -199,6 +263,181 @@ def test_the_last_good_one_is_not_removed_for_a_bad_one(
     assert restored(checkpoint) == (1, True)
 
 
+def truncate(directory: Path) -> None:
+    os.truncate(data_files(directory)[0], 100)
+
+
+def lose_a_file(directory: Path) -> None:
+    data_files(directory)[0].unlink()
+
+
+def flip_metadata(directory: Path) -> None:
+    content = bytearray((directory / ".metadata").read_bytes())
+    content[len(content) // 2] ^= 1
+    (directory / ".metadata").write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [truncate, lose_a_file, flip_metadata])
+def test_what_is_damaged_does_not_count_as_kept(
+    checkpoint: Path, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(checkpoint, 1, 2, 3)
+    harm(checkpoint / "step-3")
+    save_steps(checkpoint, 4, max_to_keep=2)
+    assert steps_in(checkpoint) == [2, 4]
+    assert "step 3" in caplog.text and "does not count" in caplog.text
+    harm(checkpoint / "step-4")
+    assert restored(checkpoint) == (2, True)
+    save_steps(checkpoint, 5, max_to_keep=3, keep_period=4)
+    assert steps_in(checkpoint) == [2, 4, 5]  # every fourth is for good, whatever has become of it
+
+
+def test_looking_takes_no_longer_the_more_stay_for_good(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def noted(path: str, *, quick: bool) -> Any:
+        looked.append(os.path.basename(path))
+        return verify(path, quick=quick)
+
+    save_steps(checkpoint, *range(6), keep_period=1)
+    monkeypatch.setattr(clean_up, "verify", noted)
+    save_steps(checkpoint, 6, keep_period=2, max_to_keep=2)
+    assert sorted(looked) == ["step-5", "step-6"] and steps_in(checkpoint) == [0, 2, 4, 5, 6]
+
+
+def test_what_does_not_answer_is_neither_counted_nor_removed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(checkpoint, 1, 2, 3)
+    stat = os.stat
+
+    def away(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(checkpoint / "step-3" / "__")):
+            raise OSError(errno.EIO, "away", path)
+        return stat(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", away)
+        save_steps(checkpoint, 4, max_to_keep=2)
+    assert steps_in(checkpoint) == [2, 3, 4]
+    save_steps(checkpoint, 5, max_to_keep=2)
+    assert steps_in(checkpoint) == [4, 5]
+
+
+# --- Going back to an earlier step
+
+
+def go_back(directory: Path, origin: int, *steps: int, **options: Any) -> None:
+    with CheckpointManager(directory, async_checkpoint=False, **options) as saver:
+        values = blank(small_state(0))
+        assert saver.restore(values, origin) == origin and same(values, small_state(origin))
+        for step in steps:
+            saver.save(step, small_state(step))
+            assert saver.latest() == step
+
+
+def test_what_was_saved_last_stays_after_going_back(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(checkpoint, 80, 90, 100)
+    go_back(checkpoint, 90, 91, 92, 93, max_to_keep=3)
+    assert "steps 100" in caplog.text and "abandoned" in caplog.text
+    assert steps_in(checkpoint) == [91, 92, 93, 100]
+    caplog.clear()
+    for path in (checkpoint, checkpoint.parent / "copied"):  # in another process, and by no clock
+        if not path.exists():
+            shutil.copytree(checkpoint, path, copy_function=shutil.copyfile)
+            os.utime(path / "step-100" / ".metadata")
+        with CheckpointManager(path) as fresh:
+            assert fresh.latest() == 93
+        assert restored(path) == (93, True)
+        assert "later steps 100 were abandoned" in caplog.text
+    save_steps(checkpoint, 94, max_to_keep=3)
+    assert steps_in(checkpoint) == [92, 93, 94, 100]
+    save_steps(checkpoint, 101, max_to_keep=3)
+    assert steps_in(checkpoint) == [93, 94, 101]
+    assert restored(checkpoint) == (101, True)
+
+
+def test_going_back_without_restoring(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(checkpoint, 90, 100)
+    save_steps(checkpoint, 91, 92, max_to_keep=2)  # the state was loaded by other means
+    assert "steps 100" in caplog.text
+    assert steps_in(checkpoint) == [91, 92, 100]
+    assert restored(checkpoint) == (92, True)
+
+
+def test_the_line_that_training_took_is_followed_back(checkpoint: Path) -> None:
+    save_steps(checkpoint, 80, 90, 100)
+    go_back(checkpoint, 90, 110, 120)
+    go_back(checkpoint, 100, 105)  # and then the first way again
+    assert SavedOrder(str(checkpoint)).newest_first() == [105, 100, 90, 80, 120, 110]
+    go_back(checkpoint, 110, 111)
+    assert SavedOrder(str(checkpoint)).newest_first() == [111, 110, 90, 80, 105, 120, 100]
+    for step in (111, 110):
+        truncate(checkpoint / f"step-{step}")
+    assert restored(checkpoint) == (90, True)
+
+
+def test_a_save_that_died_changes_no_order(checkpoint: Path) -> None:
+    save_steps(checkpoint, 90, 100)
+    go_back(checkpoint, 90, 91)
+    assert await_exit(fork(functools.partial(save_and_die, checkpoint, 90))) == DIED
+    assert restored(checkpoint) == (91, True)
+    assert await_exit(fork(functools.partial(save_and_die, checkpoint, 91))) == DIED
+    assert restored(checkpoint) == (91, True)
+
+
+def test_an_order_that_is_damaged_is_told(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(checkpoint, 90, 100)
+    go_back(checkpoint, 90, 91, 92)
+    path = checkpoint / "step-92" / ".order"
+    path.write_text(path.read_text().replace('"branch": 1', '"branch": 7'))
+    assert restored(checkpoint) == (91, True)
+    assert f"{path} is damaged" in caplog.text
+
+
+def test_a_save_that_would_not_be_known_as_the_last_raises(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(checkpoint, 90, 100)
+    with CheckpointManager(checkpoint) as saver:
+        saver.restore(blank(small_state(0)), 90)
+        with monkeypatch.context() as patch:
+            patch.setattr(step_order, "write", mock.Mock(side_effect=OSError(errno.EIO, "no order")))
+            with pytest.raises(CheckpointError, match="no order"):
+                saver.save(91, small_state(91))
+        assert saver.steps() == [90, 100]
+        saver.save(92, small_state(92))
+        saver.wait()
+        assert saver.latest() == 92
+
+
+def test_another_manager_that_saves_meanwhile_is_no_reason_to_go_back(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint) as one, CheckpointManager(checkpoint) as other:
+        one.save(1, small_state(1))
+        other.save(10, small_state(10))
+        one.save(2, small_state(2))
+        one.wait()
+        assert one.latest() == 10
+        one.restore(blank(small_state(0)), 2)
+        one.save(3, small_state(3))
+        other.save(11, small_state(11))
+        other.wait()
+        assert one.latest() == 11
+
+
+def test_two_ranks_go_back_to_a_step(checkpoint: Path) -> None:
+    assert run_ranks(2, go_back_to_a_step, checkpoint) == [[93, 93]] * 2
+
+
+def go_back_to_a_step(directory: Path) -> list[int | None]:
+    with CheckpointManager(directory) as saver:
+        for step in (90, 100):
+            saver.save(step, small_state(step))
+        saver.restore(blank(small_state(0)), 90)
+        for step in (91, 93):
+            saver.save(step, small_state(step))
+        saver.wait()
+        return [saver.latest(), saver.restore(blank(small_state(0)))]
+
+
 # --- Metrics beside the checkpoint
 
 
@@ -215,7 +454,7 @@ def test_metrics_count_only_once_their_checkpoint_is_there(checkpoint: Path) -> 
 
 def test_damaged_metrics_harm_nothing(checkpoint: Path) -> None:
     for content in (b"", b"[]", b"{}", b'{"metrics": 1, "replaces": ""}', b'{"metrics": {"loss": []}, "replaces": 0}'):
-        with CheckpointManager(checkpoint, max_to_keep=2, best="loss") as saver:
+        with CheckpointManager(checkpoint, max_to_keep=2, best="loss", best_mode="max") as saver:
             saver.save(1, small_state(1), metrics={"loss": 3})
             saver.wait()
             (checkpoint / "step-1" / "metrics.json").write_bytes(content)
@@ -600,6 +839,38 @@ def test_what_is_wrong_with_the_state_is_no_reason_to_go_back(
     change(values)
     with CheckpointManager(checkpoint) as fresh, pytest.raises(error):
         fresh.restore(values)
+
+
+def test_the_directory_of_a_manager_is_no_checkpoint(checkpoint: Path) -> None:
+    save_steps(checkpoint, 90, 100)
+    go_back(checkpoint, 90, 91)
+    advice = f"of which {checkpoint / 'step-91'} was saved last"
+    for wrong in (lambda: vescale_ckpt.load(checkpoint), lambda: vescale_ckpt.load(checkpoint, small_state(0))):
+        with pytest.raises(CheckpointError) as raised:
+            wrong()
+        assert advice in str(raised.value)
+    for quick in (True, False):
+        report = verify(checkpoint, quick=quick)
+        assert not report.ok and advice in report.damaged[0].reason
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_objects_are_trusted_only_if_told_so(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    trusted = []
+
+    class Noted(StorageReader):
+        def __init__(self, *args: Any, weights_only: bool = True, **options: Any) -> None:
+            trusted.append(not weights_only)
+            super().__init__(*args, weights_only=weights_only, **options)
+
+    save_steps(checkpoint, 1)
+    monkeypatch.setattr(loading, "StorageReader", Noted)
+    with CheckpointManager(checkpoint) as saver:
+        saver.restore(blank(small_state(0)), step)
+        saver.restore(blank(small_state(0)), step, weights_only=False)
+    assert trusted == [False, True]
 
 
 def test_errors_of_the_users_own_objects_are_no_reason_to_go_back(checkpoint: Path) -> None:

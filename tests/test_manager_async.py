@@ -378,6 +378,15 @@ def train_until_signal(directory: Path) -> tuple[int, list[int]]:
         return step, saver.steps()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a job that a shell starts with `&` ignores the interrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> None:
     with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
         os.kill(os.getpid(), signal.SIGINT)
@@ -386,6 +395,18 @@ def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(BOUND)  # until it is there
+
+
+def test_a_signal_that_was_ignored_leads_to_a_save_and_is_ignored_again(checkpoint: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
+            os.kill(os.getpid(), signal.SIGINT)
+            saver.save(1, small_state(1))
+            assert saver.preempted and saver.steps() == [1]
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ranks_at_different_steps_are_told(checkpoint: Path) -> None:

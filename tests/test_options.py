@@ -31,6 +31,7 @@ from states import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+import vescale_ckpt
 from vescale_ckpt import (
     _C,
     CheckpointError,
@@ -81,6 +82,21 @@ def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint:
     assert_same(target, state)
     assert reader.last_stats is not None
     assert reader.last_stats.buffered_bytes == reader.last_stats.uncached_bytes == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 1000, MiB + 1])
+def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, backend: str, length: int) -> None:
+    values = {"a": torch.randn(length), "b": torch.ones(3)}
+    try:
+        save(checkpoint / "probe", values, direct_io=True)
+        load(checkpoint / "probe", blank(values), direct_io=True)
+    except CheckpointException:
+        pytest.skip("this file system has no direct I/O")
+    vescale_ckpt.save(checkpoint, values, format="safetensors")
+    target = blank(values)
+    reader = load(checkpoint, target, direct_io=True)
+    assert_same(target, values)
+    assert reader.last_stats is not None and reader.last_stats.direct_bytes >= 4 * length
 
 
 @pytest.mark.parametrize("thread_count", [1, 3, 16])
@@ -612,3 +628,11 @@ def test_many_saves_leave_no_threads_or_descriptors(checkpoint: Path) -> None:
             break
         time.sleep(0.1)
     assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:
+    state = {"conjugated": torch.tensor([1 + 2j]).conj(), "negated": torch.tensor([1 + 2j]).conj().imag}
+    saving: Any = dcp.async_save(state, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    saving.result(100)
+    plain = {"conjugated": torch.tensor([1 - 2j]), "negated": torch.tensor([-2.0])}
+    assert_same(load_blank(tmp_path, plain), plain)

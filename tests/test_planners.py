@@ -583,3 +583,18 @@ def test_stock_plan_caching_with_our_writer(tmp_path: Path) -> None:
     for step in range(3):
         state = {"a": torch.full((10,), step), "n": {"o": step}}
         assert_same(load_blank(tmp_path / f"{step}", state), state)
+
+
+@pytest.mark.parametrize("reader", ["ours", "stock's"])
+def test_a_planner_of_ours_casts_under_no_reader_unless_told(tmp_path: Path, reader: str) -> None:
+    save(tmp_path, {"a": torch.ones(2)})
+    how: dict[str, Any] = (
+        {"checkpoint_id": tmp_path} if reader == "stock's" else {"storage_reader": StorageReader(tmp_path)}
+    )
+    state = {"a": torch.zeros(2, dtype=torch.float64)}
+    with pytest.raises(BaseException, match="allow_cast") as raised:
+        dcp.load(state, planner=LoadPlanner(), no_dist=True, **how)
+    assert isinstance(raised.value.failures[0][0], IncompatibleStateError)  # type: ignore[attr-defined]
+    assert not state["a"].any()
+    dcp.load(state, planner=LoadPlanner(allow_cast=True), no_dist=True, **how)
+    assert state["a"].all()

@@ -232,6 +232,93 @@ def test_a_removed_name_gets_the_kept_ones_values(tmp_path: Path) -> None:
         assert list(vescale_ckpt.load(target, keys=[name])) == [name]
 
 
+def _of_export(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    vescale_ckpt.save(directory, values, format="safetensors", metadata=metadata, max_shard_size=32)
+
+
+def _of_file(directory: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    directory.mkdir()
+    safetensors.save_file(values, directory / "model.safetensors", metadata)
+
+
+@pytest.mark.parametrize("by", [_of_export, _of_file])
+def test_a_text_of_the_users_stands_for_no_tensor(tmp_path: Path, by: Callable[..., None]) -> None:
+    values = {"w": numbers(4, 2), "pt": numbers(4, 2, first=9)}
+    texts = {"note": "w", "format": "pt", "vescale_ckpt.tied": json.dumps({"other": "w"})}
+    by(tmp_path / "d", values, texts)
+    assert_same(vescale_ckpt.load(tmp_path / "d"), values)
+    for name in ("note", "format", "other"):
+        with pytest.raises(MissingKeysError):
+            vescale_ckpt.load(tmp_path / "d", keys=[name])
+        with pytest.raises(MissingKeysError):
+            vescale_ckpt.load(tmp_path / "d", {name: torch.zeros(4, 2)})
+    (file, *_) = (tmp_path / "d").glob("*.safetensors")
+    with safetensors.safe_open(file) as opened:
+        assert opened.metadata() == {"note": "w", "format": "pt"}
+
+
+def test_ties_of_an_export_keep_their_names(tmp_path: Path) -> None:
+    """Also beside texts of the user's of the same name, and in files from before ties had a mark."""
+    values = {"w": numbers(4, 2), "v": numbers(4, 2, first=9)}
+    _of_export(tmp_path / "d", {**values, "note": values["w"], "tied": values["v"]}, {"note": "v"})
+    expected = {**values, "note": values["w"], "tied": values["v"]}
+    target = {name: torch.zeros(4, 2) for name in expected}
+    vescale_ckpt.load(tmp_path / "d", target)
+    assert_same(target, expected)
+    file = tmp_path / "old.safetensors"
+    stock_torch.save_file(values, file, {"tied": "v"})
+    assert_same(vescale_ckpt.load(file, keys=["tied"]), {"tied": values["v"]})
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_was_exported_under_an_empty_name_loads_by_it(tmp_path: Path, device: str) -> None:
+    model = Tied()
+    vescale_ckpt.save(tmp_path / "d", {"": model}, format="safetensors")
+    with torch.device(device):
+        fresh = Tied()
+    report = vescale_ckpt.load(tmp_path / "d", {"": fresh})
+    assert_same(fresh.state_dict(), model.state_dict())
+    assert not report.missing and not report.unexpected
+    values = {"a": torch.ones(2), "b": torch.ones(3)}
+    vescale_ckpt.save(tmp_path / "d", {"": values}, format="safetensors")
+    filled = {"": zeros(values)}
+    vescale_ckpt.load(tmp_path / "d", filled)
+    assert_same(filled[""], values)
+    with pytest.raises(MissingKeysError, match="not in the state"):
+        vescale_ckpt.load(tmp_path / "d", {"": torch.nn.Linear(2, 2)}, strict=True)
+    vescale_ckpt.save(tmp_path / "dcp", {"": values})
+    filled = {"": zeros(values)}
+    vescale_ckpt.load(tmp_path / "dcp", filled)
+    assert_same(filled[""], values)
+
+
+def test_files_of_other_formats_are_told_how_to_convert(tmp_path: Path) -> None:
+    values = {"w": torch.ones(2)}
+    file = tmp_path / "d" / "pytorch_model.bin"
+    file.parent.mkdir()
+    torch.save(values, file)
+    for path in (file, file.parent):
+        with pytest.raises(CheckpointError, match=r"convert\('.*pytorch_model\.bin'"):
+            vescale_ckpt.load(path)
+        with pytest.raises(CheckpointException, match="convert"):
+            dcp.load(dict(values), storage_reader=StorageReader(path), no_dist=True)
+    for rest in range(0, 256, 8):  # the length of a header may begin like a pickle
+        stock_torch.save_file(values, tmp_path / "a.safetensors", {"a": "b" * rest})
+        assert_same(vescale_ckpt.load(tmp_path / "a.safetensors"), values)
+        vescale_ckpt.convert(tmp_path / "a.safetensors", tmp_path / "a.npz", format="npz", overwrite=True)
+    torch.save(values, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before torch 1\.6"):
+        vescale_ckpt.load(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": "w", "a": "w"}', "[" * 5000])
+def test_ties_that_make_no_sense(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.safetensors"
+    stock_torch.save_file({"w": torch.ones(2)}, file, {"vescale_ckpt.tied": text})
+    with pytest.raises(UntrustedCheckpointError, match="tied"):
+        vescale_ckpt.load(file)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tied_weights_that_the_file_knows_by_one_name_are_not_missing(tmp_path: Path, device: str) -> None:
     """transformers drops the other names without a word."""

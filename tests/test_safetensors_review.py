@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import json
 import os
 import random
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
+from vescale_ckpt import _C, CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
 from vescale_ckpt.conversion import Format, convert, folder
 
 SIZES = [1, "100KB", "5GB", 4096]
@@ -291,25 +290,80 @@ def test_dtypes_that_nothing_converts_to(tmp_path: Path, dtype: Any) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, exchanges: bool) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     torch.save({"b": torch.ones(1)}, tmp_path / "b.pt")
     made = tmp_path / "made"
     convert(tmp_path / "a.pt", made, format="npy")
-    rename = os.rename
+    for error in (errno.EIO, errno.ENOSPC):
+        _C.inject_fault("exchange", error if exchanges else errno.EINVAL)
+        _C.inject_fault("rename", error, 1)
+        with pytest.raises(StorageFullError if error == errno.ENOSPC else CheckpointError, match="made"):
+            convert(tmp_path / "b.pt", made, format="npy", overwrite=True)
+        _C.clear_faults()
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["a.npy"]
 
-    def fail(old: str, new: str) -> None:
-        if new == str(made) and old.endswith(".0"):
-            raise OSError(errno.EIO, "no")
-        rename(old, new)
 
-    with (
-        mock.patch.object(folder, "_serial", itertools.count()),
-        mock.patch.object(os, "rename", fail),
-        pytest.raises(CheckpointError, match="its name"),
-    ):
-        convert(tmp_path / "b.pt", made, format="npy", overwrite=True)
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["a.npy"]
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+def test_a_kill_while_a_folder_is_replaced_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Format, exchanges: bool
+) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    torch.save({"b": torch.ones(3)}, tmp_path / "b.pt")
+    made = tmp_path / "made"
+    calls = 0
+
+    def replace(kill_at: int) -> None:
+        nonlocal calls
+        calls = 0
+
+        def killed(call: Any) -> Any:
+            def stand_in(*arguments: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > kill_at:
+                    raise Killed
+                return call(*arguments, **options)
+
+            return stand_in
+
+        with monkeypatch.context() as patched:
+            if not exchanges:
+                patched.setattr(_C, "exchange_names", lambda first, second: False)
+            for name in ("rename_file", "exchange_names", "sync_directory", "remove_file"):
+                patched.setattr(_C, name, killed(getattr(_C, name)))
+            patched.setattr(folder.shutil, "rmtree", killed(folder.shutil.rmtree))
+            convert(tmp_path / "b.pt", made, format=format, max_shard_size=4, overwrite=True)
+
+    def keys(path: Path) -> list[str]:
+        convert(path, tmp_path / "again.pt", format="torch", overwrite=True)
+        return list(torch.load(tmp_path / "again.pt"))
+
+    gaps = 0
+    for kill_at in range(100):
+        convert(tmp_path / "a.pt", made, format=format, overwrite=True)
+        try:
+            replace(kill_at)
+            break
+        except Killed:
+            pass
+        if made.exists():
+            assert keys(made) in (["a"], ["b"])
+        else:
+            gaps += 1
+        with pytest.raises(CheckpointError, match="overwrite"):  # what was there is there again
+            convert(tmp_path / "b.pt", made, format=format)
+        assert keys(made) in (["a"], ["b"])
+        convert(tmp_path / "b.pt", made, format=format, overwrite=True)
+        assert keys(made) == ["b"] and not [name for name in os.listdir(tmp_path) if ".tmp." in name]
+    assert kill_at > 2 and keys(made) == ["b"]
+    assert gaps == 0 if exchanges else gaps > 0
 
 
 def test_a_link_to_a_folder_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:

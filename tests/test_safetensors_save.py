@@ -310,20 +310,6 @@ def test_a_call_that_fails_before_the_commit_leaves_the_older_export(checkpoint:
     assert same(read(checkpoint), model(2))
 
 
-@pytest.mark.parametrize(("call", "skip"), [("rename", 0), ("rename", 1), ("rename", 2), ("sync_directory", 0)])
-def test_an_export_that_stops_in_its_commit_is_no_model(checkpoint: Path, call: str, skip: int) -> None:
-    save(checkpoint, model(0), max_shard_size="1MB")
-    _C.inject_fault(call, errno.EIO, skip, 1000)
-    with pytest.raises(CheckpointError, match=call.replace("_", " ")):
-        save(checkpoint, model(1), max_shard_size="1MB")
-    _C.clear_faults()
-    assert not (checkpoint / INDEX).exists()
-    with pytest.raises(CheckpointError, match="an export that did not finish"):
-        vescale_ckpt.load(checkpoint)
-    save(checkpoint, model(2), max_shard_size="1MB")
-    assert same(read(checkpoint), model(2)) and nothing_left(checkpoint)
-
-
 def test_a_full_disk_is_known_before_anything_is_written(checkpoint: Path) -> None:
     save(checkpoint, model(0))
     with mock.patch.object(_C, "free_bytes", return_value=1000), pytest.raises(StorageFullError) as full:
@@ -367,11 +353,10 @@ def _folder(directory: Path) -> export_folder.ExportFolder:
     return export_folder.ExportFolder(str(directory), [100, 200])
 
 
-def test_a_killed_export_is_the_older_one_the_newer_one_or_none(checkpoint: Path) -> None:
+def test_a_killed_export_is_the_older_one_or_the_newer_one(checkpoint: Path) -> None:
     rng = random.Random(3)
     sizes = ["1MB", "2MB", "5GB"]
     save(checkpoint, model(0), max_shard_size="1MB")
-    outcomes = set()
     for _ in range(int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60")) // 5):
         committed = Shared(1)
 
@@ -385,23 +370,16 @@ def test_a_killed_export_is_the_older_one_the_newer_one_or_none(checkpoint: Path
         time.sleep(rng.random() * 0.03)
         kill(process)
         done = committed[0]
-        if (checkpoint / INDEX).exists() or files(checkpoint) == ["model.safetensors"]:
-            index = checkpoint / INDEX
-            names = set(files(checkpoint))
-            if index.exists():  # beside it there may be files of the model before
-                names = set(json.loads(index.read_text())["weight_map"].values())
-            found: State = {}
-            for name in names:
-                found.update(stock_torch.load_file(checkpoint / name))
-            assert any(same(found, model(k)) for k in range(done, done + 2))
-            outcomes.add("a model")
-        else:
-            outcomes.add("none")
-            if not (checkpoint / "model.safetensors").exists():
-                assert export_names.holds_unfinished_export(str(checkpoint))
+        names = {"model.safetensors"}
+        if not (checkpoint / "model.safetensors").exists():  # beside it there may be files of the model before
+            names = set(json.loads((checkpoint / INDEX).read_text())["weight_map"].values())
+        found: State = {}
+        for name in names:
+            found.update(stock_torch.load_file(checkpoint / name))
+        assert any(same(found, model(k)) for k in range(done, done + 2))
+        assert same(vescale_ckpt.load(checkpoint), found)
         save(checkpoint, model(9), max_shard_size="1MB")
         assert same(read(checkpoint), model(9)) and nothing_left(checkpoint)
-    assert "a model" in outcomes
 
 
 # --- Several ranks

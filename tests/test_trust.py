@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
+import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
@@ -255,6 +256,62 @@ def refused_metadata(data: bytes) -> bool:
     except CheckpointError:
         return True
     return False
+
+
+HOLES: dict[str, Callable[[bytes], bytes]] = {
+    "nothing but a hole": lambda data: b"",
+    "behind sound metadata": lambda data: data,
+    "behind a megabyte": lambda data: b"\x80\x04" + b"N0" * (1 << 20),
+    "a long name": lambda data: b"\x80\x04\x8d" + struct.pack("<Q", 3 << 30) + b"abc",
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_metadata_that_only_claims_to_be_large_is_refused_before_it_is_read(checkpoint: Path, name: str) -> None:
+    save(checkpoint, small_state(1))
+    path = checkpoint / ".metadata"
+    path.write_bytes(HOLES[name](path.read_bytes()))
+    os.truncate(path, (3 << 30) + 16)
+    for refused in (describe_outcome, describe_load, describe_verify):
+        answer = in_child(refused, checkpoint)
+        assert str(path) in answer.value and answer.peak_bytes < ENOUGH, refused
+
+
+def describe_load(directory: Path) -> str:
+    try:
+        return f"loaded: {vescale_ckpt.load(directory)}"
+    except CheckpointError as error:
+        return repr(error)
+
+
+def describe_verify(directory: Path) -> str:
+    (damage,) = vescale_ckpt.verify(directory).damaged
+    return str(damage)
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40), (2**31, 2**33), (2**32,) * 3, (2**61,)])
+def test_a_shape_that_overflows_is_refused_by_key(checkpoint: Path, shape: tuple[int, ...]) -> None:
+    save(checkpoint, small_state(1))
+    origin = torch.Size([0] * len(shape))
+
+    def change(metadata: Metadata) -> None:
+        stored = metadata.state_dict_metadata["model.weight"]
+        stored.size = torch.Size(shape)
+        stored.chunks[:] = [ChunkStorageMetadata(origin, torch.Size(shape))]
+        index = next(index for index in metadata.storage_data if index.fqn == "model.weight")
+        metadata.storage_data[MetadataIndex("model.weight", origin, 0)] = metadata.storage_data.pop(index)
+
+    lie(checkpoint, change)
+    for load_it in (
+        lambda: vescale_ckpt.load(checkpoint),
+        lambda: vescale_ckpt.load(checkpoint, blank(small_state(1))),
+        lambda: load(checkpoint, small_state(1)),
+    ):
+        with pytest.raises(UntrustedCheckpointError, match=r"model\.weight: no tensor .*\.metadata") as caught:
+            load_it()
+        assert caught.value.key == "model.weight"
+    (damage,) = vescale_ckpt.verify(checkpoint).damaged
+    assert damage.key == "model.weight"
 
 
 # --- Metadata that lies

@@ -7,7 +7,9 @@ import errno
 import os
 import random
 import shutil
+import struct
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -293,3 +295,77 @@ def test_readers_can_be_pickled_while_they_hold_a_lock(checkpoint: Path) -> None
     reader.read_metadata()
     reader._metadata = None
     assert pickle.loads(pickle.dumps(reader))._lock is None
+
+
+# --- What loads do without
+
+
+def every_bit(path: Path, at: range) -> Iterator[int]:
+    for byte in at:
+        for bit in range(8 * byte, 8 * byte + 8):
+            with flipped(path, bit):
+                yield byte
+
+
+def test_damage_that_loads_do_without_is_listed_as_harmless(checkpoint: Path) -> None:
+    values = {"weight": torch.arange(6.0), "step": 3}
+    save(checkpoint, values)
+    assert verify(checkpoint).harmless == verify(checkpoint).unchecked == []
+    index, (data,) = checkpoint / ".metadata.index", data_files(checkpoint)
+    (record,) = (record for record in records(checkpoint) if record.key == "weight")
+    size = data.stat().st_size
+    table = int.from_bytes(data.read_bytes()[-48:-40], "little")
+    descriptor = range(record.body.stop, record.body.stop + 16)
+    for path, where, key in (
+        (index, range(0, 152, 9), None),
+        (index, range(4096, index.stat().st_size, 411), None),
+        (data, range(table, size, 7), None),
+        (data, descriptor, "weight"),
+    ):
+        for byte in every_bit(path, where):
+            report = verify(checkpoint)
+            assert report.ok, report.damaged
+            assert [(damage.key, damage.file) for damage in report.harmless] == [(key, str(path))], byte
+            assert outcome(checkpoint, values) is None
+            assert verify(checkpoint, quick=True).harmless == []
+
+
+def test_descriptors_of_others_are_checked(checkpoint: Path) -> None:
+    save_stock(checkpoint)
+    report = verify(checkpoint)
+    assert report.harmless == [] and len(report.unchecked) == 1 and "no checksum" in report.unchecked[0]
+    for record in records(checkpoint):
+        if not len(record.body):
+            continue
+        with flipped(record.path, 8 * record.body.stop + 40):  # its checksum
+            report = verify(checkpoint)
+            if record.key in ("model.strided", "text", "history.0", "step"):
+                (damage,) = report.harmless
+                assert damage.key == record.key and "data descriptor" in damage.reason
+            assert report.ok
+
+
+def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, tmp_path: Path) -> None:
+    save(checkpoint, state(1))
+    assert verify(checkpoint).ok
+    index = checkpoint / ".metadata.index"
+    data = bytearray(index.read_bytes())
+    at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the places
+    (offset,) = struct.unpack_from("<Q", data, at + 24 * (count - 1))
+    struct.pack_into("<Q", data, at + 24 * (count - 1), offset + (1 << 40))
+    checksums = struct.unpack_from("<Q", data, 40)[0]
+    for piece in range(4096, checksums, 4096):
+        struct.pack_into("<I", data, checksums + piece // 1024 - 4, zlib.crc32(data[piece : piece + 4096]))
+    struct.pack_into("<I", data, 144, zlib.crc32(data[checksums:]))
+    struct.pack_into("<I", data, 148, zlib.crc32(data[:148]))
+    index.write_bytes(data)
+    (damage,) = verify(checkpoint).damaged
+    assert damage.file == str(index) and "says otherwise" in damage.reason
+
+
+def test_what_cannot_be_checked_is_said(checkpoint: Path) -> None:
+    save(checkpoint, state(1), checksums=False)
+    (told,) = verify(checkpoint).unchecked
+    assert "without checksums" in told
+    (told,) = verify(checkpoint, quick=True).unchecked
+    assert told.startswith("the data")

@@ -17,6 +17,7 @@ from .errors import (
     StorageFullError,
     UntrustedCheckpointError,
 )
+from .gate import Gate
 from .load_planner import LoadPlanner
 from .loading import load
 from .manager import CheckpointManager
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointTimeoutError",
     "ConvertReport",
     "CorruptCheckpointError",
+    "Gate",
     "IncompatibleStateError",
     "LoadFailedError",
     "LoadPlanner",

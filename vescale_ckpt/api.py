@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import _C, memory_budget, settings
-from .application import saved_form
+from .application import check_is_mapping, saved_form
 from .collective_export import CollectiveExport
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
-from .errors import SaveInProgressError
+from .errors import CheckpointTimeoutError, SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
+from .layout import local_path
 from .local_export import LocalExport
 from .packed import words
 from .pause import garbage_collector_paused
@@ -26,6 +28,7 @@ from .process_groups import PerGroup
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
 from .shard_size import shard_bytes
+from .store_clerk import PATIENCE
 from .tensors import NOT_READY, device_number
 from .writer import check_format
 
@@ -44,7 +47,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = True,
-    gate: Optimizer | Iterable[Optimizer] | None = None,
+    gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
     timeout: float | None = None,
     on_busy: OnBusy = "wait",
     max_shard_size: int | str = "5GB",
@@ -60,7 +63,7 @@ def save(
     next save of the group, on all ranks.
 
     Args:
-        path: a path or `file://` URL.
+        path: a path or `file://` URL; a relative one means where it is now, whatever the working directory is later.
         state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects; of a top-level value
             with `state_dict` and `load_state_dict` it is its state that is saved.
         async_checkpoint: whether training goes on while data is written.
@@ -68,12 +71,13 @@ def save(
             ranks at once. The state holds tensors only then. Of tensors in the same memory the first is stored, and the
             header of its file says under the other names which that is. What stands under the name "" (a module, say)
             keeps its own names.
-        planner: who writes what; a planner of a class of its own is used through `dcp.save`. None: one that is kept for
-            the process group.
+        planner: who writes what; a planner of a class of its own is used in the steps of `dcp.save`. None: one that is
+            kept for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
         gate: optimizers. An asynchronous save then returns at once, and copies their parameters and state while forward
-            and backward run; their next `step` waits for it. What else the state holds is copied before it returns.
+            and backward run; their next `step` waits for it. What else the state holds is copied before it returns. An
+            optimizer with `capturable=True` takes a `Gate` that allows it.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
         on_busy: what to do while the group's last asynchronous save goes on, on any rank: "wait" for it, "skip" this
             one (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
@@ -83,15 +87,22 @@ def save(
 
     Returns a handle, finished unless `async_checkpoint`. Raises `CheckpointError` on all ranks if any fails, in bounded
     time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
-    that did not come.
+    that did not come, and says with `committed` if the new checkpoint may be there all the same.
     """
     if on_busy not in ON_BUSY:
         raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
     if gate is not None and not async_checkpoint:
         raise ValueError("gate: only an asynchronous save copies while training goes on")
+    check_is_mapping(state, "save")
+    if planner is not None and not isinstance(planner, SavePlanner):
+        raise TypeError(
+            f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
+            "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
+        )
     check_format(format)
     shard_bytes(max_shard_size)
-    guard = Gate(gate) if gate is not None else None
+    where = local_path(path)  # whatever the working directory is later
+    guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     lane = Lane.of(process_group)
     with lane.lock:
         if on_busy != "wait" and not lane.all_free(process_group, timeout):
@@ -101,8 +112,12 @@ def save(
             logger.warning("%s: this one is skipped", busy)
             return SaveHandle.of_skipped(busy)
         limit = settings.timeout(timeout)
+        began = time.monotonic()
         lane.wait_until_done(limit)
         failed_before = lane.take_failure()
+        if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
+            # Its ranks waited in vain, and may do so again: the call has one timeout for both.
+            limit = max(limit - (time.monotonic() - began), min(limit, PATIENCE))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
@@ -112,9 +127,10 @@ def save(
             save = kind(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
         else:
             save = CollectiveSave(exchange, planner, path, overwrite, process_group)
+        save.path = where
         try:
             with garbage_collector_paused():
-                packed = save.begin(state, failed_before)
+                packed = save.begin(state, failed_before, gated=guard is not None)
                 if packed and async_checkpoint:
                     save.stage(guard)
                 elif packed:
@@ -142,6 +158,7 @@ def prepare(
     False only plans. `state`, `timeout` and errors are those of `save`; what went wrong with the save before is left to
     the next one.
     """
+    check_is_mapping(state, "prepare")
     planner = _planners.of(process_group)
     lane = Lane.of(process_group)
     with lane.lock:

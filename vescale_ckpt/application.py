@@ -41,6 +41,25 @@ def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
     return with_forms(state, {part.path: part.form() for part in parts})
 
 
+def check_is_mapping(state: object, function: str) -> None:
+    """Raises `TypeError` that says what to do."""
+    if isinstance(state, Mapping):
+        return
+    kind = type(state).__name__
+    if isinstance(state, (torch.nn.Module, Optimizer, Stateful)):
+        name = (
+            "model" if isinstance(state, torch.nn.Module) else "optimizer" if isinstance(state, Optimizer) else "name"
+        )
+        path = f'{function}({"" if function == "prepare" else "path, "}{{"{name}": {name}}}'
+        hint = f"{path})"
+        if function == "load":
+            hint += ", under the name by which it was saved"
+            hint += f'; if that was its state_dict() alone, {path}, rename={{"{name}": ""}})'
+    else:
+        hint = f'such as {function}(..., {{"name": value}})'
+    raise TypeError(f"state: a mapping of names to values is wanted, not a {kind}: {hint}")
+
+
 class Application:
     """The objects in a state that is being loaded which keep state of their own.
 
@@ -195,11 +214,20 @@ def _find(state: Mapping[str, Any]) -> list[_Part]:
     for path, value in found:
         if isinstance(value, torch.nn.Module):
             parts.append(_ModulePart(path, value))
-        elif isinstance(value, Optimizer):
+        elif isinstance(value, Optimizer) and _has_usual_state(value):
             parts.append(_OptimizerPart(path, value, modules))
         else:
             parts.append(_Part(path, value))
     return parts
+
+
+def _has_usual_state(optimizer: Optimizer) -> bool:
+    """Whether its state is that of parameters and groups. Containers of optimizers, as torchtitan has them, are
+    optimizers with a state of their own form: objects like any other."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return True
+    form = optimizer.state_dict()
+    return isinstance(form, Mapping) and "state" in form and "param_groups" in form
 
 
 def _objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -41,8 +41,8 @@ class CollectiveExport(CollectiveSave):
         self._metadata = metadata
         self._tied: dict[str, str] = {}
 
-    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
-        if not super().begin(state, error):
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
+        if not super().begin(state, error, gated):
             return False
         try:
             self._lay_out()
@@ -122,9 +122,10 @@ class CollectiveExport(CollectiveSave):
         except Exception as error:
             self.error = error
         gathered = self.exchange.gather(message, self._phase("write"))
-        if gathered is not None and all(gathered):
-            self._keep_error(self.writer.commit_export, [unpack(data)[0] for data in gathered])
-        self.exchange.fail_together(self.error, self._phase("commit"))
+        with self._commit_in_doubt():
+            if gathered is not None and all(gathered):
+                self._keep_error(self._commit, self.writer.commit_export, [unpack(data)[0] for data in gathered])
+            self.exchange.fail_together(self.error, self._phase("commit"))
 
 
 def _pairs(message: bytes) -> dict[str, str]:

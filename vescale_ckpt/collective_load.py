@@ -31,10 +31,11 @@ from .nesting import nested, place
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring, counted
 from .reader import StorageReader
-from .selection import Rename, Selection, renamed, renaming
+from .selection import Rename, Selection, renamed, renaming, suggested
 from .settings import Broadcast
 from .shared_reading import SharedReading
 from .stats import LoadReport, LoadStats
+from .structure import structure_of
 
 _Result = TypeVar("_Result")
 
@@ -51,11 +52,17 @@ class _Fit:
     def error(self) -> CheckpointError | None:
         """What a strict load raises."""
         if self.missing or self.surplus:
-            return MissingKeysError(self.missing, self.surplus, self.mismatched)
+            return MissingKeysError(self.missing, self.surplus, self.mismatched, self._hint())
         if self.mismatched:
             first, *others = self.mismatched
             return IncompatibleStateError(*first, others)
         return None
+
+    def _hint(self) -> str:
+        rename, found = suggested(self.missing, self.unexpected)
+        return (
+            f"{found} of the missing keys are stored under another name: rename={rename} finds them" if rename else ""
+        )
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -90,13 +97,20 @@ class CollectiveLoad:
         self._selection = selection
         self._strict = strict
         self._broadcast = broadcast
-        self._options = {"strict": strict, "broadcast_checkpoint": broadcast, "verify": reader.verify}
+        self._options = {
+            "strict": strict,
+            "broadcast_checkpoint": broadcast,
+            "verify": reader.verify,
+            "weights_only": reader.weights_only,
+        }
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
         filling = _Filling(state, renaming(rename), rename is None)
         try:
             metadata = self._metadata()
+            if rename is None and self._reader.safetensors is not None:
+                filling.names_below_the_empty_one()
             with counted(self._exchange.rank, self._exchange.size):
                 planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
             stats = self._read(planner)
@@ -115,7 +129,10 @@ class CollectiveLoad:
         def result() -> dict[str, Any]:
             assert planner.metadata is not None
             values = {**planner.state_dict, **planner.objects}
-            return nested(values, planner.metadata.planner_data)
+            structure = structure_of(planner.metadata)
+            if structure is not None:
+                structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
+            return nested(values, planner.metadata.planner_data, structure)
 
         return self._together(result, "hand over")
 
@@ -214,10 +231,16 @@ class _Filling:
         self._tied: dict[str, str] = {}  # checkpoint keys that are absent, each with one that has the same memory
         self._per_rank = Restoring()
 
+    def names_below_the_empty_one(self) -> None:
+        """What stands under "" has its own names, as exports give them."""
+        self._checkpoint_key = renaming({"": ""})
+
     def plan(self, metadata: Metadata, selection: Selection, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
         stored = _stored_keys(metadata)
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
+        if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
+            of = _without_empty_name  # as exports have the names of what stands under ""
         application.prepare()
         if self._same_names:  # otherwise it may only be known by another name
             application.drop_absent_state(present)
@@ -237,7 +260,7 @@ class _Filling:
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
         told = wanted.keys() | _aliases(metadata)
         unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
-        closed = application.closed_prefixes() if self._same_names else ()
+        closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
 
@@ -255,6 +278,10 @@ class _Filling:
         place(self.application.form, path, value)
         if not self.application.owns(path):
             place(self._state, path, value)
+
+
+def _without_empty_name(key: str) -> str:
+    return key.removeprefix(".")
 
 
 def _stored_keys(metadata: Metadata) -> list[str]:
@@ -280,7 +307,7 @@ def _plan_all(metadata: Metadata, selection: Selection) -> tuple[FillPlanner, _F
             wanted[key] = None
         else:
             _check_size(key, stored, metadata)
-            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     planner = FillPlanner(allow_cast=False)
     planner.set_up_planner(wanted, metadata)
     missing, mismatched = planner.misfits()

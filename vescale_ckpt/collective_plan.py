@@ -13,6 +13,7 @@ from .describe import Description
 from .errors import CheckpointError
 from .exchange import Exchange
 from .message import pack, unpack
+from .one_place import NO_NUMBER, PlaceToken, SeparateDirectoriesError, check_nodes, identity, separate
 from .packed import GlobalSavePlan, PackedItems, PackedSavePlan
 from .per_rank import counted
 from .save_planner import SavePlanner
@@ -30,13 +31,25 @@ class Planned:
 class CollectivePlan:
     """Used once. `describe`, which concerns this rank alone, then `make`, with the other ranks."""
 
-    def __init__(self, exchange: Exchange, planner: SavePlanner, doing: str) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        planner: SavePlanner,
+        doing: str,
+        place: PlaceToken | None = None,
+        *,
+        on_devices: bool = True,
+    ) -> None:
+        """`on_devices`: whether replicas on devices are compared, too."""
         self._exchange = exchange
+        self._place = place
         self._planner = planner
         self._doing = doing
+        self._on_devices = on_devices
         self._error: BaseException | None = None
         self.description: Description | None = None
         self._local: PackedSavePlan | None = None
+        self._number = NO_NUMBER  # of what the coordinator has left in the directory
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
         planner = self._planner
@@ -53,36 +66,74 @@ class CollectivePlan:
     def _describe(self) -> None:
         planner = self._planner
         self.description = planner.describe() if planner.packs() else None
-        self._local = None if self.description is None else planner.local_plan(self.description)
+        self._local = None if self.description is None else planner.local_plan(self.description, self._on_devices)
 
     def make(self, error: BaseException | None) -> Planned | None:
         """None on all ranks if packed plans mean nothing to one of them. `error`: why this rank cannot take part; all
         raise then."""
         self._error = error
-        same_plan, all_pack = self._vote()
+        try:
+            same_plan, all_pack = self._vote()
+            self._see_one_place()
+        finally:
+            if self._place is not None:
+                self._place.take_away()
         if not all_pack:
             return None
         assert self._local is not None
         return self._plan(self._local, same_plan)
 
+    def _see_one_place(self) -> None:
+        """Raises on all ranks if they do not write to one directory; with placement="local", those of a node."""
+        exchange, place = self._exchange, self._place
+        if place is None or exchange.size == 1:
+            return
+        error: Exception | None = None
+        try:
+            mine = b""
+            if self._planner.placement == "local":
+                mine = identity(place.directory)
+            else:
+                place.look(self._number, exchange.rank)
+        except (OSError, CheckpointError) as raised:
+            error = raised
+        if self._planner.placement == "local":
+            of_all = exchange.gather(mine, self._phase("gather places"))
+            if of_all is not None and all(of_all):
+                try:
+                    check_nodes(place.directory, of_all)
+                except SeparateDirectoriesError as raised:
+                    error = raised
+        try:
+            exchange.fail_together(error, self._phase("compare places"))
+        except SeparateDirectoriesError as raised:
+            if self._planner.placement == "local":
+                raise
+            raise separate(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
+
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
 
     def _vote(self) -> tuple[bool, bool]:
-        """Whether all ranks have one and the same plan, and whether all can do with packed plans. One reduction."""
+        """Whether all ranks have one and the same plan, and the same in all that it splits; and whether all can do with
+        packed plans. One reduction."""
         local = self._local
         kept = local is not None and local.inventory is None and local.position == self._exchange.rank
         plan_id = local.plan_id if local is not None and kept else bytes(16)
         low, high = struct.unpack("<qq", plan_id)
         placement = PLACEMENTS.index(self._planner.placement)
-        ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high)
-        votes = self._exchange.agree((*ours, placement, ~placement), self._phase("agree"))
-        fine, all_pack, all_kept, low, not_low, high, not_high, least, not_most = votes
+        number = NO_NUMBER if self._place is None else self._place.number
+        checked, check = (local.checked, local.check) if local is not None else (True, 0)
+        ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high, int(checked))
+        votes = self._exchange.agree((*ours, placement, ~placement, number), self._phase("agree"), [check])
+        fine, all_pack, all_kept, low, not_low, high, not_high, all_checked, least, not_most, place, differs = votes
+        self._number = place
         if not fine:
             self._exchange.fail_together(self._error, self._phase("plan"))
         if least != ~not_most:
             raise CheckpointError(f"ranks ask for different placements (here: {self._planner.placement!r})")
-        return bool(all_kept) and low == ~not_low and high == ~not_high, bool(all_pack)
+        same_plan = all_kept and low == ~not_low and high == ~not_high
+        return bool(same_plan and not (all_checked and differs)), bool(all_pack)
 
     def _plan(self, local: PackedSavePlan, same: bool) -> Planned:
         exchange, planner = self._exchange, self._planner
@@ -95,9 +146,9 @@ class CollectivePlan:
         message = b""
         try:
             if local.inventory is None:  # others have not what it names
-                local = planner.full_local_plan(self.description)
+                local = planner.full_local_plan(self.description, self._on_devices)
             assert local.inventory is not None
-            message = pack(local.inventory, local.paths, local.digests)
+            message = pack(local.inventory, local.paths, local.structure.encode(), local.digests, local.replicas)
         except Exception as error:
             self._error = error
         gathered = exchange.gather(message, self._phase("gather plans"))
@@ -116,5 +167,7 @@ class CollectivePlan:
 
 
 def _local_plan(message: bytes) -> PackedSavePlan:
-    inventory, paths, digests = unpack(message)
-    return PackedSavePlan([], inventory=inventory, paths=paths, digests=digests)
+    inventory, paths, structure, digests, replicas = unpack(message)
+    return PackedSavePlan(
+        [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
+    )

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .application import saved_form
 from .collective_plan import CollectivePlan
+from .errors import CheckpointError
 from .exchange import Exchange
 from .gate import Gate
 from .message import pack, unpack
 from .node import node_of_this_process
+from .one_place import PlaceToken
 from .packed import GlobalSavePlan, PackedItems, PackedResults
+from .per_rank import counted
 from .save_planner import SavePlanner
 from .staged_part import StagedPart
 from .stats import SaveStats
@@ -51,25 +56,32 @@ class CollectiveSave:
         self.part: StagedPart | None = None
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
+        self._place: PlaceToken | None = None
+        self._committed = False  # by this rank
 
-    def begin(self, state: Mapping[str, Any], error: BaseException | None = None) -> bool:
-        """Decides with the other ranks what each will write. False: DCP has made the save, to which packed plans mean
-        nothing here. `error`: why this rank cannot take part. Raises on all ranks if one has failed."""
+    def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
+        """Decides with the other ranks what each will write. False: the save is made, by plans of DCP's items, because
+        packed plans mean nothing to a planner or to something in the state. `error`: why this rank cannot take part.
+        `gated`: devices are not waited for. Raises on all ranks if one has failed."""
         values: dict[str, Any] = {}
-        # Ranks that save to different places, or are a save apart, are told so.
-        plan = CollectivePlan(self.exchange, self.planner, self._doing)
+        plan: CollectivePlan | None = None
         try:
             if error is not None:
                 raise error
             self.writer = self._make_writer()
+            self._place = self._place_token()
+            # Ranks that save to different places, or are a save apart, are told so.
+            plan = CollectivePlan(self.exchange, self.planner, self._doing, self._place, on_devices=not gated)
             values = saved_form(state)
             self._set_up_writer()
             values = self._describe(plan, values)
         except Exception as failure:
             error = failure
+        if plan is None:
+            plan = CollectivePlan(self.exchange, self.planner, self._doing, on_devices=not gated)
         planned = plan.make(error)
         if planned is None:
-            dcp_save(values, storage_writer=self.writer, planner=self.planner, process_group=self.process_group)
+            self._save_items(values)
             return False
         self._items, self._of_all = planned.items, planned.of_all
         return True
@@ -88,7 +100,8 @@ class CollectiveSave:
         self._items = None
 
     def finish(self) -> SaveStats:
-        """Writes and commits. Raises on all ranks if one has failed: nothing is committed then."""
+        """Writes and commits. Raises on all ranks if one has failed: nothing is committed then, unless the error is one
+        of time and says otherwise."""
         try:
             self._write_and_commit()
         finally:
@@ -98,6 +111,10 @@ class CollectiveSave:
 
     def _make_writer(self) -> StorageWriter:
         return StorageWriter(self.path, overwrite=self.overwrite)
+
+    def _place_token(self) -> PlaceToken | None:
+        """None where ranks need not write to one directory."""
+        return PlaceToken(self.writer.path)
 
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
         """Returns what is saved, should DCP have to plan it."""
@@ -114,6 +131,14 @@ class CollectiveSave:
         writer.prepare_local_plan(SavePlan([]))
         if exchange.is_coordinator:
             self._clean_up()  # nobody writes before the plan is made
+            if self._place is not None and exchange.size > 1 and self.placement != "local":
+                self._leave_token(self._place)
+
+    def _leave_token(self, place: PlaceToken) -> None:
+        try:
+            place.leave()
+        except OSError as error:
+            raise CheckpointError(f"cannot make a file in {place.directory}: {error}", path=place.directory) from None
 
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
@@ -138,15 +163,26 @@ class CollectiveSave:
             self.error = error
         gathered = self.exchange.gather(message, self._phase("write"))
         results_of_all = [_result(data) for data in gathered] if gathered is not None and all(gathered) else None
-        if self.placement == "local":
-            self._commit_on_nodes(planned, results_of_all)
-        elif results_of_all is not None:
-            assert planned is not None
-            self._keep_error(self._commit, planned, results_of_all)
-        self.exchange.fail_together(self.error, self._phase("commit"))
+        with self._commit_in_doubt():
+            if self.placement == "local":
+                self._commit_on_nodes(planned, results_of_all)
+            elif results_of_all is not None:
+                assert planned is not None
+                self._keep_error(self._commit_plan, planned, results_of_all)
+            self.exchange.fail_together(self.error, self._phase("commit"))
 
-    def _commit(self, planned: GlobalSavePlan, results: list[_Result]) -> None:
-        self.writer.commit(*self._files(planned, results, 0))
+    def _commit_in_doubt(self) -> AbstractContextManager[None]:
+        return self.exchange.commit_in_doubt(lambda: self._committed)
+
+    def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
+        """What makes the checkpoint: not after the other ranks have given up."""
+        self.exchange.may_commit()
+        step(*arguments)
+        self._committed = True
+
+    def _commit_plan(self, planned: GlobalSavePlan, results: list[_Result]) -> None:
+        files = self._files(planned, results, 0)
+        self._commit(self.writer.commit, *files)
 
     def _commit_on_nodes(self, planned: GlobalSavePlan | None, results: list[_Result] | None) -> None:
         """The first rank of each node commits there: metadata that names the node's own files."""
@@ -158,7 +194,7 @@ class CollectiveSave:
                 self._keep_error(self._fill_contents, contents, planned, results)
         mine = self.exchange.scatter(contents, self._phase("metadata"))
         if mine:
-            self._keep_error(self.writer.commit, *unpack(mine))
+            self._keep_error(self._commit, self.writer.commit, *unpack(mine))
 
     def _fill_contents(self, contents: list[bytes], planned: GlobalSavePlan, results: list[_Result]) -> None:
         leaders: dict[int, int] = {}
@@ -175,6 +211,57 @@ class CollectiveSave:
             self.save_id,
             node,
         )
+
+    # --- A save of DCP's items, in the steps of `dcp.save`
+
+    def _save_items(self, values: dict[str, Any]) -> None:
+        """Over our exchanges, for their bounds and their errors."""
+        exchange, writer, planner = self.exchange, self.writer, self.planner
+        plan: Any = None
+        metadata: Metadata | None = None
+        try:
+            with counted(exchange.rank, exchange.size):
+                planner.set_up_planner(values, writer.storage_meta(), exchange.is_coordinator)
+                plan = writer.prepare_local_plan(planner.create_local_plan())
+        except Exception as error:
+            self.error = error
+        plans = self._gather(plan, "gather plans")
+        if plans is not None:
+            try:
+                plans, metadata = planner.create_global_plan(plans)
+                plans = writer.prepare_global_plan(plans)
+            except Exception as error:
+                self.error = error
+        exchange.fail_together(self.error, self._phase("plan"))
+        answers = None if plans is None else [b"", *map(pickle.dumps, plans[1:])]
+        answer = exchange.scatter(answers, self._phase("scatter plans"))
+        plan = pickle.loads(answer) if plans is None else plans[0]
+        results: Any = None
+        try:
+            written = writer.write_data(planner.finish_plan(plan), planner)
+            written.wait()
+            results = written.value()
+        except Exception as error:
+            self.error = error
+        of_all = self._gather(results, "write")
+        with self._commit_in_doubt():
+            if of_all is not None:
+                assert metadata is not None
+                self._keep_error(self._commit, writer.finish, metadata, of_all)
+            exchange.fail_together(self.error, self._phase("commit"))
+
+    def _gather(self, mine: Any, step: str) -> list[Any] | None:
+        """What every rank has, on the coordinator; None elsewhere, and if a rank has an error instead."""
+        message = b""
+        try:
+            if self.error is None:
+                message = b"." if self.exchange.is_coordinator else pickle.dumps(mine)
+        except Exception as error:
+            self.error = error
+        gathered = self.exchange.gather(message, self._phase(step))
+        if gathered is None or not all(gathered):
+            return None
+        return [mine, *map(pickle.loads, gathered[1:])]
 
     def _keep_error(self, step: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -1,5 +1,9 @@
 """gloo connections among the ranks of a group, with a deadline, and with names for what broke them.
 
+No wait here is longer than the timeout of the call and `GRACE`, in which it is found out whom to name: neither for a
+rank, nor for the store, nor while connecting or closing, whether a peer is late, stopped, dead or cut off. A rank that
+can reach the store names the ranks that the store has not heard of; one that cannot says that.
+
 Made beside the group, not by `new_group`: that numbers groups by how many each rank has made, which differs between the
 ranks of subgroups, and a failed one cannot be made again.
 
@@ -9,26 +13,33 @@ closes its connections. Its neighbours see that, find the verdict, raise the sam
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from . import device_group
 from .device_group import Device, DeviceGroup
-from .roll_call import PATIENCE, Notes, RollCall, StoreGoneError, Verdict
+from .roll_call import Notes, RollCall, Verdict
+from .stock import Store
+from .store_clerk import PATIENCE, StoreGoneError
 
 FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and for ever where they are none
 _CONNECTING = "connecting the ranks"
+
+_Result = TypeVar("_Result")
 
 
 class _LostError(Exception):
@@ -70,13 +81,21 @@ class Connections:
         self._deadline = time.monotonic() + timeout
         # All work in flight, here and in no other variable: gloo closes only when nobody holds any of it.
         self._pending: deque[tuple[int, dist.Work]] = deque()
+        self._gloo: dist.ProcessGroupGloo | None = None
         roll.meet(_CONNECTING, timeout)
         try:
-            self._gloo: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-                roll.store_for_connections(), self.rank, self.size, timedelta(seconds=self._left())
-            )
-        except RuntimeError as error:
+            self._gloo = self._connected(roll.store_for_connections())
+        except (RuntimeError, TimeoutError) as error:
             raise self._end(_CONNECTING, _CONNECTING, timeout, error).error() from error
+
+    def _connected(self, store: Store) -> dist.ProcessGroupGloo:
+        """Raises TimeoutError if gloo, or the store that it looks into, does not keep to its time."""
+        left = timedelta(seconds=self._left())
+
+        def connect() -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(store, self.rank, self.size, left)
+
+        return in_time(connect, self._left() + 1, "vescale_ckpt connecting")
 
     def make_devices(self, device: Device, timeout: float) -> None:
         """Makes `devices`, which connects when they first swap."""
@@ -96,11 +115,11 @@ class Connections:
             self._deadline = time.monotonic() + timeout
             step = self._step = f"{phase} ({kind})"
             self._progress = 0
-            with suppress(RuntimeError):  # a store that is gone is missed when names are needed, not before
-                self._roll.note(self.calls, step)
+            self._roll.note(self.calls, step)
             try:
                 self._greet(step)
                 yield
+                self._roll.note(self.calls, step, inside=False)
             except (_LostError, _ElsewhereError) as error:
                 raise self._end(phase, step, timeout, error).error() from error.__cause__
             except BaseException as error:
@@ -110,8 +129,19 @@ class Connections:
     def come_to(self, progress: int) -> None:
         """Within a long collective: says how far this rank has come in it, for who waits in vain."""
         self._progress = progress
-        with suppress(RuntimeError):
-            self._roll.note(self.calls, self._step, progress)
+        self._roll.note(self.calls, self._step, progress)
+
+    def may_commit(self, timeout: float) -> None:
+        """To be asked before what cannot be taken back is done. Raises if other ranks have given up, or if that cannot
+        be known; if not, those that give up from now on learn that it was done, perhaps."""
+        with self._lock:
+            if self.verdict is None:
+                verdict = self._roll.may_commit(self.calls, timeout)
+                if verdict is None:
+                    return
+                self.verdict = verdict
+                self._close()
+            raise self.verdict.error()
 
     def send(self, peer: int, tensor: torch.Tensor) -> None:
         """Begins to send a CPU tensor; it must not change until `wait`."""
@@ -165,13 +195,20 @@ class Connections:
             if verdict is None:
                 verdict = self._roll.settle(lambda notes: self._judge(phase, step, timeout, error, notes))
         except StoreGoneError as gone:
-            verdict = self._judge_alone(phase, timeout, error, gone)
+            verdict = replace(self._judge_alone(phase, timeout, error, gone), commit_is_known=False)
         self.verdict = verdict
+        self._roll.note(self.calls, step, self._progress, inside=False)
+        self._close()
+        return verdict
+
+    def _close(self) -> None:
         self._pending.clear()
-        self._gloo = None
+        # Not in `in_time`'s hands alone: this thread must hold none of it.
+        closing, self._gloo = [self._gloo], None
+        with suppress(TimeoutError):
+            in_time(closing.clear, PATIENCE, "vescale_ckpt closing")
         if self.devices is not None:
             self.devices.end()
-        return verdict
 
     def _judge(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> Verdict:
         def verdict(late: list[int], text: str, mismatch: bool = False) -> Verdict:
@@ -181,7 +218,7 @@ class Connections:
             return self._roll.named([rank])
 
         def last_seen(ranks: list[int]) -> str:
-            steps = {rank: note[1] for rank in ranks[:3] if (note := notes[rank]) is not None}
+            steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
             return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
 
         def elsewhere(rank: int, there: str) -> Verdict:
@@ -191,25 +228,49 @@ class Connections:
         if isinstance(error, _ElsewhereError):
             return elsewhere(error.peer, error.step)
         if self.calls == 0:
-            return verdict([], f"{named(self.rank)} could not connect: {error}")
+            came = [rank for rank, note in notes.items() if note is not None]
+            silent = self._roll.silent(notes, came)
+            why = f"; {self._roll.named(silent)} went silent (stopped, or cut off from the network)" if silent else ""
+            return verdict(silent, f"{named(self.rank)} could not connect: {error}{why}")
         if not isinstance(error, _LostError):
             return verdict([self.rank], f"{named(self.rank)} has left with {type(error).__name__}: {error}")
         if error.in_time:
             text = f"the connection to {named(error.peer)} is closed: it has died or ended"
             return verdict([error.peer], text + last_seen([error.peer]))
         for rank, note in notes.items():
-            if note is not None and note[0] == self.calls and note[1] != step:
-                return elsewhere(rank, note[1])
-        places = {rank: (-1, 0) if note is None else (note[0], note[2]) for rank, note in notes.items()}
-        last = min(places.values())  # the others wait for those that are there, if not yet where this rank is
+            if note is not None and note.inside and note.calls == self.calls and note.step != step:
+                return elsewhere(rank, note.step)
+        return self._judge_by_notes(error.peer, phase, timeout, notes, last_seen)
+
+    def _judge_by_notes(
+        self, peer: int, phase: str, timeout: float, notes: Notes, last_seen: Callable[[list[int]], str]
+    ) -> Verdict:
+        """Nobody is elsewhere, no connection is closed, and yet nothing has come from `peer`, who may wait as this rank
+        does."""
+        roll = self._roll
+        late = [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
+        waiting = {rank: note for rank, note in notes.items() if note is not None and note.inside}
+        silent = roll.silent(notes, [*waiting])
+        if late or silent:
+            texts = [f"{roll.named(late)} did not come within {timeout:g} s"] if late else []
+            if silent:
+                texts.append(f"{roll.named(silent)} came, and then went silent (stopped, or cut off from the network)")
+            missing = sorted([*late, *silent])
+            return Verdict(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{last_seen(missing)}")
+        places = {rank: (note.calls, note.progress) for rank, note in waiting.items()}
+        last = min(places.values(), default=(0, 0))  # the others wait for those that are there
         behind = [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
         if behind:
-            text = f"{self._roll.named(behind)} did not come within {timeout:g} s"
-            return verdict(behind, text + last_seen(behind))
-        text = f"all ranks came, but nothing arrived from {named(error.peer)} for the rest of {timeout:g} s"
-        return verdict([], text)
+            text = f"{roll.named(behind)} did not come within {timeout:g} s"
+            return Verdict(self.calls, phase, behind, f"{phase}: {text}{last_seen(behind)}")
+        # What it has sent was lost, if it has gone on; else the two cannot reach each other, and both reach the store.
+        late = [] if peer in waiting else [peer]
+        text = f"all ranks came, but nothing arrived from {roll.named([peer])} for the rest of {timeout:g} s"
+        return Verdict(self.calls, phase, late, f"{phase}: {text}")
 
     def _judge_alone(self, phase: str, timeout: float, error: BaseException, gone: StoreGoneError) -> Verdict:
+        if self.calls == 0:
+            return Verdict(0, phase, [], f"{phase}: {self._roll.named([self.rank])} could not connect: {error}; {gone}")
         if not isinstance(error, _LostError):
             return self._judge(phase, "", timeout, error, {})
         # A peer may be silent only because of a third rank. Not so if there is none, or if the store died with it.
@@ -221,4 +282,22 @@ class Connections:
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:
     """The buffer's own memory as a tensor of bytes."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Result:
+    """The result of a function of others, which may forget the time: a thread has to wait for it then. Raises
+    TimeoutError."""
+    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except concurrent.futures.TimeoutError as late:  # a class of its own before Python 3.11
+        raise TimeoutError(f"{name}: not done within {seconds:.0f} s") from late

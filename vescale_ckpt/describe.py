@@ -12,12 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from . import _C
 from .items import Items, make_items
 from .local_state import LocalState, look
 from .pause import garbage_collector_paused
-from .tensors import ON_HOST, ready_tensors
+from .stock import storage_identity, versions
+from .tensors import ON_HOST, ready_tensors_and_storages
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Description:
     ready: bytes  #: for each, what `ready_tensors` says: whether the engine, or a snapshot, may use its memory as it is
     objects: dict[str, Any]  #: values of the items that are no tensors
     other: dict[str, Any]  #: values that describe themselves to DCP or are tensors of a class of their own: no items
+    wrappers: dict[int, DTensor]  #: by number of the tensor that it has here: those count changes for themselves
+    storages: list[torch.UntypedStorage]  #: that tensors in memory lie in, held: one that is given another leaves it
+    storage_bytes: list[int]
+    versions: list[int] | None = None  #: of a state that is saved: of `tensors`, then of `wrappers`
 
     @property
     def all_ready(self) -> bool:
@@ -56,6 +62,26 @@ class Description:
     def tensor_number(self, item: int) -> int:
         """Which of `tensors` an item of a tensor lies in."""
         return self._source_rows[item][0]
+
+    def watched(self) -> Description:
+        """The same, which tells what is changed from now on."""
+        return replace(self, versions=versions([*self.tensors, *self.wrappers.values()]))
+
+    def changed(self) -> set[int]:
+        """Which of `tensors` were changed since, or lost their memory."""
+        if self.versions is None:
+            return set()
+        now = versions([*self.tensors, *self.wrappers.values()])
+        sizes = list(map(torch.UntypedStorage.nbytes, self.storages))
+        if now == self.versions and sizes == self.storage_bytes:
+            return set()
+        numbers = [*range(len(self.tensors)), *self.wrappers]
+        changed = {numbers[at] for at, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b}
+        sizes_of = zip(self.storages, self.storage_bytes, sizes, strict=True)
+        if cut := {storage_identity(storage) for storage, a, b in sizes_of if a != b}:
+            strided = [number for number, tensor in enumerate(self.tensors) if tensor.layout is torch.strided]
+            changed.update(number for number in strided if storage_identity(self.tensors[number]) in cut)
+        return changed
 
     def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The local tensor that an item of a tensor lies in, and at which offset."""
@@ -94,15 +120,19 @@ class Describer:
             if last_items is not None and items.identity == last_items.identity:
                 items = replace(items, inventory=last_items.inventory)
         same = last_items is not None and items.inventory is last_items.inventory
+        ready, storages, storage_bytes = ready_tensors_and_storages(state.tensors, state.table)
         description = Description(
             items.inventory,
             items.names,
             items.sources,
             state.tensors,
             state.table,
-            ready_tensors(state.tensors, state.table),
+            ready,
             {state.keys[position]: values[position] for position in items.objects},
             {state.keys[position]: values[position] for position in items.other},
+            dict(enumerate([values[position] for position in state.groups.dtensors], len(state.groups.plain))),
+            storages,
+            storage_bytes,
         )
         state.tensors = []  # kept, they would hold a model in memory
         self._last = state, items

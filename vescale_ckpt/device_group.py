@@ -50,7 +50,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def identity(self) -> str:
         properties = torch.cuda.get_device_properties(self.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +90,16 @@ def named_errors(key_of: Callable[[int], str], path: str, needed: int = 0) -> It
         raise translate(error, key_of, path, needed) from None
 
 
+@contextmanager
+def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
+    """The same, and for errors of the operating system, too, met by Python: for what calls nothing of the user's."""
+    try:
+        with named_errors(str, path, needed):
+            yield
+    except OSError as error:
+        raise of_system(error, path, needed) from error
+
+
 def check_space(directory: str, needed: int) -> None:
     """Raises `StorageFullError` before anything is written for which there is no room. Within `named_errors`."""
     free = _C.free_bytes(directory)
@@ -98,11 +111,7 @@ def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, ne
     key = key_of(error.item) if error.item is not None else None
     prefix = f"{key}: " if key is not None else ""
     if error.kind == "full":
-        try:
-            free = _C.free_bytes(path)
-        except _C.EngineError:
-            free = 0
-        return StorageFullError(path, needed, free, str(error))
+        return _full(path, needed, error.errno, str(error))
     if error.kind == "corrupt":
         return CorruptCheckpointError(f"{prefix}{error}", key=key, file=error.path, offset=error.offset)
     if error.kind == "invalid":
@@ -111,6 +120,36 @@ def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, ne
     if missing and str(error).startswith("open"):
         return CorruptCheckpointError(f"{prefix}data file is missing: {error}", key=key, file=error.path)
     return CheckpointError(f"{prefix}{error}", key=key, path=error.path, errno=error.errno)
+
+
+def of_system(error: OSError, path: str, needed: int = 0) -> CheckpointError:
+    """What to raise for an error of the operating system, met while doing something in `path`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _full(path, needed, error.errno, str(error))
+    where = error.filename if isinstance(error.filename, str) else path
+    text = str(error) if error.filename is not None else f"{path}: {error}"
+    return CheckpointError(text, path=where, errno=error.errno)
+
+
+def _full(path: str, needed: int, number: int, cause: str) -> StorageFullError:
+    """What there is too little of: bytes, a quota, files, or the bytes that a file may have."""
+    try:
+        while not os.path.lexists(path) and os.path.dirname(path) != path:  # it was to be made
+            path = os.path.dirname(path)
+        space = os.statvfs(path)
+        free, no_files = space.f_bavail * space.f_frsize, space.f_files > 0 and space.f_favail == 0
+    except OSError:
+        free, no_files = 0, False
+    what = ""
+    if number == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        own = "the file system allows no larger ones" if limit < 0 else f"the limit is {limit:,} bytes (ulimit -f)"
+        what = f"a file in {path} would be too large: {own}. Raise the limit, or save smaller files"
+    elif number == errno.EDQUOT:
+        what = f"the quota of bytes or files is used up in {path} (see quota -s)"
+    elif no_files:
+        what = f"no room in {path} for another file: its file system has no inodes left, whatever bytes are free"
+    return StorageFullError(path, needed, free, cause, what)
 
 
 def int_table(rows: Sequence[int] = ()) -> array[int]:
@@ -143,6 +182,40 @@ def reach(tensor: torch.Tensor) -> int:
     if not tensor.is_contiguous():
         elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + elements) * tensor.itemsize
+
+
+_MOST_LOOKED_AT = 1 << 24  # elements, of a tensor whose strides alone do not tell
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those of which several elements are the same memory: expanded ones, or windows that overlap. What
+    is loaded into one would be whatever was written last; torch refuses to copy into what is expanded, too."""
+    try:
+        contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+    except RuntimeError:  # not dense: torch itself will see to them
+        contiguous = [not is_plain_tensor(tensor) or tensor.layout is not torch.strided for tensor in tensors]
+    return [number for number, good in enumerate(contiguous) if not good and _overlaps_itself(tensors[number])]
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    last, disjoint = 0, True  # how far the dimensions before this one reach
+    for stride, size in dims:
+        if stride == 0:
+            return True
+        disjoint = disjoint and stride > last
+        last += (size - 1) * stride
+    if disjoint:
+        return False
+    if tensor.numel() > _MOST_LOOKED_AT:
+        return True  # hardly anybody cuts one like that and has no overlap
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    in_order: torch.Tensor = places.flatten().sort().values
+    return bool((in_order[1:] == in_order[:-1]).any())
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:

@@ -69,7 +69,11 @@ class MissingKeysError(CheckpointError):
     mismatched: list[Mismatch]
 
     def __init__(
-        self, missing: list[str], unexpected: list[str] | None = None, mismatched: Sequence[Mismatch] = ()
+        self,
+        missing: list[str],
+        unexpected: list[str] | None = None,
+        mismatched: Sequence[Mismatch] = (),
+        hint: str = "",
     ) -> None:
         unexpected = unexpected or []
         parts = [
@@ -79,6 +83,7 @@ class MissingKeysError(CheckpointError):
         ]
         parts.extend(map(str, mismatched))
         parts.extend(_names_for_numbers(missing, unexpected))
+        parts.extend([hint] if hint else [])
         super().__init__("; ".join(parts), missing=missing, unexpected=unexpected, mismatched=list(mismatched))
 
 
@@ -87,15 +92,17 @@ class UntrustedCheckpointError(CheckpointError):
 
 
 class StorageFullError(CheckpointError):
-    """No room for the checkpoint. Nothing was committed; what was there before still is."""
+    """No room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files; the text says which.
+    Nothing was committed; what was there before still is."""
 
     path: str
     needed: int  #: bytes
     free: int  #: bytes
 
-    def __init__(self, path: str, needed: int, free: int, cause: str = "") -> None:
+    def __init__(self, path: str, needed: int, free: int, cause: str = "", what: str = "") -> None:
         super().__init__(
-            f"no room in {path}: {needed:,} bytes needed, {free:,} free; nothing was committed"
+            (what or f"no room in {path}: {needed:,} bytes needed, {free:,} free")
+            + "; nothing was committed"
             + (f" ({cause})" if cause else ""),
             path=path,
             needed=needed,
@@ -108,10 +115,14 @@ class CheckpointTimeoutError(CheckpointError):
 
     phase: str  #: what the ranks were doing
     late_ranks: list[int]  #: in the process group; empty if that cannot be known
+    committed: bool | None  #: of a save: whether the checkpoint is there all the same; None if that cannot be known
 
-    def __init__(self, phase: str, late_ranks: list[int], message: str = "") -> None:
+    def __init__(self, phase: str, late_ranks: list[int], message: str = "", *, committed: bool | None = False) -> None:
         super().__init__(
-            message or f"{phase}: ranks {late_ranks} did not come in time", phase=phase, late_ranks=late_ranks
+            message or f"{phase}: ranks {late_ranks} did not come in time",
+            phase=phase,
+            late_ranks=late_ranks,
+            committed=committed,
         )
 
 

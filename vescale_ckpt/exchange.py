@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,10 +24,11 @@ import torch.distributed as dist
 from . import settings
 from .connections import Connections, tensor_over
 from .device_group import Device, DeviceGroup
-from .errors import CheckpointError, RankFailedError, SaveFailedError, of_rank
-from .process_groups import resolved
-from .roll_call import RollCall, StoreGoneError
+from .errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
+from .process_groups import check_alone_on_purpose, resolved
+from .roll_call import RollCall
 from .stock import new_store_client
+from .store_clerk import StoreGoneError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Exchange:
         limit = settings.timeout(timeout)
         group = resolved(process_group)
         if group is None:
+            if purpose != "load":
+                check_alone_on_purpose()
             return Exchange(None, limit)
         if dist.get_rank(group) < 0:
             raise ValueError("this process is not a rank of the process group")
@@ -81,17 +85,19 @@ class Exchange:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def agree(self, values: Sequence[int], phase: str) -> list[int]:
-        """The least of each value over all ranks (64-bit integers, equally many on each rank)."""
+    def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
+        """The least of each value over all ranks, then of each of `sums` the sum, modulo 2^64 (64-bit integers, equally
+        many on each rank)."""
         links = self._links
-        least = torch.tensor([*values], dtype=torch.int64)
+        least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
         if links is not None:
             with links.collective(f"agree on {len(values)}", phase, self.timeout):
                 theirs = [torch.empty_like(least) for _ in links.children]
                 for child, vector in zip(links.children, theirs, strict=True):
                     links.receive(child, vector)
                 links.wait()
-                least = torch.stack([least, *theirs]).amin(0)
+                together, count = torch.stack([least, *theirs]), len(values)
+                least = torch.cat([together[:, :count].amin(0), together[:, count:].sum(0)])
                 if links.parent is not None:
                     links.send(links.parent, least)
                     links.wait()
@@ -113,7 +119,7 @@ class Exchange:
                 _send(links, [0], data)
                 links.wait()
                 return None
-            lengths = [torch.empty(1, dtype=torch.int64) for _ in range(1, self.size)]
+            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(1, self.size)]
             for rank, length in enumerate(lengths, 1):
                 links.receive(rank, length)
             links.wait()
@@ -158,6 +164,34 @@ class Exchange:
                 links.wait()
         assert data is not None
         return data
+
+    def may_commit(self) -> None:
+        """To be asked by a rank behind the last collective before it does what cannot be taken back. Raises
+        CheckpointTimeoutError if other ranks have given up, or if that cannot be known."""
+        if self._links is not None:
+            self._links.may_commit(self.timeout)
+
+    @contextmanager
+    def commit_in_doubt(self, committed: Callable[[], bool]) -> Iterator[None]:
+        """For what follows the collective behind which ranks may ask `may_commit`: a CheckpointTimeoutError that ends
+        this exchange within it says what became of the commit. `committed`: whether this rank has made it."""
+        links = self._links
+        since = 0 if links is None else links.calls
+        try:
+            yield
+        except CheckpointTimeoutError as error:
+            if links is None or links.verdict is None:
+                raise  # told by another rank, and known to all
+            verdict = links.verdict
+            if committed():
+                text, known = "this rank had committed: the new checkpoint is there", True
+            elif verdict.commit >= since or not verdict.commit_is_known:
+                text, known = "a commit may have begun: whether the new checkpoint is there is not known", None
+            else:
+                raise
+            raise CheckpointTimeoutError(
+                error.phase, error.late_ranks, f"{error.message}; {text}", committed=known
+            ) from error.__cause__
 
     @contextmanager
     def peers(self, kind: str, phase: str) -> Iterator[Connections]:
@@ -225,13 +259,16 @@ class Exchange:
     def fail_together(
         self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> None:
-        """Returns if no rank has an error, after one `agree`. Else all ranks raise, and the exchange goes on.
+        """Returns if no rank has an error, after one `agree`. Else all ranks raise, and the exchange goes on. A process
+        that is alone raises its error itself if it is of this package.
 
         What is raised tells of the lowest failed rank, with the texts of all in `failures`: an error of this package as
         its own class (so that StorageFullError can be caught on every rank) with `rank` added, any other as `kind`. An
         exception that does not survive pickling travels as its text. What is no `Exception` (KeyboardInterrupt) its
         own rank raises as it is.
         """
+        if self._links is None:
+            return _raise_alone(error, phase, kind)
         if self.agree([_NO_ERROR if error is None else 0], phase) == [_NO_ERROR]:
             return
         reports = self.gather(b"" if error is None else _report(error), phase)
@@ -267,8 +304,8 @@ class _Place:
             if self._roll is None:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
-                store = new_store_client(f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}")
-                self._roll = RollCall(store, dist.get_rank(group), len(ranks))
+                prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
+                self._roll = RollCall(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
             if self._links is not None and self._still_good(self._links, self._roll):
                 return self._links
             failed_before, self._failed = self._failed, True
@@ -307,7 +344,7 @@ def _first_swap(links: Connections) -> None:
 
 
 def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
-    length = torch.tensor([len(data)], dtype=torch.int64)
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     payload = tensor_over(bytearray(data))
     for peer in peers:
         links.send(peer, length)
@@ -315,13 +352,24 @@ def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
 
 
 def _receive(links: Connections, peer: int) -> bytes:
-    length = torch.empty(1, dtype=torch.int64)
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     links.receive(peer, length)
     links.wait()
     buffer = bytearray(int(length))
     links.receive(peer, tensor_over(buffer))
     links.wait()
     return bytes(buffer)
+
+
+def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:
+    """What a process without others raises: nobody asks whose error it is."""
+    if error is None:
+        return
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        raise error
+    text = f"{type(error).__name__}: {error}"
+    # With the traceback of the error that it names, which is not shown a second time.
+    raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
 
 
 def _report(error: BaseException) -> bytes:

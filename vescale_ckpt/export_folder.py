@@ -1,8 +1,6 @@
-"""The folder of an export: its files while they are written, commit and clean-up. For the rank that coordinates.
+"""The folder of an export: its files while they are written, and clean-up. For the rank that coordinates.
 
-Files have temporary names until all of them are complete and durable. Several files are one model when the index names
-them: that of an older export is removed before the first of them gets its name, so that no reader finds some of the new
-files among the old. A single file replaces a single file by one rename.
+Files have temporary names until all of them are complete and durable; `export_commit` makes them the folder's model.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import os
 import time
 
 from . import _C, engine, layout
+from .export_commit import IndexOf, check_replaceable, give_names, replace_model
 from .export_names import (
     INDEX_NAME,
     file_names,
@@ -37,15 +36,18 @@ class ExportFolder:
         self.directory = directory
         self.names = file_names(len(sizes)) if names is None else names
         self.token = ""
+        self._files: list[str] = []  # paths of those that no model has yet
         self._lock: layout.FileLock | None = None
-        _remove_leftovers(directory)
         needed = sum(sizes)
-        with engine.named_errors(str, directory, needed):
+        with engine.named_system_errors(directory, needed):
+            if names is None:
+                check_replaceable(directory)
+            _remove_leftovers(directory)
             engine.check_space(directory, needed)
             try:
                 self._begin(sizes[0])
                 for name, size in zip(self.names[1:], sizes[1:], strict=True):
-                    _C.reserve_file(self._temporary(name), size)
+                    self._make(name, size)
             except BaseException:
                 self.discard()
                 raise
@@ -54,68 +56,55 @@ class ExportFolder:
         """Makes the first file, whose lock stands for the whole export."""
         for attempts_left in (2, 1, 0):
             self.token = layout.new_token()
-            _C.reserve_file(self._temporary(self.names[0]), size)
+            self._files.clear()
+            self._make(self.names[0], size)
             try:
-                self._lock = layout.lock(self._temporary(self.names[0]))
+                self._lock = layout.lock(self._files[0])
                 return
             except layout.TakenForLeftoverError:  # by another export's clean-up, between its making and its marking
                 if not attempts_left:
                     raise
 
-    def _temporary(self, name: str) -> str:
-        return os.path.join(self.directory, temporary_name(name, self.token))
+    def _make(self, name: str, size: int) -> None:
+        path = os.path.join(self.directory, temporary_name(name, self.token))
+        _C.reserve_file(path, size)
+        self._files.append(path)
 
-    def commit(self, heads: list[bytes], index: bytes, sync: bool) -> None:
-        """Completes the files with what stands at their start and makes them the model, durably."""
-        directory = self.directory
+    def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
+        """Completes the files with what stands at their start and makes them the model, durably. `index`: of files with
+        the names that they get."""
         self.complete(heads, sync)
-        with engine.named_errors(str, directory):
-            if len(self.names) > 1:
-                self._remove(INDEX_NAME)
-                _C.sync_directory(directory)
-            self.give_names()
-            if len(self.names) > 1:
-                _C.commit_file(directory, INDEX_NAME, index)
-            else:
-                self._remove(INDEX_NAME)
-        self._remove_models(self.names)
+        replace_model(self.directory, self._files, index)
 
     # --- The same in steps, for ranks that have a file each
 
     def complete(self, heads: list[bytes], sync: bool) -> None:
-        with engine.named_errors(str, self.directory):
-            for name, head in zip(self.names, heads, strict=True):
-                _C.write_head(self._temporary(name), head, sync)
+        with engine.named_system_errors(self.directory):
+            for path, head in zip(self._files, heads, strict=True):
+                _C.write_head(path, head, sync)
 
     def make_way(self) -> None:
         """Removes the model that is there: readers take all files in a folder, and would mix the two."""
-        self._remove(INDEX_NAME)
-        self._remove_models([])
-        with engine.named_errors(str, self.directory):
+        with engine.named_system_errors(self.directory):
+            layout.make_name_durable(self.directory)
+            _C.remove_file(os.path.join(self.directory, INDEX_NAME))
+            for name in os.listdir(self.directory):
+                if is_model_file(name):
+                    _C.remove_file(os.path.join(self.directory, name))
             _C.sync_directory(self.directory)
 
     def give_names(self) -> None:
-        with engine.named_errors(str, self.directory):
-            for name in self.names:
-                _C.move_into_place(self._temporary(name), self.directory, os.path.join(self.directory, name))
-        self.token = ""
-
-    def _remove_models(self, but: list[str]) -> None:
-        for name in os.listdir(self.directory):
-            if is_model_file(name) and name not in but:
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.directory, name))
+        with engine.named_system_errors(self.directory):
+            give_names(self.directory, self._files, self.names)
+            self._files.clear()
+            _C.sync_directory(self.directory)
 
     def discard(self) -> None:
         """May be called again, and after `commit`."""
-        if self.token:
-            for name in reversed(self.names):  # the locked one last
-                with contextlib.suppress(OSError):
-                    os.unlink(self._temporary(name))
-        self.token = ""
+        for path in reversed(self._files):  # the locked one last
+            with contextlib.suppress(_C.EngineError):
+                _C.remove_file(path)
+        self._files.clear()
         if self._lock is not None:
             self._lock.release()
         self._lock = None

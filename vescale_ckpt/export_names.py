@@ -5,26 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+SUFFIX = ".safetensors"
+USUAL_DIGITS = 5
 
 # What torch's HuggingFaceStorageWriter has among the texts of a header: `{name: {SHARDING_OFFSETS: [...]}}` as JSON, of
 # each tensor in the file that is a box of a larger one, where it begins.
 SHARDING_INFO = "DCP_SHARDING_INFO"
 SHARDING_OFFSETS = "saved_offsets"
 
+# What ours have among the texts of a header: `{other name: name of the tensor}` as JSON, of tensors that were tied.
+# Where it is, nothing else in the texts stands for a tensor; else any text does whose value is a tensor's name, as the
+# library's save_model writes it, and exports of ours before they had this.
+TIED_NAMES = "vescale_ckpt.tied"
+
 _MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
 _SEVERAL = re.compile(r"model-\d{5,}-of-(?!0+1\.)\d{5,}\.safetensors")
+_SPARE = re.compile(r"model-\d{5,}-of-0\d{5,}\.safetensors")  # usual names have no zero before five digits
 _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")
 _TEMPORARY_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.tmp\.\d+\.\d+")
 
 
-def file_names(count: int) -> list[str]:
-    """Of `count` files that together are one model."""
+def file_names(count: int, digits: int = USUAL_DIGITS) -> list[str]:
+    """Of `count` files that together are one model. With more digits than usual: spare names, under which files count
+    only where an index names them."""
     if count == 1:
         return [SINGLE_NAME]
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    return [f"model-{number:0{digits}}-of-{count:0{digits}}.safetensors" for number in range(1, count + 1)]
 
 
 def name_of_rank(rank: int) -> str:
@@ -52,18 +63,27 @@ def token_of(name: str) -> str | None:
 
 
 def holds_unfinished_export(directory: str) -> bool:
-    """Whether there are files of an export, and none of those that make it one: it was ended while it wrote."""
+    """Whether there are files of an export, and none of those that make it a model: it was ended while it wrote."""
     with contextlib.suppress(OSError):
         names = os.listdir(directory)
         if INDEX_NAME not in names and SINGLE_NAME not in names:
-            return any(_SEVERAL.fullmatch(name) or token_of(name) is not None for name in names)
+            others = without_index(names)
+            if others:
+                return any(_SEVERAL.fullmatch(name) for name in others)
+            return any(_SPARE.fullmatch(name) or token_of(name) is not None for name in names)
     return False
 
 
-def without_unfinished(names: list[str]) -> list[str]:
-    """Of the files of a folder without an index, those that are a model: beside one that is whole in a single file,
-    files of several are an export over it that did not finish."""
-    return [name for name in names if not _SEVERAL.fullmatch(name)] if SINGLE_NAME in names else names
+def without_index(names: Iterable[str]) -> list[str]:
+    """Of the names in a folder, those of the files that are its model as long as no index says which are."""
+    found = sorted(name for name in names if name.endswith(SUFFIX) and not _SPARE.fullmatch(name))
+    return [SINGLE_NAME] if SINGLE_NAME in found else found
+
+
+def rules_alone(names: Collection[str], named: AbstractSet[str]) -> bool:
+    """Whether the single file in a folder is all of its model, whatever an index there says, which names files: it is
+    that of a model before or after this one, unless it counts the single file among others. So transformers has it."""
+    return SINGLE_NAME in names and (SINGLE_NAME not in named or named == {SINGLE_NAME})
 
 
 def holds_export(directory: str) -> bool:

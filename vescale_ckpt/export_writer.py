@@ -17,8 +17,11 @@ from .data_file import DataFile, DataFiles
 from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
+from .one_place import separate
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
+from .safetensors import with_ties
 from .stats import SaveStats
+from .watch import WatchedState
 from .waves import write_rows
 from .writer import StorageWriter
 
@@ -115,7 +118,8 @@ class SafetensorsWriter(StorageWriter):
     def layout_of(self, planned: GlobalSavePlan, aliases: dict[str, str]) -> _C.ExportLayout:
         """Raises `CheckpointError` for what no safetensors file can hold."""
         try:
-            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, self.texts, list(aliases.items()))
+            texts = with_ties(self.texts, aliases)
+            return _C.ExportLayout(planned.catalog(), self.most_file_bytes, texts, list(aliases.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 
@@ -139,7 +143,7 @@ class SafetensorsWriter(StorageWriter):
     def commit_export(self, blocks: list[bytes]) -> None:
         """Makes what all ranks have written a model; `blocks` of each."""
         assert self._layout is not None
-        self.folder.commit(self.heads(blocks), self._layout.index(self.folder.names), self.sync_files)
+        self.folder.commit(self.heads(blocks), self._layout.index, self.sync_files)
 
     def end(self) -> None:
         super().end()
@@ -165,8 +169,12 @@ class SafetensorsWriter(StorageWriter):
                         file, items, planner, range(len(items)), engine.thread_count(self.thread_count)
                     ):
                         pass
+                    items.check_unchanged()
                 else:
+                    state = getattr(planner, "state_dict", None)
+                    watch = WatchedState(state if isinstance(state, dict) else {})
                     file.write_tensors(items, planner)
+                    watch.check_unchanged()
                 file.finish()
             self.last_stats = files.finish(len(items), 0)
         results = Results()
@@ -203,6 +211,8 @@ class ExportFile(DataFile):
         self.stats = {}
         paths = [os.path.join(writer.path, temporary_name(name, targets.token)) for name in targets.names]
         options = engine.options(writer.thread_count, writer.direct_io, in_background)
+        if paths and not os.path.exists(paths[0]):  # the coordinator has made them all
+            raise separate(writer.path, [writer.rank])
         with engine.named_errors(str, writer.path):
             self._shared: _C.SharedWriter | None = _C.SharedWriter(paths, targets.table, options)
 
@@ -242,6 +252,6 @@ def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
         plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NEVER_SPLIT)
     except _C.EngineError as error:  # it names the key and the ranks
         raise CheckpointError(str(error)) from None
-    planned = GlobalSavePlan(inventories, [], plan, kept=False)
+    planned = GlobalSavePlan(inventories, [], "", plan, kept=False)
     assert planned.plan_id == NOT_KEPT
     return planned

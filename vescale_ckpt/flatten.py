@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from . import stock
 from .per_rank import PerRank
-
-Path = tuple[str | int, ...]
+from .structure import Path as Path
+from .structure import Structure
 
 #: The common types, for which one look at a set replaces asking what they are instances of.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
@@ -28,23 +28,31 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
     Raises `ValueError` if two paths have one key.
     """
+    flat, paths, _ = flatten_with_structure(state)
+    return flat, paths
+
+
+def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
+    """The same, and what the paths do not tell."""
     if stock.flattens_as_torch_2_3():
-        return stock.flatten_state_dict(dict(state))
+        return *stock.flatten_state_dict(dict(state)), Structure()
     flattening = _Flattening()
     flattening.take_mapping(state, "", ())
-    return flattening.flat, flattening.paths
+    return flattening.flat, flattening.paths, flattening.structure
 
 
 class _Flattening:
     def __init__(self) -> None:
         self.flat: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
+        self.structure = Structure()
 
     def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
         flat, paths = self.flat, self.paths
+        ordinary = bool(mapping)
         for name, value in mapping.items():
             if type(name) is not str:
-                name = str(name)
+                name, ordinary = str(name), False
             if type(value) in _LEAVES:
                 key = prefix + name
                 if key in flat:
@@ -53,6 +61,8 @@ class _Flattening:
                 paths[key] = (*path, name)
             else:
                 self.take(value, prefix + name, (*path, name))
+        if not ordinary:
+            self.structure.see(mapping, path)
 
     def take(self, value: Any, key: str, path: Path) -> None:
         if type(value) is dict or isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -14,11 +13,12 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from . import settings
+from . import at_exit, settings
 from .collective_save import CollectiveSave
 from .errors import CheckpointTimeoutError, SaveFailedError
 from .exchange import Exchange
 from .process_groups import PerGroup
+from .roll_call import GRACE
 from .save_handle import SaveHandle, settled
 from .stats import SaveStats
 
@@ -58,8 +58,11 @@ class Lane:
         """Waits for the last save, whatever becomes of it."""
         if self._last is None:
             return
+        save = self._save
+        # What it waits for in vain it names itself, if it has as long to tell.
+        grace = GRACE if save is not None and save.exchange.size > 1 else 0.0
         try:
-            self._last.exception(timeout)
+            self._last.wait(timeout + grace)
         except TimeoutError:
             phase = f"waiting for the save to {self._path} before this one"
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
@@ -67,9 +70,10 @@ class Lane:
     def take_failure(self) -> SaveFailedError | None:
         """The error of the last save, which is done, if nobody has seen it yet; once."""
         last, self._last = self._last, None
-        error = None if last is None else last.exception()
+        error = None if last is None else last.wait()
         if last is None or error is None or last.failure_was_seen:
             return None
+        last.notice.raised = True
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
         return SaveFailedError(rank, error, text)
 
@@ -81,6 +85,7 @@ class Lane:
         self._last, self._save, self._path = handle, save, os.fspath(save.path)
         self._rank = save.exchange.rank
         _going_on.add(self)
+        at_exit.see_to(handle.notice, _finish_before_exit)
 
         def finish() -> None:
             try:
@@ -91,8 +96,12 @@ class Lane:
                 result.set_exception(error)
             else:
                 self._save = None
+                at_exit.went_well(handle.notice)
                 result.set_result(stats)
 
+        if at_exit.too_late():  # nothing would wait for a thread any more
+            finish()
+            return handle
         thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
         try:
             thread.start()
@@ -118,7 +127,8 @@ _going_on: WeakSet[Lane] = WeakSet()
 
 def _finish_before_exit() -> None:
     """The process ends: its last save is worth some waiting, but not for ever."""
-    deadline = time.monotonic() + settings.number("exit_timeout")
+    patience = settings.number("exit_timeout")
+    deadline = time.monotonic() + patience
     for lane in list(_going_on):
         thread = lane._thread
         if thread is None:
@@ -126,6 +136,8 @@ def _finish_before_exit() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
         if lane.busy:
             logger.error("the save to %s is given up, because the process ends: nothing is committed", lane._path)
+            if patience == 0 and lane._last is not None:  # as it was asked for: no failure
+                lane._last.notice.asked = True
             lane.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
 
@@ -136,5 +148,5 @@ def _forget_after_fork() -> None:
     _going_on.clear()
 
 
-atexit.register(_finish_before_exit)
+at_exit.register(_finish_before_exit)
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -22,38 +22,74 @@ import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import PurePosixPath
-from urllib.parse import unquote, urlsplit
+from typing import BinaryIO
+from urllib.parse import quote, unquote_to_bytes
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C, export_names, metadata_file
+from . import _C, engine, export_names, metadata_file, other_formats
 from .errors import CheckpointError, UntrustedCheckpointError
+from .one_place import is_token
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
 logger = logging.getLogger(__name__)
 
 METADATA_NAME = ".metadata"
 INDEX_SUFFIX = ".index"
+_METADATA_BEGINNING = 1 << 20  # bytes that are looked at before all of a larger file is read
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO of that name would wait for a writer
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 GRACE_SECONDS = 24 * 3600.0  # after which files of a save are left over, where there are no locks to tell
+_MOST_NAMES = 10_000  # of directories that are remembered as durable
 _COMMIT_SECONDS = 600.0  # a commit writes one small file: what is older is left over
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + rf"({re.escape(INDEX_SUFFIX)})?\.tmp.*")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The directory that `path` names: a path, or a `file://` URL. Raises ValueError for other schemes."""
+    """The file or directory that `path` names, as an absolute path: the working directory may change later, while a
+    save goes on. Raises ValueError for what is no local path or `file://` URL."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"a checkpoint's path is text, not {text!r}")
-    if "://" not in text:
+    if "\0" in text or not text:
+        raise ValueError(f"{text!r} is no path")
+    if (url := _URL.match(text)) is not None:
+        text = _path_of_url(text, url[1].lower())
+    if os.path.isabs(text):
         return text
-    url = urlsplit(text)
-    if url.scheme != "file":
-        raise ValueError(f"{text}: no storage for {url.scheme}:// is built in; local paths and file:// are")
-    return unquote(url.path)
+    try:
+        joined = os.path.join(os.getcwd(), text)
+    except OSError as error:
+        raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
+    # Not where a link may stand before "..": that of a link's target is meant.
+    return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
+
+
+def _path_of_url(text: str, scheme: str) -> str:
+    """Of a URL all parts count, or it is refused with what to write in its place."""
+    if scheme != "file":
+        raise ValueError(f"{text}: no storage for {scheme}:// is built in; local paths and file:// are")
+    if not text[len("file:") :].startswith("//"):
+        # What became of a URL as a `Path`, perhaps.
+        raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
+    host, slash, rest = text[len("file://") :].partition("/")
+    if host.lower() not in ("", "localhost"):
+        raise ValueError(
+            f"{text}: a file:// URL names {host!r} as a host here, not as a folder: write the path alone, {host}{slash}"
+            f"{rest}, or file:// and an absolute path"
+        )
+    for mark in "?#":
+        if mark in host + rest:
+            raise ValueError(
+                f"{text}: in a URL {mark!r} does not belong to the path: write the path alone, or {quote(mark)} for it"
+            )
+    path = os.fsdecode(unquote_to_bytes(slash + rest))
+    if "\0" in path or not path:
+        raise ValueError(f"{text} names no path")
+    return path
 
 
 def metadata_name(rank: int | None) -> str:
@@ -97,14 +133,48 @@ def metadata_ranks(directory: str) -> list[int | None]:
 
 
 def make_directory(directory: str) -> None:
-    """Creates the directory and makes its name durable. Raises `CheckpointError` if that cannot be done."""
+    """Creates the directory and makes its name durable, and those of all directories above it that it creates. Raises
+    `CheckpointError` if that cannot be done."""
     if os.path.isdir(directory):
         return
+    directory = os.path.abspath(directory)
+    made = [directory]
+    while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
+        made.append(above)
     try:
         os.makedirs(directory, exist_ok=True)
-        _C.sync_directory(os.path.dirname(os.path.abspath(directory)))
-    except (OSError, _C.EngineError) as error:
-        raise CheckpointError(f"cannot make the directory {directory}: {error}", path=directory) from error
+        for level in reversed(made):
+            _sync_name(level)
+    except OSError as error:
+        raise engine.of_system(error, directory) from error
+    except _C.EngineError as error:
+        raise engine.translate(error, str, directory, 0) from None
+
+
+def make_name_durable(directory: str) -> None:
+    """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory."""
+    directory = os.path.abspath(directory)
+    status = os.stat(directory)
+    if (directory, status.st_dev, status.st_ino) not in _durable_names:
+        _sync_name(directory)
+
+
+_durable_names: set[tuple[str, int, int]] = set()  # paths that were synced, and what they were
+
+
+def _sync_name(directory: str) -> None:
+    """Syncs the directory above this one. Where that may not be opened, this one: of one that is new, most file systems
+    write the name, too."""
+    try:
+        _C.sync_directory(os.path.dirname(directory))
+    except _C.EngineError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
+        _C.sync_directory(directory)
+    status = os.stat(directory)
+    if len(_durable_names) >= _MOST_NAMES:
+        _durable_names.clear()
+    _durable_names.add((directory, status.st_dev, status.st_ino))
 
 
 def read_metadata(directory: str, rank: int | None = None) -> Metadata:
@@ -120,14 +190,23 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
     path = os.path.join(directory, metadata_name(rank))
     try:
         with open(os.open(path, _READ), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
+            if status.st_size > _METADATA_BEGINNING:
+                _check_large_metadata(file, status.st_size, path)
             return file.read()
     except FileNotFoundError:
         what = "is no directory" if not os.path.isdir(directory) else f"has no {metadata_name(rank)}"
         why = "not a checkpoint, or one whose save did not finish"
         if export_names.holds_unfinished_export(directory):
             why = "it holds an export that did not finish"
+        elif advice := other_formats.advice_for_directory(directory):
+            why = f"not a checkpoint; {advice}"
+        elif (last := _last_of_manager(directory)) is not None:
+            why = (
+                f"it holds the checkpoints of a CheckpointManager, of which {last} was saved last: give the path of one"
+            )
         raise CheckpointError(
             f"{directory} {what}: {why}",
             path=directory,
@@ -135,6 +214,32 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
         ) from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+
+
+def _check_large_metadata(file: BinaryIO, size: int, path: str) -> None:
+    """That a file that claims to be large is not just that, before memory is taken for it: a file may be longer than
+    what was ever written to it. Leaves the file at its beginning."""
+    metadata_file.check_beginning(file.read(_METADATA_BEGINNING), size, path)
+    try:
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+    except OSError:  # no such question here
+        hole = size
+    if hole < size:
+        raise UntrustedCheckpointError(
+            f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
+        )
+    file.seek(0)
+
+
+def _last_of_manager(directory: str) -> str | None:
+    """The newest checkpoint in the directory of a manager, if it is one."""
+    from . import step_directories, step_order  # they know of checkpoints, which are here
+
+    try:
+        last = step_order.SavedOrder(directory).last
+    except OSError:
+        return None
+    return None if last is None else step_directories.path_of(directory, last)
 
 
 def check_relative(name: object, key: str) -> str:
@@ -195,12 +300,12 @@ def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
 
 
 def index_bytes(directory: str) -> bytes | None:
-    """What is in the index's file. None as of `read_index`."""
+    """What is in the index's file, all of it checked. None as of `read_index`."""
     path = os.path.join(directory, METADATA_NAME)
     try:
         with open(os.open(path + INDEX_SUFFIX, _READ), "rb") as file:
             data = file.read()
-        return None if _matching(_C.Index.from_bytes(data), path) is None else data
+        return None if _matching(_C.Index.from_bytes(data, path + INDEX_SUFFIX), path) is None else data
     except (OSError, _C.EngineError):
         return None
 
@@ -223,6 +328,7 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
     """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it."""
     name = metadata_name(rank)
+    make_name_durable(directory)
     if index is not None:  # first: it counts for nothing without the metadata it belongs to
         _C.commit_file(directory, name + INDEX_SUFFIX, index)
     _C.commit_file(directory, name, metadata)
@@ -252,6 +358,10 @@ class FileLock:
         self.directory = directory
         self._descriptor = descriptor
         _held.add(self)
+
+    def try_alone(self) -> bool | None:
+        """As `try_lock_alone`."""
+        return try_lock_alone(self._descriptor)
 
     def release(self) -> None:
         """May be called again."""
@@ -396,6 +506,14 @@ def remove_leftovers(
     cannot be read, for then nobody knows what it names. With `only_rank`, only that rank's files. Failures are logged:
     a leftover does no harm.
     """
+    try:
+        return _remove_leftovers(directory, superseded, only_rank)
+    except Exception as error:  # a committed save must not fail by it
+        logger.warning("leftovers in %s are kept, because they cannot be looked for: %r", directory, error)
+        return []
+
+
+def _remove_leftovers(directory: str, superseded: AbstractSet[str], only_rank: int | None) -> list[str]:
     names = os.listdir(directory)
     mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
     candidates = [
@@ -420,8 +538,9 @@ def remove_leftovers(
             if name in superseded:
                 os.unlink(path)
             elif _TEMPORARY_FILE.fullmatch(name):
-                if _may_be_committing(name) and time.time() - os.stat(path).st_mtime < _COMMIT_SECONDS:
-                    continue  # perhaps a commit that is going on
+                may_be_in_use = is_token(name) or _may_be_committing(name)  # by another save in this directory
+                if may_be_in_use and time.time() - os.stat(path).st_mtime < _COMMIT_SECONDS:
+                    continue
                 os.unlink(path)
             elif not _remove_unless_locked(directory, name):
                 continue

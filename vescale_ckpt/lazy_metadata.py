@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from . import _C
+
 if TYPE_CHECKING:
-    from . import _C
     from .packed import GlobalSavePlan
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
@@ -61,7 +62,9 @@ class LazyMetadata(Metadata):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._copy_from is not None:
             return self._copy_from
-        return Metadata, tuple(getattr(self.built(), name) for name in _FIELDS)
+        built = self.built()
+        others = {name: value for name, value in vars(built).items() if name not in _FIELDS}
+        return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
 
 
 def save_id(metadata: Metadata) -> str:
@@ -75,7 +78,10 @@ def save_id(metadata: Metadata) -> str:
 def stored_bytes(metadata: Metadata) -> int:
     """Bytes of all data files that it names, as far as it knows."""
     if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        return sum(metadata.index.file_ends())
+        try:
+            return sum(metadata.index.file_ends())
+        except _C.EngineError:
+            metadata.index = None  # damaged: `.metadata` rules
     lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
     return sum(length for length in lengths if type(length) is int)
 

@@ -17,22 +17,26 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from . import _C, engine, layout, objects, settings
+from .describe import Description
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from .gate import wait_until_copied
 from .hooks import is_method_of
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
 from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
 from .node import ranks_of_this_node
+from .odd_record import crc_of_values
 from .overlap import GROUP_TENSORS, overlap
 from .packed import PackedReads, ReadRow
 from .process_groups import resolved
 from .routed_read import Outcome
 from .shared_reading import SharedReading
 from .stats import LoadStats
-from .stock import StorageInfo
+from .stock import StorageInfo, bump_versions
 
 if TYPE_CHECKING:
     from .reader import StorageReader
@@ -93,6 +97,7 @@ class Load:
         self.allow_cast = bool(getattr(planner, "allow_cast", False))
         self.paths: list[str] = []
         self.path_index: dict[str, int] = {}
+        self._looked_at: dict[str, None] = {}  # names of files, before anything is read
         self.chunk_index: dict[str, dict[Any, ChunkStorageMetadata]] = {}
         self.totals = dict.fromkeys(
             ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes"), 0
@@ -102,19 +107,25 @@ class Load:
         self._objects_of_all: dict[int, bytes] = {}  # by number, of those that one rank has read for all
         self.unverified = 0
         self.fallbacks = 0
+        self._filled: list[torch.Tensor] = []
 
     def run(self, items: Sequence[ReadItem], sharing: SharedReading | None = None) -> None:
         """With `sharing` in step with other ranks, which read some of it. If one of those fails in that, this returns
         without an error, and without all that is wanted."""
         started = time.perf_counter()
         tensors = read_objects = 0
-        with suppress(_FailedElsewhereError):
-            planner = self.planner
-            packed = items if isinstance(items, PackedReads) and items.planner() is planner else None
-            if packed is not None and isinstance(planner, OurLoadPlanner):
-                tensors, read_objects = self._run_packed(packed, planner, sharing)
-            else:
-                tensors, read_objects = self._run_items(items, sharing)
+        try:
+            with suppress(_FailedElsewhereError):
+                planner = self.planner
+                packed = items if isinstance(items, PackedReads) and items.planner() is planner else None
+                if packed is not None and isinstance(planner, OurLoadPlanner):
+                    tensors, read_objects = self._run_packed(packed, planner, sharing)
+                else:
+                    tensors, read_objects = self._run_items(items, sharing)
+                self.reader.seen.check(os.path.join(self.reader.directory, name) for name in self._looked_at)
+        finally:
+            filled, self._filled = self._filled, []
+            bump_versions(filled)
         if self.reader.direct_io is True and self.totals["uncached_bytes"] + self.totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.reader.path} could not be read past the page cache "
@@ -133,6 +144,23 @@ class Load:
             **self.totals,
         )
 
+    def _begin_filling(self, description: Description | None) -> None:
+        """Before the first byte gets into the tensors of it. Torch learns that they are changed, now and when all is
+        done: who looks at them before the load and after it, or in the middle of it, finds another version. What still
+        copies them for an asynchronous save is waited for."""
+        tensors = [] if description is None else description.tensors
+        if description is not None and (bad := engine.overlapping(tensors)):
+            items = range(len(description.names))
+            raise _overlaps(
+                next(description.names[item] for item in items if description.tensor_number(item) == bad[0])
+            )
+        wait_until_copied(f"loading {self.reader.path}: wait until a save has copied the state", settings.timeout(None))
+        self._filled += tensors
+        state = getattr(self.planner, "state_dict", None)
+        if isinstance(state, dict) and engine.holds_any(state, DTensor):  # these count for themselves
+            self._filled += [value for value in state.values() if isinstance(value, DTensor)]
+        bump_versions(self._filled)
+
     # --- What our planner planned on the index
 
     def _run_packed(
@@ -143,6 +171,7 @@ class Load:
         def checked() -> PackedReads:
             for name in reads.plan.files:
                 self._add_file(name, self.reader.path)
+            self._begin_filling(reads.description)
             return reads
 
         def object_records() -> list[Record]:
@@ -165,7 +194,11 @@ class Load:
         """Has ranks read for each other; what this one is left to read by itself of what `reads_of` says.
 
         `object_records` are those of its objects."""
-        reads, routed = sharing.begin(reads_of, save_id(self.metadata), stored_bytes(self.metadata), self.reader.verify)
+
+        def save_of() -> tuple[str, int]:
+            return save_id(self.metadata), stored_bytes(self.metadata)
+
+        reads, routed = sharing.begin(reads_of, save_of, self.reader.verify)
 
         def read_objects(rows: list[int]) -> list[bytes]:
             records = object_records()
@@ -228,7 +261,9 @@ class Load:
 
         def sort() -> PackedReads | None:
             sorts.append(self._sorted(items))
-            return self._packed(sorts[0].tensors, object_records())
+            packed = self._packed(sorts[0].tensors, object_records())
+            self._begin_filling(None if packed is None else packed.description)
+            return packed
 
         def object_records() -> list[Record]:
             return [self._record(item, info) for item, info in sorts[0].objects]
@@ -251,6 +286,8 @@ class Load:
         of = _Items()
         for item in items:
             info = self._info(item)
+            if info.relative_path not in self._looked_at:
+                self._look_at(info.relative_path, item.storage_index.fqn)
             if info.transform_descriptors:
                 of.transformed.append(item)
             elif item.type == LoadItemType.BYTE_IO:
@@ -277,6 +314,9 @@ class Load:
 
     def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
         record, tensor = self._resolved_item(item, info)
+        if engine.overlapping([tensor]):
+            raise _overlaps(record.key)
+        bump_versions([tensor])
         return self._target(record, item.storage_offsets, item.lengths, tensor, item)
 
     def _resolved_item(self, item: ReadItem, info: StorageInfo) -> tuple[Record, torch.Tensor]:
@@ -317,8 +357,13 @@ class Load:
         index = self.path_index.get(info.relative_path)
         return self._add_file(info.relative_path, key) if index is None else index
 
-    def _add_file(self, name: str, key: str) -> int:
+    def _look_at(self, name: str, key: str) -> None:
         layout.check_relative(name, key)
+        self._looked_at[name] = None
+        self.reader.seen.look(os.path.join(self.reader.directory, name))
+
+    def _add_file(self, name: str, key: str) -> int:
+        self._look_at(name, key)
         index = self.path_index[name] = len(self.paths)
         self.paths.append(os.path.join(self.reader.directory, name))
         return index
@@ -370,7 +415,7 @@ class Load:
             self.planner.set_object(item, value)  # type: ignore[attr-defined]
         else:
             # Stock planners load bytes without any restriction: they get bytes of our own making.
-            self.planner.load_bytes(item, io.BytesIO(objects.dump(value)))
+            self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
 
     def _read_whole(self, records: list[Record]) -> list[bytes]:
         if not records:
@@ -452,7 +497,7 @@ class Load:
             raise CheckpointError(
                 f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
             )
-        host = torch.empty(tensor.shape, dtype=record.dtype)
+        host = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
         return _Target(record, storage_offset, lengths, tensor, host, item)
 
     def check_fit(self, item: ReadItem, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -484,6 +529,7 @@ class Load:
                 target.tensor.copy_(target.host)
             if target.item is not None:
                 self.planner.commit_tensor(target.item, target.tensor)
+        bump_versions([target.tensor for target in group.targets])
 
     def read_odd_piece(
         self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
@@ -521,6 +567,13 @@ class Load:
                 file=path,
                 offset=record.offset,
             )
+        if self.reader.verify and record.crc >= 0 and record.crc != crc_of_values(tensor):  # only ours tell it
+            raise CorruptCheckpointError(
+                f"{key}: the record at offset {record.offset} of {path} holds other values than were saved",
+                key=key,
+                file=path,
+                offset=record.offset,
+            )
         if tensor.dtype != record.dtype and not self.allow_cast:
             name = key if target.item is None else target.item.dest_index.fqn
             raise IncompatibleStateError(name, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
@@ -531,8 +584,6 @@ class Load:
     # --- Records that passed a stream transform of stock DCP (compression): its own reader knows them
 
     def _read_transformed(self, items: list[ReadItem]) -> None:
-        for item in items:
-            layout.check_relative(self.metadata.storage_data[item.storage_index].relative_path, item.storage_index.fqn)
         stock = FileSystemReader(self.reader.path)
         stock.storage_data = self.metadata.storage_data
         try:
@@ -545,6 +596,14 @@ class Load:
                 f"{names}: stored through a stream transform (compression) that cannot be undone here: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _overlaps(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: several elements of the tensor to load into are the same memory (it is expanded, or overlaps itself): "
+        "load into a clone of it",
+        key=key,
+    )
 
 
 def _groups(targets: Iterator[_Target]) -> Iterator[_Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,12 @@ from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysE
 from .flatten import flatten
 from .hooks import is_method_of
 from .lazy_metadata import LazyMetadata
+from .nesting import place
 from .packed import PackedReads
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring
-from .stock import set_element
+
+_CASTS = " (LoadPlanner(allow_cast=True) casts)"
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -71,7 +74,7 @@ class LoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             for key, value in wrapped.items():  # DCP puts None in place of what it does not know
                 self.state_dict[key] = value
-                set_element(state_dict, mappings.get(key, (key,)), value)
+                place(state_dict, mappings.get(key, (key,)), value)
         else:
             self.original_state_dict, self.state_dict, self.mappings = state_dict, flat, mappings
             self.metadata, self.is_coordinator = metadata, is_coordinator
@@ -125,7 +128,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 return None
             if plan.mismatched:
                 item, wanted, stored = plan.mismatched[0]
-                raise IncompatibleStateError(description.names[item], wanted, stored)
+                hint = _CASTS if stored.startswith("dtype") else ""
+                raise IncompatibleStateError(description.names[item], wanted, stored + hint)
             if plan.uncovered:
                 raise not_all_there(description.names[plan.uncovered[0]])
             self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
@@ -136,6 +140,11 @@ class LoadPlanner(DefaultLoadPlanner):
             "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor", "commit_tensor",
             "lookup_tensor", "transform_tensor",
         )  # fmt: skip
+        return all(is_method_of(self, name, LoadPlanner) for name in names)
+
+    def _fills_the_state_itself(self) -> bool:
+        """Whether what is filled are the state's own tensors, not what a subclass gives in their place."""
+        names = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
         return all(is_method_of(self, name, LoadPlanner) for name in names)
 
     def _try_old_names(self) -> None:
@@ -151,6 +160,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _plan(self, state: dict[str, Any]) -> LoadPlan:
         assert self.metadata is not None
         items: list[ReadItem] = []
+        checks_dtype = not self.allow_cast and self._fills_the_state_itself()
         for key, value in state.items():
             stored = self.metadata.state_dict_metadata[key]
             stored_tensor, wants_tensor = isinstance(stored, TensorStorageMetadata), isinstance(value, torch.Tensor)
@@ -160,10 +170,14 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
                 if stored.size != value.size():
                     raise IncompatibleStateError(key, f"shape {tuple(value.size())}", f"shape {tuple(stored.size)}")
+                if checks_dtype and value.dtype != (dtype := stored.properties.dtype):
+                    # Stock readers would convert it without a word.
+                    raise IncompatibleStateError(key, f"dtype {value.dtype}", f"dtype {dtype}{_CASTS}")
                 if is_plain_tensor(value) and len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.size:
                     items.append(_whole_item(key, stored))
                     continue
-            found = create_default_local_load_plan({key: value}, self.metadata).items
+            with _on_the_host():
+                found = create_default_local_load_plan({key: value}, self.metadata).items
             if stored_tensor and sum(item.lengths.numel() for item in found) != wanted_elements(value):
                 raise not_all_there(key)
             items.extend(found)
@@ -195,10 +209,16 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._per_rank.take(key, value):
             return
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[key], value)
+            place(self.original_state_dict, self.mappings[key], value)
         else:
             # With flatten_sharded_tensors the state planned with is a copy of the user's.
             self.state_dict[key] = self.original_state_dict[key] = value
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Torch's planning makes tensors to count with, on the default device: under `torch.device("meta")` it fails."""
+    device = torch.get_default_device()
+    return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
 def _needs_stock_set_up(value: Any) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from . import settings
-from .application import Application
+from .application import Application, check_is_mapping
 from .collective_load import CollectiveLoad
 from .exchange import Exchange
 from .flatten import flatten
+from .item_load import load_items
 from .nesting import place
 from .reader import StorageReader
 from .selection import Rename, Selection
@@ -31,6 +31,7 @@ def load(
     strict: bool = True,
     keys: str | Iterable[str] | None = None,
     verify: bool = True,
+    weights_only: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> dict[str, Any]: ...
@@ -47,6 +48,7 @@ def load(
     rename: Rename | None = None,
     verify: bool = True,
     allow_cast: bool = False,
+    weights_only: bool = True,
     planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
@@ -63,6 +65,7 @@ def load(
     rename: Rename | None = None,
     verify: bool = True,
     allow_cast: bool = False,
+    weights_only: bool = True,
     planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
@@ -91,8 +94,10 @@ def load(
             of which the longest counts (`{"model": "old.net"}`).
         verify: False skips checksums of data (never the checks of sizes, paths and pickles).
         allow_cast: converts tensors to the dtype of `state`, which is otherwise `IncompatibleStateError`.
-        planner: a planner of your own. The load goes through `dcp.load` then, with the planner's ideas of what is
-            missing, and DCP's of time; it goes with none of the options above but `verify`.
+        weights_only: False builds whatever objects of the checkpoint ask for, which may run any code: for checkpoints
+            that you trust as you trust code.
+        planner: a planner of your own. The load goes in the steps of `dcp.load` then, with the planner's ideas of what
+            is missing; it goes with none of the options above but `verify` and `weights_only`.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
 
@@ -101,17 +106,23 @@ def load(
     any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
     optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
     """
+    if state is not None:
+        check_is_mapping(state, "load")
     settings.broadcast(broadcast_checkpoint)
     if state is None and (rename is not None or allow_cast or planner is not None):
         raise ValueError("rename, allow_cast and planner are for loading into a state")
     if planner is not None:
+        if not isinstance(planner, DcpLoadPlanner):
+            raise TypeError(f"planner: a planner of loads is wanted, not {type(planner).__name__}")
         if keys is not None or rename is not None or allow_cast or not strict:
             raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
         assert state is not None
-        return _load_by_planner(path, state, planner, verify, process_group)
+        return _load_by_planner(path, state, planner, verify, weights_only, process_group, timeout)
     selection = Selection(keys)
     exchange = Exchange.of(process_group, timeout, purpose="load")
-    loading = CollectiveLoad(exchange, StorageReader(path, verify=verify), selection, strict, broadcast_checkpoint)
+    loading = CollectiveLoad(
+        exchange, StorageReader(path, verify=verify, weights_only=weights_only), selection, strict, broadcast_checkpoint
+    )
     return loading.all() if state is None else loading.into(state, rename, allow_cast)
 
 
@@ -120,13 +131,16 @@ def _load_by_planner(
     state: MutableMapping[str, Any],
     planner: DcpLoadPlanner,
     verify: bool,
+    weights_only: bool,
     process_group: dist.ProcessGroup | None,
+    timeout: float | None,
 ) -> LoadReport:
-    reader = StorageReader(path, verify=verify)
+    exchange = Exchange.of(process_group, timeout, purpose="load")
+    reader = StorageReader(path, verify=verify, weights_only=weights_only)
     application = Application(state)
     try:
         application.prepare()
-        dcp_load(application.form, storage_reader=reader, planner=planner, process_group=process_group)
+        load_items(exchange, reader, planner, application.form)
         values, paths = flatten(application.form)
         for key, value in values.items():
             if not application.owns(paths[key]):

@@ -14,11 +14,15 @@ from .export_names import SHARDING_INFO, SHARDING_OFFSETS, name_of_rank
 from .export_writer import NEVER_SPLIT, Targets
 from .items import TENSOR, packed_row
 from .packed import PackedItems
+from .safetensors import with_ties
 from .sharding import Piece
 
 
 class LocalExport(CollectiveExport):
     """Used as `CollectiveSave`. There is no index: readers take all files of the folder."""
+
+    def _place_token(self) -> None:
+        return None  # each rank has a file of its own, wherever that is
 
     def _lay_out(self) -> None:
         self._keep_error(self._make_file)
@@ -30,7 +34,7 @@ class LocalExport(CollectiveExport):
         inventory, offsets = _boxes_as_tensors(items)
         try:
             plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NEVER_SPLIT)
-            texts = [*writer.texts, (SHARDING_INFO, json.dumps(offsets))]
+            texts = [*with_ties(writer.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
             made = _C.ExportLayout(plan.catalog(), NEVER_SPLIT, texts, list(self._tied.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
@@ -38,14 +42,22 @@ class LocalExport(CollectiveExport):
         writer.targets = Targets([name], writer.begin(made, [name]), table)
 
     def _write_and_commit(self) -> None:
-        folder = self.writer.folder
-        for phase, step in (("write", self._write_file), ("make way", folder.make_way), ("commit", folder.give_names)):
-            self._together(phase, step)
+        self._together("write", self._write_file)
+        with self._commit_in_doubt():
+            self._together("make way", self._make_way)
+            self._together("commit", self._give_names)
 
     def _together(self, phase: str, step: Callable[[], None]) -> None:
         """A step that no rank takes before all have taken the one before it."""
         self._keep_error(step)
         self.exchange.fail_together(self.error, self._phase(phase))
+
+    def _make_way(self) -> None:
+        self.exchange.may_commit()
+        self.writer.folder.make_way()
+
+    def _give_names(self) -> None:
+        self._commit(self.writer.folder.give_names)
 
     def _write_file(self) -> None:
         self._write()

@@ -44,6 +44,8 @@ _METADATA_CLASSES = {
         "StorageMeta",
     )
 }
+_PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata")  # torch < 2.3
+_FARTHEST = 1 << 62  # bytes: no tensor has so many
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -51,9 +53,10 @@ TRAILER_BYTES = 16
 TRAILER_MAGIC = b"VSCKMDT1"
 
 
-def _trailer(pickled: bytes) -> bytes:
-    """What stands behind our pickle, where unpicklers do not look: magic, low 32 bits of its length, its CRC-32."""
-    return struct.pack("<8sII", TRAILER_MAGIC, len(pickled) & 0xFFFFFFFF, _C.crc32(pickled))
+def _trailer(data: bytes, end: int) -> bytes:
+    """What stands behind our pickle, which are the first `end` bytes, where unpicklers do not look: magic, low 32 bits
+    of its length, its CRC-32."""
+    return struct.pack("<8sII", TRAILER_MAGIC, end & 0xFFFFFFFF, _C.crc32(data, end))
 
 
 class _LenientProperties(TensorProperties):
@@ -86,24 +89,23 @@ def _plain_path(*parts: str) -> str:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == dcp_metadata.__name__:
-            if name == "TensorProperties":
-                return _LenientProperties
-            if name == "_MEM_FORMAT_ENCODING":
-                return _memory_format
-            if name in _METADATA_CLASSES:
-                return _METADATA_CLASSES[name]
-        elif module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
+        if module in _PROPERTIES_MODULES and name == "TensorProperties":
+            return _LenientProperties
+        if module in _PROPERTIES_MODULES and name.removeprefix("_") == "MEM_FORMAT_ENCODING":
+            return _memory_format
+        if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
+            return _METADATA_CLASSES[name]
+        if module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
             return StorageInfo
-        elif module == "torch" and name == "Size":
+        if module == "torch" and name == "Size":
             return torch.Size
-        elif module == "torch" and name in _DTYPES:
+        if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
-        elif module == "torch.serialization" and name == "_get_layout":
+        if module == "torch.serialization" and name == "_get_layout":
             return _get_layout
-        elif module == "collections" and name == "OrderedDict":
+        if module == "collections" and name == "OrderedDict":
             return collections.OrderedDict
-        elif module.startswith("pathlib") and name.endswith("Path"):
+        if module.startswith("pathlib") and name.endswith("Path"):
             return _plain_path
         raise UntrustedCheckpointError(
             f".metadata asks to import {module}.{name}, which checkpoint metadata never needs: refused",
@@ -112,11 +114,28 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+def has_checksum(data: bytes) -> bool:
+    """Whether it ends in our trailer."""
+    return data[-TRAILER_BYTES:].startswith(TRAILER_MAGIC)
+
+
+def check_beginning(data: bytes, length: int, path: str) -> None:
+    """Looks at the first bytes of a `.metadata` file of `length` bytes, before memory is taken for the rest. Raises as
+    `loads` does."""
+    wrong, end = _C.check_pickle(data)
+    if not wrong and length > end + TRAILER_BYTES:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: it has {length:,} bytes, its metadata ends after {end:,}", key=None, file=path
+        )
+    if wrong and not wrong.startswith("it ends"):
+        check(data, path)
+
+
 def check(data: bytes, path: str) -> None:
     """Looks at what is in a `.metadata` file before anything is built from it. Raises as `loads` does."""
     wrong, end = _C.check_pickle(data)
-    trailer = data[end:]
-    if not wrong and trailer and trailer != _trailer(data[:end]):  # stock files have none
+    behind = len(data) - end  # stock files have nothing there
+    if not wrong and behind and (behind != TRAILER_BYTES or data[end:] != _trailer(data, end)):
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
     if wrong.startswith("it ends"):
         raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
@@ -143,8 +162,12 @@ def loads(data: bytes, path: str) -> Metadata:
     if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
         raise CorruptCheckpointError(f"{path} holds no checkpoint metadata", key=None, file=path)
     with garbage_collector_paused():
-        for key, stored in metadata.state_dict_metadata.items():
-            _check_entry(key, stored)
+        try:
+            for key, stored in metadata.state_dict_metadata.items():
+                _check_entry(key, stored)
+        except UntrustedCheckpointError as error:
+            named = getattr(error, "key", None)
+            raise UntrustedCheckpointError(f"{error.message} (in {path})", key=named, path=path) from error.__cause__
     return metadata
 
 
@@ -159,11 +182,14 @@ def _check_entry(key: Any, stored: Any) -> None:
         return
     try:
         size, chunks = stored.size, stored.chunks
-        if not isinstance(stored.properties.dtype, torch.dtype) or type(size) is not torch.Size:
+        dtype = stored.properties.dtype
+        if not isinstance(dtype, torch.dtype) or type(size) is not torch.Size:
             raise UntrustedCheckpointError(f"{key}: metadata gives no dtype or no shape", key=key)
+        if math.prod(size) * dtype.itemsize >= _FARTHEST or (size and min(size) < 0):
+            raise UntrustedCheckpointError(f"{key}: no tensor of {dtype} has the shape {tuple(size)}", key=key)
         if len(chunks) == 1 and chunks[0].sizes == size and type(chunks[0].sizes) is torch.Size:
             whole = type(chunks[0].offsets) is torch.Size and len(chunks[0].offsets) == len(size)
-            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < 1 << 62)):
+            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < _FARTHEST)):
                 return
         _check_chunks(key, size, chunks)
     except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -177,7 +203,7 @@ def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise UntrustedCheckpointError(f"{key}: a chunk has another number of dimensions than the tensor", key=key)
         for offset, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True):
-            if not 0 <= offset <= limit < 1 << 62 or not 0 <= length <= limit - offset:
+            if not 0 <= offset <= limit < _FARTHEST or not 0 <= length <= limit - offset:
                 raise UntrustedCheckpointError(
                     f"{key}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} leaves its tensor of "
                     f"{tuple(size)}",
@@ -262,4 +288,4 @@ def dumps(metadata: Metadata) -> bytes:
     with garbage_collector_paused():
         _MetadataPickler(buffer).dump(metadata)
     pickled = buffer.getvalue()
-    return pickled + _trailer(pickled)
+    return pickled + _trailer(pickled, len(pickled))

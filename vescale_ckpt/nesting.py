@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from .errors import UntrustedCheckpointError
-from .flatten import Path
+from .structure import Path, Structure, is_number
 
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 5  # mappings in a message
 _MOST_GAPS = 1 << 20  # elements of lists, over all of them, that were not loaded
 
 
@@ -20,11 +24,12 @@ class _List(dict[int, Any]):
     """A list under way, by index."""
 
 
-def nested(values: Mapping[str, Any], paths: object) -> dict[str, Any]:
+def nested(values: Mapping[str, Any], paths: object, structure: Structure | None = None) -> dict[str, Any]:
     """`values` by the paths that their keys stand for in a checkpoint's metadata; at the top level if there is none.
 
-    Elements of lists that are not among the values are None. Raises `UntrustedCheckpointError` for paths that no state
-    can have had.
+    Elements of lists that are not among the values are None. Keys of mappings are what `structure` says they were.
+    Without it they are text, but for parameters that an optimizer's state has by their numbers; a warning names other
+    mappings whose keys look like numbers. Raises `UntrustedCheckpointError` for paths that no state can have had.
     """
     root = _Dict()
     known = paths if isinstance(paths, Mapping) else {}
@@ -41,7 +46,17 @@ def nested(values: Mapping[str, Any], paths: object) -> dict[str, Any]:
         if path[-1] in container:
             raise _conflict(key)
         container[path[-1]] = value
-    result: dict[str, Any] = _finished(root, [_MOST_GAPS])
+    for path in () if structure is None else structure.empty:
+        _add_empty(root, path)
+    finishing = _Finishing(structure)
+    result: dict[str, Any] = finishing.finished(root, ())
+    if finishing.doubtful:
+        shown = ", ".join(".".join(map(str, path)) or "the state itself" for path in finishing.doubtful[:_MOST_NAMED])
+        logger.warning(
+            "keys that look like numbers are text now, because the checkpoint does not say what they were: in %s%s",
+            shown,
+            ", ..." if len(finishing.doubtful) > _MOST_NAMED else "",
+        )
     return result
 
 
@@ -56,7 +71,9 @@ def place(root: Any, path: Path, value: Any) -> None:
 def _own_name(container: Any, name: str | int) -> Any:
     if isinstance(container, list) or name in container:
         return name
-    return next(key for key in container if str(key) == name)
+    if isinstance(name, str) and is_number(name) and (number := int(name)) in container:
+        return number
+    return next((key for key in container if str(key) == name), name)
 
 
 def _is_path(path: object) -> bool:
@@ -73,13 +90,55 @@ def _conflict(key: str) -> UntrustedCheckpointError:
     return UntrustedCheckpointError(f"{key}: metadata gives its place in the state to something else, too", key=key)
 
 
-def _finished(value: Any, gaps: list[int]) -> Any:
-    if type(value) is _List:
-        length = max(value) + 1
-        gaps[0] -= length - len(value)
-        if gaps[0] < 0:
-            raise UntrustedCheckpointError("metadata speaks of lists longer than a state has")
-        return [_finished(value.get(index), gaps) for index in range(length)]
-    if type(value) is _Dict:
-        return {name: _finished(element, gaps) for name, element in value.items()}
-    return value
+def _add_empty(root: _Dict, path: Path) -> None:
+    """A mapping without elements, where nothing else lies."""
+    if not _is_path(path):
+        raise UntrustedCheckpointError(f"metadata gives {path!r} as a place in the state")
+    container: Any = root
+    for name, following in pairwise(path):
+        kind = _Dict if isinstance(following, str) else _List
+        container = container.setdefault(name, kind())
+        if type(container) is not kind:
+            return
+    container.setdefault(path[-1], _Dict())
+
+
+class _Finishing:
+    """From containers under way to those of a state."""
+
+    def __init__(self, structure: Structure | None) -> None:
+        self._structure = structure
+        self._gaps = _MOST_GAPS
+        self.doubtful: list[Path] = []  #: mappings of which nobody knows whether their keys were numbers
+
+    def finished(self, value: Any, path: Path) -> Any:
+        if type(value) is _List:
+            length = max(value) + 1
+            self._gaps -= length - len(value)
+            if self._gaps < 0:
+                raise UntrustedCheckpointError("metadata speaks of lists longer than a state has")
+            return [self.finished(value.get(index), (*path, index)) for index in range(length)]
+        if type(value) is not _Dict:
+            return value
+        elements = {name: self.finished(element, (*path, name)) for name, element in value.items()}
+        if self._structure is not None:
+            structure = self._structure
+            result = {structure.key(path, name): element for name, element in elements.items()}
+            return result if len(result) == len(elements) else elements
+        if any(map(is_number, elements)):
+            self.doubtful.append(path)
+        elif (state := (*path, "state")) in self.doubtful and _numbers_parameters(elements):
+            self.doubtful.remove(state)
+            of_parameters = elements["state"].items()
+            elements["state"] = {int(name) if is_number(name) else name: element for name, element in of_parameters}
+        return elements
+
+
+def _numbers_parameters(optimizer: Mapping[str, Any]) -> bool:
+    """Whether that is what `state_dict` of an optimizer gives, with parameters in groups by their numbers."""
+    groups = optimizer.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    lists = [group.get("params") for group in groups]
+    numbers = {number for params in lists if isinstance(params, list) for number in params if type(number) is int}
+    return all(int(name) in numbers for name in optimizer["state"] if is_number(name))

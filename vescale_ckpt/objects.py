@@ -7,13 +7,18 @@ values take a shortcut in both directions: the same archive around the same pick
 from __future__ import annotations
 
 import io
+import logging
 import pickle
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from . import _C
-from .errors import CorruptCheckpointError, UntrustedCheckpointError
+from . import _C, harmless
+from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
+
+logger = logging.getLogger(__name__)
 
 _SCALARS = (int, float, str, bool, bytes, type(None))
 _MAX_PLAIN_ITEMS = 256
@@ -41,13 +46,36 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-def dump(value: object) -> bytes:
-    """`value` as `torch.save` writes it: `torch.load(io.BytesIO(dump(x)))` gives `x` back."""
+def dump(value: object, key: str, *, tells: bool = True) -> bytes:
+    """`value` as `torch.save` writes it: `torch.load(io.BytesIO(dump(x, "x")))` gives `x` back.
+
+    Raises `CheckpointError` with the key for what does not pickle. `tells`: a warning, once, if loads will refuse it
+    unless they trust the checkpoint.
+    """
     if _is_plain(value):
         return _C.object_record(pickle.dumps(value, protocol=2))
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    buffer, recorder = io.BytesIO(), harmless.Recorder()
+    try:
+        torch.save(value, buffer, pickle_module=recorder)
+    except Exception as error:
+        raise CheckpointError(
+            f"{key}: a {type(value).__name__} cannot be saved, because it does not pickle (save what it consists of, "
+            f"or leave it out): {type(error).__name__}: {error}",
+            key=key,
+        ) from error
+    if recorder.refused and tells:
+        _warn_of_refusal(key, some(list(recorder.refused)))
     return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_refusal(key: str, names: str) -> None:
+    logger.warning(
+        "%s holds objects that take code to load (%s): loads refuse them unless they get weights_only=False, which "
+        "trusts the checkpoint, or the classes are added by torch.serialization.add_safe_globals",
+        key,
+        names,
+    )
 
 
 class _NotPlain(Exception):
@@ -92,7 +120,7 @@ def _load_plain(data: bytes) -> tuple[bool, Any]:
 def load(data: bytes, *, weights_only: bool, key: str) -> Any:
     """The object in an archive of `torch.save`.
 
-    With `weights_only` only what torch considers harmless is built, else anything: raises `UntrustedCheckpointError`
+    With `weights_only` only what torch or `harmless` know is built, else anything: raises `UntrustedCheckpointError`
     for the rest, `CorruptCheckpointError` for what is no such archive.
     """
     plain, value = _load_plain(data)
@@ -102,9 +130,11 @@ def load(data: bytes, *, weights_only: bool, key: str) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except Exception as error:
         if weights_only and isinstance(error, pickle.UnpicklingError):
+            with suppress(Exception):
+                return harmless.load(data)
             raise UntrustedCheckpointError(
                 f"object {key!r} needs code to load, which weights_only=True forbids (if you trust the checkpoint, "
-                f"pass weights_only=False to the reader or add the class by torch.serialization.add_safe_globals): "
+                f"pass weights_only=False or add the class by torch.serialization.add_safe_globals): "
                 f"{error}",
                 key=key,
             ) from error

@@ -1,4 +1,4 @@
-"""The form of a stored tensor that is not a plain one (transposed, say), without its elements."""
+"""The form of a stored tensor that is not a plain one (transposed, say), mostly without its elements."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ from typing import IO, Any, cast
 
 import torch
 
+from . import _C
 
-def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int]) -> str:
-    """What is wrong with the record of `length` bytes at `offset` if it should hold such a tensor; empty if nothing."""
+
+def crc_of_values(tensor: torch.Tensor) -> int:
+    """CRC-32 of its elements in order, as saves of ours note it."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
+
+
+def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
+    """What is wrong with the record of `length` bytes at `offset` if it should hold such a tensor; empty if nothing.
+
+    `crc`: that of its elements, for which they are read; -1 if it is not known."""
     try:
         with open(path, "rb") as file:
             record = cast(IO[bytes], _Slice(file, offset, length))
-            tensor = torch.load(record, map_location="meta", weights_only=True)
+            tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     wanted = f"{dtype} {tuple(sizes)}"
-    return "" if found == wanted else f"the metadata promises {wanted}, the record holds {found}"
+    if found != wanted:
+        return f"the metadata promises {wanted}, the record holds {found}"
+    return "" if crc < 0 or crc_of_values(tensor) == crc else "it holds other values than were saved"
 
 
 class _Slice(io.RawIOBase):

@@ -34,6 +34,7 @@ from .lazy_metadata import LazyMetadata
 from .sharding import Piece
 from .stock import StorageInfo
 from .tensors import NOT_READY
+from .watch import changed_meanwhile
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
@@ -62,16 +63,23 @@ class PackedSavePlan(SavePlan):
     position: int = -1  #: the rank, among those planned for, whose part this is
     inventory: bytes | None = None  #: to the coordinator; None: the one that `plan_id` was made from
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
+    structure: str = ""  #: to the coordinator: what the paths do not tell (`Structure.pack`)
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
+    replicas: bytes = b""  #: to the coordinator: `Boxes.table` of what is split, or may be
+    check: int = 0  #: `Boxes.sum`, if this names a plan
+    checked: bool = True  #: whether it is of all that is split
     part: bytes | None = None  #: from the coordinator; None: as before
 
 
 class GlobalSavePlan:
     """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
 
-    def __init__(self, inventories: list[bytes], paths: list[bytes], plan: _C.GlobalPlan, kept: bool) -> None:
+    def __init__(
+        self, inventories: list[bytes], paths: list[bytes], structure: str, plan: _C.GlobalPlan, kept: bool
+    ) -> None:
         self.inventories = inventories
         self.paths = paths
+        self.structure = structure
         self.plan = plan
         # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
@@ -87,7 +95,7 @@ class GlobalSavePlan:
         self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
         """What `.metadata` and the index contain, given what each rank wrote where."""
-        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id)
+        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id, self.structure)
 
     def catalog(self, node: int = 0) -> _C.Catalog:
         if node not in self._catalogs:
@@ -193,6 +201,14 @@ class PackedItems(_Lazy):
             else:
                 self._tensors = len(self)
         return self._tensors
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` naming what was changed since the state was described."""
+        if not (changed := self.description.changed()):
+            return
+        for item in words(self.part)[: self.count_tensors() * PART_ROW : PART_ROW]:
+            if self.description.tensor_number(item) in changed:
+                raise changed_meanwhile(self.description.names[item])
 
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
         """The engine's table of the tensors in it, or of those rows, where all of them can be used where they are."""

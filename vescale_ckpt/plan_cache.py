@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from .packed import ExportParts, GlobalSavePlan
+from .replicas import Boxes
 
 Value = TypeVar("Value")
 
@@ -23,7 +24,9 @@ class KeptPart:
     part: bytes
     inventory: bytes  #: the very one, so that nothing can be mistaken for it
     paths: Mapping[str, Any] | None  #: what its keys stand for: DCP's planner_data
+    structure: str  #: what the paths do not tell
     coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
+    split: list[Boxes] = field(default_factory=list, compare=False)  #: of which it has pieces, when they are known
     exports: ExportParts = field(default_factory=dict, compare=False)  #: where it lies in files that all ranks write
 
 
@@ -60,9 +63,13 @@ class PlanCache:
         """The plans of all ranks stay: other ranks may still name them."""
         self._parts = _Recent()
 
-    def part(self, inventory: bytes, paths: Mapping[str, Any] | None, coordinates: bool) -> KeptPart | None:
+    def part(
+        self, inventory: bytes, paths: Mapping[str, Any] | None, structure: str, coordinates: bool
+    ) -> KeptPart | None:
         for kept in self._parts.latest_first():
-            if kept.coordinates != coordinates or kept.inventory != inventory or kept.paths != paths:
+            if kept.coordinates != coordinates or kept.inventory != inventory:
+                continue
+            if kept.paths != paths or kept.structure != structure:
                 continue
             if not coordinates or self.global_plan(kept.plan_id) is not None:
                 return kept

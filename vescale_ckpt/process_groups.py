@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from . import settings
+from .errors import CheckpointError
 
 Value = TypeVar("Value")
 
@@ -18,6 +22,19 @@ def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
     return group
+
+
+def check_alone_on_purpose() -> None:
+    """Raises `CheckpointError` where torch.distributed is not initialised in one of several processes of a job: each
+    would save alone, to one directory, and the last would win."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if resolved(None) is not None or not size.isdecimal() or int(size) < 2 or settings.number("alone"):
+        return
+    raise CheckpointError(
+        f"this process is one of {size} (WORLD_SIZE), but torch.distributed is not initialised: each would save alone, "
+        "and the last would replace what the others have saved. Call torch.distributed.init_process_group before; or, "
+        "if each has a directory of its own, set VESCALE_CKPT_ALONE=1"
+    )
 
 
 class PerGroup(Generic[Value]):

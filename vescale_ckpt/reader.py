@@ -25,6 +25,7 @@ from .message import pack, unpack
 from .pause import garbage_collector_paused
 from .process_groups import resolved
 from .safetensors_checkpoint import Contents
+from .seen_files import SeenFiles
 from .settings import Broadcast, DirectIO
 from .shared_reading import SharedReading
 from .stats import LoadStats
@@ -88,6 +89,7 @@ class StorageReader(DcpStorageReader):
         self._metadata: Metadata | None = None
         self._metadata_error: CheckpointError | None = None
         self.safetensors: Contents | None = None  #: what is read, if it is of this kind
+        self.seen = SeenFiles()  #: what the files of this load are
         self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,6 +144,7 @@ class StorageReader(DcpStorageReader):
 
     def _read_metadata(self, rank: int | None) -> Metadata:
         self.safetensors = None
+        self._begin(rank)
         if rank is None and safetensors_checkpoint.is_one(self.path):
             return self._on_safetensors(Contents.read(self.path, self.verify))
         self._lock_checkpoint(rank)
@@ -152,6 +155,7 @@ class StorageReader(DcpStorageReader):
 
     def mark(self) -> str:
         """Tells this checkpoint's metadata from that of another, cheaply; empty if there is none. Raises OSError."""
+        self._begin(None)
         if safetensors_checkpoint.is_one(self.path):
             return safetensors_checkpoint.mark(self.path)
         return layout.metadata_mark(self.path)
@@ -177,7 +181,12 @@ class StorageReader(DcpStorageReader):
         if not index:
             path = os.path.join(self.path, layout.METADATA_NAME)
             return _with_load_id(metadata_file.loads(whole, path), self._load_id)
-        return self._on_index(_C.Index.from_bytes(index), None)
+        path = os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)
+        with engine.named_errors(str, path):  # it was sound when it was sent
+            return self._on_index(_C.Index.from_bytes(index, f"{path}, as the coordinator sent it,"), None)
+
+    def _begin(self, rank: int | None) -> None:
+        self.seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         self._unlock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,25 +17,34 @@ class Kept:
 
     step: int
     metric: float | None = None  #: that the rule asks for; None: the checkpoint has none
+    order: int | None = None  #: greater, the later it was saved (abandoned ones before others); None: as the step says
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the newest `max_to_keep` checkpoints, or with `best` (a metric's name) the best ones; the newest in any
-    case; and with `keep_period` each whose step is a multiple of it, for good. `max_to_keep=None` keeps all."""
+    """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones; the
+    one saved last and the one of the highest step in any case; and with `keep_period` each whose step is a multiple of
+    it, for good. `max_to_keep=None` keeps all."""
 
     max_to_keep: int | None = None
     keep_period: int | None = None
     best: str | None = None
-    best_mode: BestMode = "max"
+    best_mode: BestMode | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_to_keep", "keep_period"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: at least 1 is wanted, or None")
-        if self.best_mode not in ("max", "min"):
+            checked_count(name, getattr(self, name))
+        if self.best is not None and (not isinstance(self.best, str) or not self.best):
+            raise ValueError(f"best={self.best!r}: the name of a metric is wanted, or None")
+        if self.best_mode not in ("max", "min", None):
             raise ValueError(f"best_mode={self.best_mode!r}: 'max' or 'min' is wanted")
+        if self.best is not None and self.best_mode is None:
+            raise ValueError(
+                f"best_mode is missing: for best={self.best!r} say 'min' if less is better (a loss), or 'max'"
+            )
+
+    def keeps_for_good(self, step: int) -> bool:
+        return self.keep_period is not None and step % self.keep_period == 0
 
     def surplus(self, checkpoints: Iterable[Kept]) -> list[int]:
         """Steps that need not be kept, rising."""
@@ -43,18 +53,46 @@ class Retention:
         found = list(checkpoints)
         ranked = sorted(found, key=self._rank, reverse=True)
         kept = {checkpoint.step for checkpoint in ranked[: self.max_to_keep]}
-        kept.add(max((checkpoint.step for checkpoint in found), default=0))
+        if found:
+            kept |= {max(found, key=_order).step, max(checkpoint.step for checkpoint in found)}
         return sorted(
             checkpoint.step
             for checkpoint in found
-            if checkpoint.step not in kept and not (self.keep_period and checkpoint.step % self.keep_period == 0)
+            if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
         )
 
     def _rank(self, checkpoint: Kept) -> tuple[float, int]:
         """Better is greater. Of equals the newer is; without a metric, or with NaN, it is worse than any with."""
         if self.best is None:
-            return 0.0, checkpoint.step
+            return 0.0, _order(checkpoint)
         metric = checkpoint.metric
         if metric is None or math.isnan(metric):
-            return -math.inf, checkpoint.step
-        return (metric if self.best_mode == "max" else -metric), checkpoint.step
+            return -math.inf, _order(checkpoint)
+        return (metric if self.best_mode == "max" else -metric), _order(checkpoint)
+
+
+def _order(checkpoint: Kept) -> int:
+    return checkpoint.step if checkpoint.order is None else checkpoint.order
+
+
+def checked_count(name: str, value: object) -> int | None:
+    """An option that is a number of something. Raises ValueError for what is none."""
+    if value is None:
+        return None
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r}: a whole number, at least 1, is wanted, or None")
+    return number
+
+
+def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
+    """An option that is a time. Raises ValueError for what is none. `zero`: whether none at all is one."""
+    if value is None:
+        return None
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r}: seconds are wanted{'' if zero else ', more than 0'}, or None")
+    return float(value)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 Nobody reads it while all goes well. When a rank waits in vain, this is where the names of the missing come from, and
 where the first to give up leaves its verdict, so that all ranks raise the same error and a rank that comes later
-learns at once that the others have gone.
+learns at once that the others have gone. A rank that waits repeats its note; one that is stopped or cut off does not.
 
 A group whose ranks fell out of step meets anew: each meeting has a number, its generation. A rank's next generation
 follows its last one, so ranks that call equally often meet in the same one.
@@ -10,36 +10,35 @@ follows its last one, so ranks that call equally often meet in the same one.
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import json
-import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from . import stock
 from .errors import CheckpointError, CheckpointTimeoutError
 from .stock import PrefixStore, Store
+from .store_clerk import PATIENCE, StoreClerk
 
-PATIENCE = 2.0  # seconds that a store has to answer, and that a rank has to say why it left
-
-#: by rank: its call, what that is, and how far it has come in it; None where it has not come
-Notes = dict[int, tuple[int, str, int] | None]
+GRACE = 6.0  # seconds: a rank that has waited for its timeout raises no later than so long after it
+_BEATS_OF_SILENCE = 5  # after which a rank that should repeat its note, and has not, is silent
+_COMMIT = "commit "  # what stands in the place of the verdict from then on, with the number of the collective before it
 
 _Result = TypeVar("_Result")
-_STORE_GONE = (
-    "the store that the ranks share does not answer: the process that hosts it (rank 0, where torch made it) has died "
-    "or hangs"
-)
 
 
-class StoreGoneError(CheckpointTimeoutError):
-    """The store fails or does not answer: the process that hosts it has died or hangs."""
+class Note(NamedTuple):
+    """Where a rank is: in its `calls`-th collective, a `step`, and how far in it, or behind that if not `inside`."""
 
-    def __init__(self) -> None:
-        super().__init__("asking the store that the ranks share", [], _STORE_GONE)
+    calls: int
+    step: str
+    progress: int
+    inside: bool
+    beat: int  #: rises while it is inside
+
+
+Notes = dict[int, Note | None]  #: by rank; None where it has not come
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Verdict:
     late: list[int]
     text: str
     mismatch: bool = False  # ranks were in different collectives
+    commit: int = 0  # the collective behind which the latest commit began
+    commit_is_known: bool = True
 
     def error(self) -> CheckpointError:
         if self.mismatch:
@@ -66,96 +67,129 @@ class Verdict:
 
 
 class RollCall:
-    """The notes of one generation of a group. `store` must be a client of its own: some calls hold it for long.
+    """The notes of one generation of a group. `connect` makes a client of the store, of its own.
 
-    Whatever reads raises StoreGoneError.
+    Whatever reads raises StoreGoneError if the store does not answer within seconds.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, generation: int = 0) -> None:
+    def __init__(
+        self, connect: Callable[[], Store], rank: int, size: int, clerk: StoreClerk | None = None, generation: int = 0
+    ) -> None:
         self.rank = rank
         self.size = size
         self._generation = generation
-        self._store = store
+        self._connect = connect
+        self._beat = 0.4 + size / 10_000  # seconds: a store can take the notes of ten thousand ranks that wait
+        self._clerk = clerk if clerk is not None else StoreClerk(connect, self._beat)
 
     def next(self, failed_before: bool, timeout: float) -> RollCall:
         """Of the next generation; `failed_before`: of the next but those that failed meanwhile without this rank.
 
         Not so at first: a generation that failed while this rank was on its way has failed for it too.
         """
+        # A client that waits for an answer does so until TCP gives up, which may be long after the network is back.
+        clerk = self._clerk if self._clerk.answers else StoreClerk(self._connect, self._beat)
         key = f"generation/{self.rank}"
-
-        def move() -> RollCall:
-            roll = RollCall(self._store, self.rank, self.size, self._store.add(key, 1))
-            while failed_before and roll._verdict(0) is not None:
-                roll = RollCall(self._store, self.rank, self.size, self._store.add(key, 1))
-            return roll
-
-        return _bounded(move, timeout)
+        while True:
+            generation = clerk.ask(lambda store: store.add(key, 1), timeout)
+            roll = RollCall(self._connect, self.rank, self.size, clerk, generation)
+            if not (failed_before and roll.verdict() is not None):
+                return roll
 
     def meet(self, phase: str, timeout: float) -> None:
         """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not."""
-        outcome = self._key("outcome")
+        outcome, present = self._key("outcome"), self._key("present")
+        self.note(0, phase)
 
-        def all_came() -> bool:
-            self.note(0, phase)
-            if self._store.add(self._key("present"), 1) == self.size:
-                self._store.compare_set(outcome, "", "met")
-            with contextlib.suppress(RuntimeError):  # how a store says that the time is over
-                self._store.wait([outcome], timedelta(seconds=timeout))
-            return bytes(self._store.compare_set(outcome, "", "given up")) == b"met"
+        def come(store: Store) -> None:
+            if store.add(present, 1) == self.size:
+                store.compare_set(outcome, "", "met")
 
         def judge(notes: Notes) -> Verdict:
             absent = [rank for rank, note in notes.items() if note is None]
             return Verdict(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
 
-        if not _bounded(all_came, timeout + PATIENCE):
+        deadline = time.monotonic() + timeout
+        self._clerk.ask(come, timeout)
+        self._look_until(lambda store: store.check([outcome]), deadline)
+        end = self._clerk.ask(lambda store: bytes(store.compare_set(outcome, "", "given up")))
+        if end != b"met":
             raise self.settle(judge).error()
 
     def store_for_connections(self) -> Store:
-        return PrefixStore(self._key("connections"), self._store)
+        """Of the client that the notes go by: to be used for moments."""
+        return PrefixStore(self._key("connections"), self._clerk.ask(lambda store: store))
 
     def store_for_devices(self) -> Store:
         """A client of its own: the ranks' devices wait for each other in it."""
-        return PrefixStore(self._key("devices"), stock.clone_of(self._store))
+        return PrefixStore(self._key("devices"), self._clerk.ask(stock.clone_of))
 
-    def note(self, calls: int, step: str, progress: int = 0) -> None:
-        """Says where this rank is: in its `calls`-th collective, a `step`, and how far in it. Costs microseconds."""
-        self._store.set(self._key(f"at/{self.rank}"), json.dumps([calls, step, progress]))
+    def note(self, calls: int, step: str, progress: int = 0, inside: bool = True) -> None:
+        """Says where this rank is: in its `calls`-th collective, a `step`, and how far in it; or that it has left it.
+        Costs microseconds."""
+
+        def text(beat: int) -> str:
+            return json.dumps(Note(calls, step, progress, inside, beat))
+
+        self._clerk.note(self._key(f"at/{self.rank}"), text, repeated=inside)
 
     def verdict(self, wait: float = 0.0) -> Verdict | None:
         """The verdict on this generation, once there is one; None if there is none within `wait` seconds."""
-        return _bounded(lambda: self._verdict(wait), wait + PATIENCE)
+        return self._look_until(self._verdict, time.monotonic() + wait)
+
+    def may_commit(self, calls: int, timeout: float) -> Verdict | None:
+        """Says that a commit begins behind the `calls`-th collective, and returns None; or the verdict that is there
+        already. Whoever gives up from now on learns that the commit has begun."""
+        key, said = self._key("verdict"), f"{_COMMIT}{calls}"
+
+        def begin(store: Store) -> Verdict | None:
+            there = b""
+            while True:
+                now = bytes(store.compare_set(key, there.decode(), said))
+                if now == said.encode():
+                    return None
+                if not now.startswith(_COMMIT.encode()):
+                    return Verdict.decode(now)
+                there = now  # another rank's, or that of an earlier save
+
+        return self._clerk.ask(begin, timeout)
 
     def settle(self, judge: Callable[[Notes], Verdict]) -> Verdict:
         """The one verdict on this generation: the first that a rank leaves. `judge` makes one from all ranks' notes.
 
         Where many ranks fail at once, one judges and the others wait for it.
         """
+        first = self._clerk.ask(lambda store: store.add(self._key("judges"), 1) == 1)
+        verdict = None if first else self.verdict(wait=PATIENCE + self._seconds_of_silence)
+        return self._leave(judge(self.notes())) if verdict is None else verdict
 
-        def settle() -> Verdict:
-            first = self._store.add(self._key("judges"), 1) == 1
-            verdict = None if first else self._verdict(PATIENCE)
-            if verdict is None:
-                verdict = judge(self._read())
-                verdict = Verdict.decode(self._store.compare_set(self._key("verdict"), "", verdict.encode()))
-            return verdict
+    def silent(self, before: Notes, among: list[int]) -> list[int]:
+        """Which of the ranks, all inside a collective as of the notes `before`, do not repeat their notes: they are
+        stopped or cut off. Takes as long as that takes to tell."""
 
-        return _bounded(settle, 2 * PATIENCE + self.size / 1000)  # many notes take long to read
+        def beat(notes: Notes, rank: int) -> int:
+            note = notes[rank]
+            return -1 if note is None else note.beat
 
-    def _verdict(self, wait: float) -> Verdict | None:
-        key = self._key("verdict")
-        if wait > 0:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([key], timedelta(seconds=wait))
-        return Verdict.decode(self._store.get(key)) if self._store.check([key]) else None
+        still = [rank for rank in among if rank != self.rank]
+        deadline = time.monotonic() + self._seconds_of_silence
+        while still and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, self._beat))
+            now = self.notes()
+            still = [rank for rank in still if beat(now, rank) == beat(before, rank)]
+        return still
 
-    def _read(self) -> Notes:
+    def notes(self) -> Notes:
+        """Where all ranks are."""
         keys = {self._key(f"at/{rank}"): rank for rank in range(self.size)}
-        there = list(keys) if self._store.check(list(keys)) else [key for key in keys if self._store.check([key])]
+
+        def read(store: Store) -> list[tuple[str, bytes]]:
+            there = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
+            return list(zip(there, store.multi_get(there), strict=True)) if there else []
+
         notes: Notes = dict.fromkeys(range(self.size))
-        for key, text in zip(there, self._store.multi_get(there), strict=True):
-            calls, step, progress = json.loads(text)
-            notes[keys[key]] = (calls, step, progress)
+        for key, text in self._clerk.ask(read, PATIENCE + self.size / 1000):  # many notes take long to read
+            notes[keys[key]] = Note(*json.loads(text))
         return notes
 
     def named(self, ranks: list[int], most: int = 10) -> str:
@@ -166,22 +200,41 @@ class RollCall:
         more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
         return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more} of {self.size}"
 
+    @property
+    def _seconds_of_silence(self) -> float:
+        return _BEATS_OF_SILENCE * self._beat
+
+    def _verdict(self, store: Store) -> Verdict | None:
+        key = self._key("verdict")
+        if not store.check([key]):
+            return None
+        text = bytes(store.get(key))
+        return None if text.startswith(_COMMIT.encode()) else Verdict.decode(text)
+
+    def _leave(self, verdict: Verdict) -> Verdict:
+        """The verdict that counts: this one, if there is none."""
+        key = self._key("verdict")
+
+        def leave(store: Store) -> Verdict:
+            there, mine = b"", verdict
+            while True:
+                now = bytes(store.compare_set(key, there.decode(), mine.encode()))
+                if not now.startswith(_COMMIT.encode()):
+                    return Verdict.decode(now)
+                there, mine = now, replace(verdict, commit=int(now[len(_COMMIT) :]))
+
+        return self._clerk.ask(leave)
+
+    def _look_until(self, question: Callable[[Store], _Result], deadline: float) -> _Result:
+        """Asks until the answer is something, or the time is over. The store could wait, but nobody else could ask."""
+        nap = 0.002
+        while True:
+            left = deadline - time.monotonic()  # a store that does not answer may do so again meanwhile
+            answer = self._clerk.ask(question, max(PATIENCE, left))
+            if answer or left <= 0:
+                return answer
+            time.sleep(min(nap, left))
+            nap = min(nap * 1.5, self._beat)
+
     def _key(self, name: str) -> str:
         return f"{self._generation}/{name}"
-
-
-def _bounded(function: Callable[[], _Result], seconds: float) -> _Result:
-    """The result of a function that talks to the store. A host that hangs, not dead, would hold it without limit."""
-    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="vescale_ckpt roll call", daemon=True).start()
-    try:
-        return future.result(seconds)
-    except (RuntimeError, concurrent.futures.TimeoutError) as error:
-        raise StoreGoneError from error

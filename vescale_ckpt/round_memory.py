@@ -102,7 +102,7 @@ class RoundMemory:
 
 def _word() -> torch.Tensor:
     """A message that says no more than that it came."""
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class _Mapped:

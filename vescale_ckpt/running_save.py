@@ -6,10 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from . import _C, directory_lock, step_directories, step_metrics
+from . import _C, directory_lock, step_directories, step_metrics, step_order
 from .errors import CheckpointError
 from .layout import FileLock
 from .save_handle import SaveHandle
+from .step_order import Branch
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ class RunningSave:
         self._lock: FileLock | None = None  # on the step's directory
         self._ended = threading.Event()
 
-    def prepare(self, metrics: Mapping[str, float] | None) -> None:
-        """What only the coordinator does, and a save can do without."""
+    def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
+        """What only the coordinator does. A save can do without metrics, but raises where it would not be known as the
+        last."""
         if not self.is_coordinator:
             return
         try:
@@ -35,6 +37,7 @@ class RunningSave:
             step_metrics.write(self.path, self.step, metrics)
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the metrics of step %d are not kept: %s", self.step, error)
+        step_order.write(self.path, branch)
 
     def end(self, then: Callable[[], None] | None) -> None:
         """It is durable or has failed. Does what follows it: nothing of that needs other ranks, or fails the save."""

@@ -9,6 +9,7 @@ RuntimeError, as there.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,11 @@ import torch
 
 from . import _C, engine, settings
 from .errors import CheckpointError, MissingKeysError, some
+from .export_names import TIED_NAMES
+from .layout import local_path
 from .pause import garbage_collector_paused
 from .tensors import ON_HOST, ready_tensors, tensor_table
+from .watch import WatchedState
 from .whole_file import WholeFile
 
 __all__ = ["load_file", "safe_open", "save_file"]
@@ -32,6 +36,7 @@ _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
 }
 STORABLE = frozenset(_DTYPES.values())
+_OURS = frozenset({_C.SAFETENSORS_CHECKSUMS, TIED_NAMES})  # among the texts of a header
 _WHOLE = -1  # in a table to read: all of a tensor
 
 
@@ -52,25 +57,30 @@ def save_file(
     Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for what cannot be saved so,
     `StorageFullError`, `CheckpointError`.
     """
+    path = local_path(filename)
     with garbage_collector_paused():
         _check_tensors(tensors)
+        watch = WatchedState(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
+        if any(value in tensors for _, value in texts):
+            texts = with_ties(texts, {})
         names = list(tensors)
         hosts, table = _in_host_memory(names, list(tensors.values()))
         try:
             layout = _C.SafetensorsLayout(names, table, texts)
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-        _write(os.fspath(filename), layout, table)
+        _write(path, layout, table, watch)
         del hosts  # they had to live until here
 
 
-def _write(path: str, layout: _C.SafetensorsLayout, table: bytes) -> None:
+def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
     with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
         engine.check_space(file.directory, layout.file_bytes)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
+        watch.check_unchanged()
         file.commit()
 
 
@@ -143,7 +153,12 @@ def checked_metadata(metadata: object) -> list[tuple[str, str]]:
             raise TypeError(f"metadata {key!r}: {value!r}: both must be text")
         key.encode()
         value.encode()
-    return [(key, value) for key, value in metadata.items() if key != _C.SAFETENSORS_CHECKSUMS]  # of another file
+    return [(key, value) for key, value in metadata.items() if key not in _OURS]  # of another file
+
+
+def with_ties(texts: Sequence[tuple[str, str]], ties: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The texts of a header, and which names stand for other names' tensors: told always, so that no other text can."""
+    return [*texts, (TIED_NAMES, json.dumps(ties))]
 
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
@@ -182,7 +197,7 @@ class _Opened:
     """A file with its header read and checked."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
-        self.path = os.fspath(filename)
+        self.path = local_path(filename)
         self.device = torch.device(device)
         self.verify = verify
         self.options = engine.options(None, engine.direct_io_setting("auto"))
@@ -219,7 +234,7 @@ class _Opened:
         torch_name = self.tensors[number][2]
         if torch_name not in _DTYPES:
             raise CheckpointError(f"{self.tensors[number][0]}: this torch has no {torch_name}", path=self.path)
-        return torch.empty(shape, dtype=_DTYPES[torch_name])
+        return torch.empty(shape, dtype=_DTYPES[torch_name], device="cpu")
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         hosts = list(map(self.empty, numbers, self.shapes(numbers)))
@@ -304,8 +319,9 @@ class safe_open:  # the name that callers know
         return list(self._opened().number)
 
     def metadata(self) -> dict[str, str] | None:
-        """What was saved as metadata, without our checksums; None if the header has none."""
-        return self._opened().file.metadata()
+        """What was saved as metadata, without our checksums and marks; None if the header has none."""
+        metadata = self._opened().file.metadata()
+        return metadata and {key: text for key, text in metadata.items() if key not in _OURS}
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Raises `MissingKeysError` if there is no such tensor."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import stat
@@ -33,20 +34,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from . import _C, engine, export_names, layout
-from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from . import _C, engine, export_names, layout, other_formats
+from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from .items import SHARD, TENSOR, packed_row
 from .message import pack, unpack
 from .packed import PLACE_ROW, words
 from .sharding import Piece
 from .stock import StorageInfo
 
-SUFFIX = ".safetensors"
+logger = logging.getLogger(__name__)
+
+SUFFIX = export_names.SUFFIX
 INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # as of headers
 _FARTHEST = 1 << 62
+_ATTEMPTS = 5  # at reading the headers of a directory into which exports go meanwhile
 _OPENERS = 8  # headers are small and far apart: what takes time is waiting
 
 OnError = Callable[[CheckpointError], None]
@@ -92,20 +96,45 @@ class Contents:
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
         if os.path.isfile(path):
+            with engine.named_system_errors(path):
+                advice = other_formats.advice_for_file(path)
+            if advice is not None:
+                raise CheckpointError(advice, path=path)
             root, name = os.path.split(path)
             return _Reading(root, verify, on_error).contents([name], None)
-        index = _index_name(path)
+        for attempts_left in range(_ATTEMPTS - 1, -1, -1):
+            stamp = _stamp(path)
+            errors: list[CheckpointError] = []
+            try:
+                found = cls._read_directory(path, verify, None if on_error is None else errors.append)
+            except CheckpointError:
+                if _stamp(path) == stamp or not attempts_left:
+                    raise
+                continue
+            if _stamp(path) == stamp:
+                for error in errors:
+                    assert on_error is not None
+                    on_error(error)
+                return found
+        raise CheckpointError(f"{path}: exports into it follow each other faster than it can be read", path=path)
+
+    @classmethod
+    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> Contents:
+        names = os.listdir(path)
+        index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
-        if weight_map is None:
-            if export_names.holds_unfinished_export(path):
-                raise CheckpointError(
-                    f"{path} has files of a model but no index of them: it holds an export that did not finish",
-                    path=path,
-                )
-            files = export_names.without_unfinished(sorted(name for name in os.listdir(path) if name.endswith(SUFFIX)))
-        else:
-            files = sorted(set(weight_map.values()))
-        return _Reading(path, verify, on_error).contents(files, weight_map)
+        if weight_map is not None and not export_names.rules_alone(names, set(weight_map.values())):
+            return _Reading(path, verify, on_error).contents(sorted(set(weight_map.values())), weight_map)
+        if export_names.holds_unfinished_export(path):
+            raise CheckpointError(
+                f"{path} has files of a model but no index of them: it holds an export that did not finish",
+                path=path,
+            )
+        files = export_names.without_index(names)
+        left_out = [name for name in names if name.endswith(SUFFIX) and name not in files]
+        if index is None and (others := sorted(name for name in left_out if not export_names.is_model_file(name))):
+            logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
+        return _Reading(path, verify, on_error).contents(files, None)
 
     def pack(self) -> bytes:
         """For readers of other ranks."""
@@ -170,7 +199,7 @@ class _Header:
     """One file's, as far as it is wanted here."""
 
     crc: int
-    metadata: dict[str, str]
+    ties: Mapping[str, str]  #: to the names of tensors
     #: by name: dtype code, shape, and the range in the file
     tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of those that are boxes
@@ -208,7 +237,7 @@ class _Reading:
                 try:
                     if isinstance(header, CheckpointError):
                         raise header
-                    for alias, key in header.metadata.items():
+                    for alias, key in header.ties.items():
                         if alias not in header.tensors and key in header.tensors:
                             aliases[alias] = key, name
                     keys = header.tensors.keys() if weight_map is None else self.wanted[name]
@@ -244,7 +273,7 @@ class _Reading:
             with engine.named_errors(str, path):
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
-        header = _Header(file.head_crc, metadata, tensors)
+        header = _Header(file.head_crc, _ties(metadata, path), tensors)
         if export_names.SHARDING_INFO in metadata:
             header.offsets = _offsets(metadata[export_names.SHARDING_INFO], tensors, path)
         return header
@@ -331,6 +360,21 @@ def _overlap(one: Any, other: Any) -> bool:
     return all(a < d + e and d < a + b for a, b, d, e in zip(one[0], one[1], other[0], other[1], strict=True))
 
 
+def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
+    """Names that stand for other names' tensors. What of this file has no such tensor is not for it."""
+    if (text := metadata.get(export_names.TIED_NAMES)) is None:
+        return metadata
+    try:
+        ties = _json(text)
+        if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+            raise TypeError("no object of names")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UntrustedCheckpointError(
+            f"{path}: its {export_names.TIED_NAMES} makes no sense: {error!r}", path=path
+        ) from None
+    return ties
+
+
 def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
     """Of tensors that are boxes of larger ones, where they begin."""
 
@@ -350,8 +394,20 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
         ) from None
 
 
-def _index_name(directory: str) -> str | None:
-    names = [name for name in os.listdir(directory) if name.endswith(INDEX_SUFFIX)]
+def _stamp(directory: str) -> list[tuple[int, ...] | None]:
+    """Changes when an export into the directory commits."""
+    stamp: list[tuple[int, ...] | None] = []
+    for name in (export_names.SINGLE_NAME, export_names.INDEX_NAME):
+        try:
+            status = os.stat(os.path.join(directory, name))
+            stamp.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        except OSError:
+            stamp.append(None)
+    return stamp
+
+
+def _index_name(directory: str, found: Iterable[str]) -> str | None:
+    names = [name for name in found if name.endswith(INDEX_SUFFIX)]
     if len(names) <= 1 or _USUAL_INDEX in names:
         return None if not names else _USUAL_INDEX if _USUAL_INDEX in names else names[0]
     raise CheckpointError(

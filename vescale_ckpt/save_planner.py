@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from array import array
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,25 +14,27 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from . import _C, objects
+from . import _C, objects, replicas
 from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
-from .flatten import flatten
+from .flatten import flatten_with_structure
 from .hooks import is_method_of
 from .items import OBJECT
 from .node import node_of_this_process
 from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
 from .pause import garbage_collector_paused
-from .per_rank import unwrapped
+from .per_rank import this_rank, unwrapped
 from .plan_cache import KeptPart, PlanCache
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
+from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
 _NEVER_SPLIT = 1 << 62  # bytes
+_MOST_NAMED = 5  # keys in a message
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -69,13 +72,14 @@ class SavePlanner(DefaultSavePlanner):
         self._describer = Describer()
         self._cache = PlanCache()
         self._description: Description | None = None
+        self._structure = ""  # of the state, packed: kinds of keys and empty mappings
         self._unconfirmed = False  # planning began and did not end: that save failed
         self._alone = False  # this rank's plan is for itself, but it does not coordinate
 
     def __getstate__(self) -> dict[str, Any]:
         # A planner goes to the process of an asynchronous save by pickle, at every save: without its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_describer", "_cache", "_description", "_unconfirmed", "_alone")
+        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed", "_alone")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,9 +96,12 @@ class SavePlanner(DefaultSavePlanner):
             self._cache.forget_parts()  # ranks may no longer agree on what they keep
         self._unconfirmed, self._alone = True, False
         if self.flatten_state_dict:
-            state_dict, self.mappings = unwrapped(*flatten(state_dict))
+            flat, paths, structure = flatten_with_structure(state_dict)
+            state_dict, self.mappings = unwrapped(flat, paths)
+            self._take_structure(structure)
         else:
             state_dict, _ = unwrapped(state_dict, {})
+            self._structure = ""
         if self.flatten_sharded_tensors and holds_any(state_dict, ShardedTensor):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
@@ -144,7 +151,11 @@ class SavePlanner(DefaultSavePlanner):
         items = self.plan.items
         if isinstance(items, PackedItems):
             resolved = items.resolve(write_item.index)
-            return io.BytesIO(objects.dump(resolved)) if write_item.type == WriteItemType.BYTE_IO else resolved
+            return (
+                io.BytesIO(objects.dump(resolved, write_item.index.fqn))
+                if write_item.type == WriteItemType.BYTE_IO
+                else resolved
+            )
         value: Any = self.state_dict.get(write_item.index.fqn)
         if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
             return value  # type: ignore[no-any-return]  # no shard: nothing to look up
@@ -152,7 +163,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(objects.dump(object))
+            return io.BytesIO(objects.dump(object, write_item.index.fqn))
         return object
 
     # The storage holds all tensors of a save at once if they are the state's own memory.
@@ -168,24 +179,37 @@ class SavePlanner(DefaultSavePlanner):
     def describe(self) -> Description | None:
         """The state's description, None if something in it only DCP's own planning understands."""
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
-        return None if description.other else description
+        return None if description.other else description.watched()
 
-    def local_plan(self, description: Description) -> PackedSavePlan:
-        """What this rank tells the coordinator: all about its state, or the plan that it still has for it."""
-        kept = self._cache.part(description.inventory, self._paths, self.is_coordinator)
+    def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
+        """What this rank tells the coordinator: all about its state, or the plan that it still has for it.
+
+        `on_devices`: whether replicas on devices are compared, too, which waits for the device."""
+        kept = self._cache.part(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
-            return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position)
-        return self.full_local_plan(description)
+            boxes = _split(kept, description)
+            hashes, all_of_them = boxes.hashes(description, on_devices)
+            return PackedSavePlan(
+                [],
+                plan_id=kept.plan_id,
+                position=kept.position,
+                replicas=boxes.table(hashes),
+                check=boxes.sum(hashes),
+                checked=all_of_them,
+            )
+        return self.full_local_plan(description, on_devices)
 
-    def full_local_plan(self, description: Description) -> PackedSavePlan:
+    def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
             logger.info("planning again: %s", what_changed(last, description.inventory))
-        contents = [objects.dump(value) for value in description.objects.values()]
+        contents = [objects.dump(value, key, tells=False) for key, value in description.objects.items()]
         return PackedSavePlan(
             [],
             inventory=_C.with_object_bytes(description.inventory, array("q", map(len, contents))),
             paths=_packed_paths(self._paths),
+            structure=self._structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
+            replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
         )
 
     def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
@@ -194,12 +218,13 @@ class SavePlanner(DefaultSavePlanner):
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
         }
-        if len(named) == 1 and (name := named.pop()) is not None:
+        found = replicas.differing([plan.replicas for plan in plans if isinstance(plan, PackedSavePlan)])
+        if not found and len(named) == 1 and (name := named.pop()) is not None:
             kept = self._cache.global_plan(name)
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
                 return kept, False
-        inventories, paths = [], []
+        inventories, paths, structures = [], [], []
         for rank, plan in enumerate(plans):
             if not isinstance(plan, PackedSavePlan):
                 inventories.append(pack_items(plan.items))
@@ -207,37 +232,44 @@ class SavePlanner(DefaultSavePlanner):
             elif plan.inventory is not None:
                 inventories.append(plan.inventory)
                 paths.append(plan.paths)
+                structures.append(plan.structure)
             elif (kept := self._cache.global_plan(plan.plan_id)) is not None:
                 inventories.append(kept.inventories[plan.position])
                 paths.append(kept.paths[plan.position])
+                structures.append(kept.structure)
             else:
                 raise CheckpointError(
                     f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
                     "saves with this planner. The next save plans afresh"
                 )
         _warn_of_differing_objects(plans)
+        whole: list[str] = []
+        if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
+            keys = replicas.keys_of(found, inventories)
+            replicas.warn(keys)
+            whole += keys
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
         previous = self._cache.last_global_plan
         options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
         try:
             global_plan = _C.GlobalPlan(
-                inventories, self.placement, previous.plan if previous is not None else None, **options
+                inventories, self.placement, previous.plan if previous is not None else None, whole=whole, **options
             )
         except _C.EngineError as error:  # it names the key and the ranks
             raise CheckpointError(str(error)) from None
-        planned = GlobalSavePlan(inventories, paths, global_plan, self.reuse_plans)
+        planned = GlobalSavePlan(inventories, paths, Structure.merged(structures), global_plan, self.reuse_plans)
         if self.reuse_plans:
             self._cache.keep_global_plan(planned)
         return planned, True
 
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
         """This rank's part of the plan, given the coordinator's answer."""
-        inventory, paths, coordinates = description.inventory, self._paths, self.is_coordinator
+        made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptPart | None
         if plan.part is not None:
-            kept = KeptPart(plan.plan_id, plan.position, plan.part, inventory, paths, coordinates)
+            kept = KeptPart(plan.plan_id, plan.position, plan.part, *made_for)
         else:
-            kept = self._cache.part(inventory, paths, coordinates)
+            kept = self._cache.part(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
@@ -254,6 +286,11 @@ class SavePlanner(DefaultSavePlanner):
         self._cache.keep_global_plan(kept)
         return kept
 
+    def _take_structure(self, structure: Structure) -> None:
+        self._structure = structure.pack()
+        if structure.lost:
+            _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
+
     def forget_state(self) -> None:
         """Lets go of the state: it may be larger than what the process otherwise needs, and this object lives on."""
         self.state_dict = {}
@@ -269,6 +306,27 @@ class SavePlanner(DefaultSavePlanner):
 
     def _overrides(self, *names: str) -> bool:
         return not all(is_method_of(self, name, SavePlanner) for name in names)
+
+
+@lru_cache(maxsize=256)  # told once
+def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "keys of mappings that are neither text nor numbers are saved as text, and come back so without a state to "
+        "load into: %s",
+        ", ".join(names),
+    )
+
+
+def _split(kept: KeptPart, description: Description) -> replicas.Boxes:
+    """What a rank writes pieces of. Where tensors lie may change while the plan stays."""
+    if not kept.split or kept.split[0].sources != description.sources:
+        kept.split[:] = [replicas.split_boxes(description, kept.part)]
+    return kept.split[0]
+
+
+def _hashes_of_large(description: Description, on_devices: bool) -> bytes:
+    boxes = replicas.large_boxes(description)
+    return boxes.table(boxes.hashes(description, on_devices)[0])
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:

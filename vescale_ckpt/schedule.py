@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .errors import CheckpointError
 from .exchange import Exchange
+from .retention import checked_count, checked_seconds
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,8 @@ class Schedule:
     """When the step is a multiple of `steps`, or `seconds` after the last save began; with neither, always."""
 
     def __init__(self, steps: int | None, seconds: float | None) -> None:
-        if steps is not None and steps < 1:
-            raise ValueError(f"save_interval_steps={steps}: at least 1 is wanted, or None")
-        if seconds is not None and seconds < 0:
-            raise ValueError(f"save_interval_seconds={seconds}: a time is wanted, or None")
-        self.steps = steps
-        self.seconds = seconds
+        self.steps = checked_count("save_interval_steps", steps)
+        self.seconds = checked_seconds("save_interval_seconds", seconds, zero=True)
         self._last_save = time.monotonic()
 
     def began(self, at: float) -> None:

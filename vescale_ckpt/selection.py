@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import translate
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -61,13 +61,34 @@ def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
     back: dict[str, str] = {}
     for key in keys:
         name = of(key)
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or (key and not name):
             raise ValueError(f"rename gives {name!r} as the checkpoint's key of {key!r}")
         first = back.setdefault(name, key)
         if first != key:
             raise ValueError(f"rename gives {first!r} and {key!r} the same key of the checkpoint, {name!r}")
         result[key] = name
     return result
+
+
+def suggested(missing: Sequence[str], stored: Sequence[str]) -> tuple[dict[str, str], int]:
+    """A renaming of one prefix by which most of the missing keys, at least half of them, are among those stored; and
+    how many. An empty one if there is none."""
+    present = set(stored)
+    best: dict[str, str] = {}
+    most = (len(missing) - 1) // 2
+    for key in missing[:3]:
+        parts = key.split(".")
+        for cut in range(len(parts)):
+            suffix = ".".join(parts[cut:])
+            alike = [name for name in stored if name == suffix or name.endswith("." + suffix)]
+            for name in alike[:10]:
+                rename = {".".join(parts[:cut]): name.removesuffix(suffix).removesuffix(".")}
+                found = sum(of in present for of in map(_by_prefix(rename), missing))
+                if found > most:
+                    best, most = rename, found
+            if alike:
+                break
+    return (best, most) if best else ({}, 0)
 
 
 def _by_prefix(mapping: Mapping[str, str]) -> Callable[[str], str]:

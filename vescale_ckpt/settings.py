@@ -64,6 +64,8 @@ SETTINGS = {
         Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
         Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
         Setting("exit_timeout", 600, "seconds that a process that ends waits for its asynchronous saves"),
+        Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
+        Setting("exit_status", 1, "status of a process whose asynchronous save failed unseen; 0: as it is", most=255),
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1),
     )
 }

@@ -23,16 +23,17 @@ class SharedReading:
     phase: str
 
     def begin(
-        self, reads_of: Callable[[], PackedReads | None], save: str, stored_bytes: int, verify: bool
+        self, reads_of: Callable[[], PackedReads | None], save_of: Callable[[], tuple[str, int]], verify: bool
     ) -> tuple[PackedReads | None, RoutedRead]:
         """What `reads_of` says that this rank needs (None: nothing that others may read), and who reads it.
 
-        `save` names the save that this rank loads, of so many bytes: ranks that look at different ones share nothing.
+        `save_of` names the save that this rank loads, and its bytes: ranks that look at different ones share nothing.
         Raises on all ranks if it fails on one.
         """
-        reads, told, device, error, wanted = None, None, None, None, 0
+        reads, told, device, error, wanted, stored_bytes = None, None, None, None, 0, 0
         try:
             reads = reads_of()
+            save, stored_bytes = save_of()
             told = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
             if reads is not None:
                 wanted = reads.bytes_read_alone(verify)

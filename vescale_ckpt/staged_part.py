@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from . import _C, engine, memory_budget, objects
 from .data_file import DataFile, write_table
-from .gate import Gate
+from .gate import Gate, GatedCopy
 from .packed import PART_ROW, PackedItems, PackedResults, in_first_file, words
 from .save_planner import SavePlanner
 from .tensors import NOT_READY
@@ -41,16 +41,17 @@ class StagedPart:
 
     def __init__(self, writer: StorageWriter, items: PackedItems, planner: SavePlanner, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
+        self._guarded: _C.Snapshot | None = None  # its copying goes on after this constructor has returned
+        self._gate = None if gate is None else GatedCopy(gate)  # holds what is copied: goes after the copying
         self._writer = writer
-        self._gate = gate
         self._threads = engine.thread_count(writer.thread_count)
         self._budget = memory_budget.snapshot_bytes()
         self._part, self._names = words(items.part), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
-        self._objects = [objects.dump(items.description.objects[key]) for key in self._object_keys]
+        self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[_Copy] = []
-        self._guarded: _C.Snapshot | None = None  # its copying goes on after this constructor has returned
+        self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
         self._file: DataFile | None = None
@@ -136,18 +137,22 @@ class StagedPart:
         at_once = [row for row in where_they_are if row not in waiting] if guarded else where_they_are
         if at_once:
             snapshot = self._copy_where_they_are(items, planner, at_once)
-            with self._named_errors():
+            with self._named_errors(at_once):
                 snapshot.copy()
         if guarded:
             assert self._gate is not None
             self._gate.close(self.staged)
             self._guarded = self._copy_where_they_are(items, planner, guarded)
-            self._guarded.start()
+            self._guarded_rows = guarded
+        items.check_unchanged()
+        if self._guarded is not None:
+            with self._named_errors(self._guarded_rows):
+                self._guarded.start()
 
     def _copy_where_they_are(self, items: PackedItems, planner: SavePlanner, rows: Sequence[int]) -> _C.Snapshot:
         """A snapshot, yet to be filled, of rows in host memory or on CUDA devices."""
         table, devices = (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
-        with self._named_errors():
+        with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         early = rows[: snapshot.first]
         if early:
@@ -176,13 +181,13 @@ class StagedPart:
     def _wait_until_copied(self) -> None:
         if self._guarded is not None:
             assert self._gate is not None
-            with self._named_errors():
+            with self._named_errors(self._guarded_rows):
                 self._guarded.wait(None)
             self._gate.check_unchanged()
             self.staged.set_result(None)
 
-    def _named_errors(self) -> AbstractContextManager[None]:
-        return engine.named_errors(str, self._writer.path)
+    def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        return engine.named_errors(self._key_of(rows), self._writer.path)
 
     # --- Writing
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from . import _C, memory_budget, settings, stock
 from .data_file import write_table
-from .engine import as_host_tensor, int_table
+from .engine import DTYPE_CODES, as_host_tensor, dtype_code, int_table, is_plain_tensor
 from .errors import CheckpointError
 from .pause import garbage_collector_paused
 from .tensors import NOT_READY, device_number, ready_tensors, tensor_table
+from .watch import Watch, changed_meanwhile, tensors_of
 from .waves import new_snapshot
 
 
@@ -38,9 +39,12 @@ class Stager(AsyncStager):
 
     @garbage_collector_paused()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the host. Raises `CheckpointError` if the budget does not hold it: nothing was saved
-        then, and `vescale_ckpt.save` would do, which copies only what a rank writes and needs no room for all of it."""
+        """A copy of the state on the host. Raises `CheckpointError` with the key of what cannot be copied or was
+        changed meanwhile. And if the budget does not hold it: nothing was saved then, and `vescale_ckpt.save` would do,
+        which copies only what a rank writes and needs no room for all of it."""
         values = {id(value): value for value in _tensors(state_dict)}
+        watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
+        watch = Watch([tensor for _, tensor in watched])
         known: dict[int, Any] = {}  # what stands for each in the deep copy of the containers
         parts = {number: _local_parts(value) for number, value in values.items()}
         found = [part for of_value in parts.values() for part in of_value]
@@ -53,12 +57,21 @@ class Stager(AsyncStager):
                     part if flag != NOT_READY else as_host_tensor(part)[0]
                     for part, flag in zip(of_value, ready_parts, strict=True)
                 ]
-            except CheckpointError:  # planning will tell which it is and why
+            except CheckpointError as error:
+                if any(_is_without_memory(part) for part in of_value):
+                    key = _key_of(state_dict, values[number])
+                    raise CheckpointError(f"{key}: {error}", key=key) from None
+                # Planning will tell which it is and why, or how it is saved.
                 known[number] = values[number].detach().clone()
                 del parts[number]
             else:
                 ready += ready_parts
+            for part in parts.get(number, ()):
+                if part.dtype not in DTYPE_CODES:
+                    dtype_code(part.dtype, _key_of(state_dict, values[number]))  # raises
         staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
+        if changed := watch.changed():
+            raise changed_meanwhile(_key_of(state_dict, values[watched[changed[0]][0]]))
         for number, of_value in parts.items():
             known[number] = _like(values[number], [next(staged) for _ in of_value])
         return copy.deepcopy(state_dict, known)
@@ -86,7 +99,7 @@ class Stager(AsyncStager):
         return [
             torch.frombuffer(snapshot, dtype=source.dtype, count=source.numel(), offset=offset).view(source.shape)
             if source.numel()
-            else torch.empty(source.shape, dtype=source.dtype)
+            else torch.empty(source.shape, dtype=source.dtype, device="cpu")
             for source, offset in zip(sources, snapshot.offsets(), strict=True)
         ]
 
@@ -100,6 +113,28 @@ def _tensors(value: Any) -> Iterator[torch.Tensor | ShardedTensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _key_of(state: Any, wanted: Any) -> str:
+    """Under which dotted key a tensor stands."""
+
+    def find(value: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if value is wanted:
+            return path
+        if isinstance(value, Mapping):
+            inside: Iterable[tuple[Any, Any]] = value.items()
+        elif isinstance(value, (list, tuple)):
+            inside = enumerate(value)
+        else:
+            return None
+        return next((found for name, item in inside if (found := find(item, (*path, str(name)))) is not None), None)
+
+    return ".".join(find(state, ()) or ())
+
+
+def _is_without_memory(part: torch.Tensor) -> bool:
+    """Of a tensor that is nothing but its memory: what torch would copy of it is not there."""
+    return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
 
 
 def _local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:

@@ -8,13 +8,14 @@ is named `step-N` is whole or not a checkpoint at all.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from . import _C, directory_lock, layout, step_metrics
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _DOOMED = ".deleting"
+ORDER_NAME = ".order"  #: of the record which branch of the training a checkpoint belongs to
 _LONG_AGO = 24 * 3600.0  # seconds: a save that is going on has touched its directory since
 
 
@@ -29,9 +31,10 @@ def path_of(root: str, step: int) -> str:
     return os.path.join(root, f"step-{step}")
 
 
-def complete_steps(root: str) -> list[int]:
-    """Steps whose directory holds a checkpoint, rising. Links, files and other names are none."""
-    return [step for step in _steps(root) if layout.has_metadata(path_of(root, step), None)]
+def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
+    """Steps whose directory holds a checkpoint, rising. Links, files and other names are none. Of those that are
+    `known` to have held one only the name is looked for."""
+    return [step for step in _steps(root) if step in known or layout.has_metadata(path_of(root, step), None)]
 
 
 def remove(root: str, steps: Iterable[int]) -> list[int]:
@@ -86,7 +89,9 @@ def _is_leftover(path: str) -> bool:
     except OSError:
         return False
     return all(
-        layout.is_of_a_save(name) or name == directory_lock.LOCK_NAME or name.startswith(step_metrics.FILE_NAME)
+        layout.is_of_a_save(name)
+        or name == directory_lock.LOCK_NAME
+        or name.startswith((step_metrics.FILE_NAME, ORDER_NAME))
         for name in names
     )
 
@@ -126,11 +131,15 @@ def _erase_doomed(root: str) -> None:
         return
     try:
         _C.sync_directory(root)  # or a crash might bring the old name back, to what is half erased
-        for path in doomed:
+    except _C.EngineError as error:
+        logger.warning("cannot remove %s now: %s", ", ".join(doomed), error)
+        return
+    for path in doomed:
+        try:
             _erase(path)
-    except (OSError, _C.EngineError) as error:
-        if not isinstance(error, FileNotFoundError):  # two who erase the same
-            logger.warning("cannot remove %s now: %s", ", ".join(doomed), error)
+        except (OSError, _C.EngineError) as error:
+            if error.errno != errno.ENOENT:  # two who erase the same
+                logger.warning("cannot remove %s now: %s", path, error)
 
 
 def _erase(path: str) -> None:

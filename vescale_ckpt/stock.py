@@ -11,6 +11,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import _weights_only_unpickler
+from torch.autograd.graph import increment_version
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _version
@@ -37,6 +39,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StridedShard",
+    "bump_versions",
     "checkpoint_offset",
     "clone_of",
     "dtensor_layouts",
@@ -49,6 +52,8 @@ __all__ = [
     "set_element",
     "sharded_tensor_over",
     "storage_identity",
+    "versions",
+    "weights_only_globals",
 ]
 
 flatten_sharded_tensors = _flatten_sharded_tensors
@@ -88,9 +93,34 @@ def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
         return [dtensor.to_local() for dtensor in dtensors]
 
 
-def storage_identity(tensor: torch.Tensor) -> int:
+def storage_identity(holder: torch.Tensor | torch.UntypedStorage) -> int:
     """Equal for tensors of one storage, wherever it is: those on the meta device have no address."""
-    return int(tensor.untyped_storage()._cdata)
+    storage = holder if isinstance(holder, torch.UntypedStorage) else holder.untyped_storage()
+    return int(storage._cdata)
+
+
+_VERSION = attrgetter("_version")
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Torch's version counter of each, which every change in place that torch knows of makes larger. -1 for tensors of
+    inference mode, which have none."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return list(map(_version_if_any, tensors))
+
+
+def _version_if_any(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Tells torch that these are changed in place by code that it does not know of."""
+    increment_version(tensors)
 
 
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -122,6 +152,12 @@ def clone_of(store: Any) -> Store:
     """The same store by a connection of its own."""
     clone: Store = store.clone()
     return clone
+
+
+def weights_only_globals() -> dict[str, Any]:
+    """By name, what torch's restricted unpickler builds."""
+    allowed: dict[str, Any] = _weights_only_unpickler._get_allowed_globals()
+    return allowed
 
 
 def checkpoint_offset(storage: torch.UntypedStorage) -> int | None:

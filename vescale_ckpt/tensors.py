@@ -71,6 +71,13 @@ def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
 
     Maps over torch's C methods: no Python runs for a tensor in host memory.
     """
+    return ready_tensors_and_storages(tensors, table)[0]
+
+
+def ready_tensors_and_storages(
+    tensors: list[torch.Tensor], table: bytes
+) -> tuple[bytes, list[torch.UntypedStorage], list[int]]:
+    """The same, and the storages that were asked for it, with the bytes of each."""
     devices = _C.tensor_devices(table)
     asked, with_cuda = tensors, False
     if devices.count(HOST_DEVICE) != len(tensors):
@@ -84,14 +91,15 @@ def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
     if _C.any_complex(table):  # nothing else is lazily conjugated
         lazy = bytes(tensor.is_conj() or tensor.is_neg() for tensor in asked)
     offsets: list[int] = list(map(torch.Tensor.storage_offset, asked))  # type: ignore[arg-type]
-    storages = map(torch.Tensor.untyped_storage, asked)
-    ready = _C.ready_tensors(table, with_cuda, lazy, offsets, list(map(torch.UntypedStorage.nbytes, storages)))
-    if -1 not in devices:
-        return ready
-    return bytes(
-        engine.is_host_memory(tensor) if device == -1 else flag
-        for tensor, device, flag in zip(tensors, devices, ready, strict=True)
-    )
+    storages = list(map(torch.Tensor.untyped_storage, asked))
+    sizes = list(map(torch.UntypedStorage.nbytes, storages))
+    ready = _C.ready_tensors(table, with_cuda, lazy, offsets, sizes)
+    if -1 in devices:
+        ready = bytes(
+            engine.is_host_memory(tensor) if device == -1 else flag
+            for tensor, device, flag in zip(tensors, devices, ready, strict=True)
+        )
+    return ready, storages, sizes
 
 
 def _is_cuda(device: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import stat
@@ -22,7 +23,7 @@ from .safetensors_checkpoint import Box, Contents
 
 
 class Damage(NamedTuple):
-    """One thing that is wrong. A load of `key` raises."""
+    """One thing that is wrong. Where it is among `VerifyReport.damaged`, a load of `key` raises."""
 
     key: str | None  #: name of the tensor or object; None: it concerns all of the file
     file: str
@@ -41,11 +42,15 @@ class VerifyReport:
     files: int = 0  #: data files that it names, or safetensors files
     bytes: int = 0  #: of records that were read
     unverified_bytes: int = 0  #: of these, written without checksums or in a form that nothing here can check
+    #: what is damaged, though every load gives what was saved: loads do without the index, the tables of checksums of
+    #: blocks and what a record repeats. Not looked for with `quick`.
+    harmless: list[Damage] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  #: what has nothing that it could be checked against, in words
     indexed: bool = False  #: an index that belongs to the metadata lies beside it; without one loads begin slower
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
+        """Whether loads give what was saved, as far as that can be checked."""
         return not self.damaged
 
 
@@ -54,7 +59,9 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     With `quick`, that the metadata is sound, and that each data file it names is a regular file, long enough for what
     it is said to hold: the cost is one small file and one `stat` a data file. Otherwise also every byte of every tensor
-    and object, against its checksums. Of data no more than `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
+    and object, against its checksums; the index, the tables of checksums and the data descriptors, of which damage is
+    listed as harmless; and `unchecked` tells what there is no checksum of. Of data no more than
+    `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
 
     Damage is not raised but listed, all of it; so is what cannot be read, and a directory without a checkpoint. A
     checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
@@ -66,6 +73,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     report = VerifyReport(directory, quick)
     if safetensors_checkpoint.is_one(directory):
         _verify_safetensors(directory, report)
+        _tell_what_is_unchecked(report)
         return report
     try:
         ranks = layout.metadata_ranks(directory) or [None]
@@ -80,6 +88,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
         finally:
             if lock is not None:
                 lock.release()
+    _tell_what_is_unchecked(report)
     return report
 
 
@@ -89,10 +98,18 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         report.files += len(ends)
         _check_files(directory, ends, report)
         return
-    contents = _Contents(directory, layout.read_metadata(directory, rank), rank, report)
+    data = layout.metadata_bytes(directory, rank)
+    path = os.path.join(directory, layout.metadata_name(rank))
+    if not metadata_file.has_checksum(data):
+        report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
+    contents = _Contents(directory, metadata_file.loads(data, path), rank, report)
     bad_files = _check_files(directory, contents.ends, report)
     if not report.quick:
+        if ends is not None and ends != contents.ends:
+            report.damaged.append(Damage(None, path + layout.INDEX_SUFFIX, 0, f"the index of {path} says otherwise"))
         _check_records(directory, contents, bad_files, report)
+        _check_index(path + layout.INDEX_SUFFIX, report)
+        _check_tables(directory, contents, bad_files, report)
 
 
 def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
@@ -110,6 +127,36 @@ def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> di
     if report.quick:
         report.keys += len(index)
     return {layout.check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
+
+
+def _check_index(path: str, report: VerifyReport) -> None:
+    try:
+        _C.Index.open(path).check()
+    except _C.EngineError as error:
+        if error.errno != errno.ENOENT:
+            report.harmless.append(Damage(None, path, error.offset, str(error)))
+
+
+def _check_tables(directory: str, contents: _Contents, bad_files: set[str], report: VerifyReport) -> None:
+    """The checksums of blocks that files with records of ours end in. Without them parts of tensors are verified by
+    reading all of it."""
+    crcs: dict[str, dict[int, int]] = {}
+    for record in contents.tensors:
+        if record.crc >= 0 and not record.transformed and record.file not in bad_files:
+            crcs.setdefault(record.file, {})[record.offset] = record.crc
+    for name, expected in crcs.items():
+        path = os.path.join(directory, name)
+        try:
+            rows, offset = _C.checksum_table(path)
+        except _C.EngineError as error:
+            report.harmless.append(Damage(None, path, error.offset, str(error)))
+            continue
+        if rows is None:
+            reason = f"{path} does not end in a sound table of checksums: it is damaged, or was cut off"
+            report.harmless.append(Damage(None, path, offset, reason))
+        elif dict(rows) != expected:
+            reason = f"the table of checksums of {path} is of other records than the metadata"
+            report.harmless.append(Damage(None, path, offset, reason))
 
 
 def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
@@ -266,14 +313,19 @@ def _check_archive(directory: str, record: _Record, report: VerifyReport) -> Non
     path = os.path.join(directory, record.file)
     crc = record.crc if record.dtype is None else -1  # of a tensor it is of the plain bytes
     try:
-        wrong, offset, unverified = _C.check_archive_at(path, record.offset, record.length, crc)
+        wrong, offset, unverified, harmless = _C.check_archive_at(path, record.offset, record.length, crc)
         if not wrong and record.dtype is not None:
-            wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes)
+            wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes, record.crc)
     except (_C.EngineError, OSError) as error:
-        wrong, offset, unverified = str(error), record.offset, 0
+        wrong, offset, unverified, harmless = str(error), record.offset, 0, ""
     report.unverified_bytes += unverified
     if wrong:
         _add(report, directory, record, offset, wrong)
+        return
+    if not harmless and record.dtype is not None and record.crc >= 0:  # ours are all written in one way
+        harmless = "what is around its values is not as it was written"
+    if harmless:
+        report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
 
 
 # --- Safetensors files
@@ -327,6 +379,15 @@ def _checked(reads: _C.SafetensorsReads, boxes: list[Box], paths: list[str]) -> 
 
 
 # --- Telling
+
+
+def _tell_what_is_unchecked(report: VerifyReport) -> None:
+    if report.quick:
+        report.unchecked.append("the data: only that there is enough of it")
+    elif report.unverified_bytes:
+        report.unchecked.append(
+            f"{report.unverified_bytes:,} bytes that were written without checksums, or are compressed"
+        )
 
 
 def _add(report: VerifyReport, directory: str, record: _Record, offset: int, reason: str) -> None:

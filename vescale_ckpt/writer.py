@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -18,14 +19,18 @@ from . import _C, engine, layout, metadata_file, objects, packed
 from .data_file import DataFiles
 from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
+from .one_place import separate
 from .packed import PackedItems, PackedResults, body_bytes, write_result
 from .pause import garbage_collector_paused
+from .process_groups import check_alone_on_purpose
 from .safetensors import checked_metadata
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import DirectIO
 from .shard_size import shard_bytes
+from .stager import Stager
 from .stats import SaveStats
 from .stock import CURRENT_DCP_VERSION
+from .watch import WatchedState
 from .waves import write_rows
 
 FORMATS = ("dcp", "safetensors")
@@ -36,7 +41,7 @@ def check_format(format: str) -> None:
         raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
 
 
-class StorageWriter(DcpStorageWriter):
+class StorageWriter(DcpStorageWriter, AsyncStager):
     """Writes a DCP checkpoint that every DCP reads, at the speed of the disk, checksummed and committed atomically.
 
     Args:
@@ -54,6 +59,9 @@ class StorageWriter(DcpStorageWriter):
         max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
             in its file.
         metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
+
+    `dcp.async_save` takes its copies by this package's `Stager` if it is given no other: torch's own forgets that a
+    tensor is lazily conjugated or negated, and saves other values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
     It can be pickled between saves. `last_stats` tells what this rank's last save did.
@@ -127,6 +135,7 @@ class StorageWriter(DcpStorageWriter):
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        check_alone_on_purpose()
         rank = kwargs.get("rank")
         self._rank = 0 if rank is None else rank
         self._use_collectives = kwargs.get("use_collectives", True)
@@ -166,6 +175,7 @@ class StorageWriter(DcpStorageWriter):
             planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
             if planned is not None:
                 places, names = zip(*map(_places, results), strict=True)
+                self._check_one_place(names)
                 content, index = planned.files(list(places), list(names), self.path, self._save_id)
                 assert isinstance(metadata, LazyMetadata)
                 if metadata.was_changed():  # by a writer derived from this one, say
@@ -174,6 +184,9 @@ class StorageWriter(DcpStorageWriter):
                     self.commit(content, index)
                 metadata.become(layout.read_metadata_of, self.path, self._metadata_rank, self._save_id)
             else:
+                self._check_one_place(
+                    [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
+                )
                 metadata.version = CURRENT_DCP_VERSION
                 metadata.storage_data = {
                     result.index: result.storage_data for rank_results in results for result in rank_results
@@ -182,6 +195,17 @@ class StorageWriter(DcpStorageWriter):
                 self.commit(metadata_file.dumps(metadata), None)
         finally:
             self.end()
+
+    def _check_one_place(self, names: Sequence[Iterable[str]]) -> None:
+        """Before the commit: that the files which ranks have written, their `names` by rank, are in this directory."""
+        here = set(os.listdir(self.path))
+        missing = [
+            rank
+            for rank, of_rank in enumerate(names)
+            if not all(name in here or os.path.exists(os.path.join(self.path, name)) for name in of_rank)
+        ]
+        if missing:
+            raise separate(self.path, missing)
 
     def mark_as_going_on(self, path: str) -> None:
         """`path`: the first data file of this save."""
@@ -193,8 +217,13 @@ class StorageWriter(DcpStorageWriter):
 
     def commit(self, content: bytes, index: bytes | None) -> None:
         """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
-        with engine.named_errors(str, self.path):
-            layout.commit(self.path, self._metadata_rank, content, index)
+        try:
+            with engine.named_system_errors(self.path):
+                layout.commit(self.path, self._metadata_rank, content, index)
+        except BaseException:
+            self._unlock()  # what this rank has written goes, unless the metadata that is there names it
+            layout.remove_leftovers(self.path, only_rank=self._metadata_rank)
+            raise
         layout.remove_leftovers(self.path, self._superseded, only_rank=self._metadata_rank)
         self._superseded = set()
 
@@ -205,6 +234,17 @@ class StorageWriter(DcpStorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None}
+
+    # --- What dcp.async_save asks of a stager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return Stager().stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """`stage` has copied all when it returns."""
+
+    def close(self) -> None:
+        Stager().close()
 
     # --- Writing this rank's part
 
@@ -235,12 +275,15 @@ class StorageWriter(DcpStorageWriter):
         else:
             parts = [([item], []) for item in tensors] + [([], [item]) for item in objects]
         results: list[WriteResult] = []
+        state = getattr(planner, "state_dict", None)
+        watch = WatchedState(state if isinstance(state, dict) else {})
         for number, (part_tensors, part_objects) in enumerate(parts):
             file = files.open(body_bytes(part_tensors), None if self.single_file_per_rank else number)
             placed = file.write_tensors(part_tensors, planner) + file.write_objects(part_objects, planner)
             for row, item in enumerate(part_tensors + part_objects):
                 results.append(write_result(item.index, [file.name], 0, *placed[3 * row : 3 * row + 3]))
             file.finish()
+        watch.check_unchanged()
         return results
 
     def _write_packed(self, items: PackedItems, planner: SavePlanner, files: DataFiles) -> PackedResults:
@@ -259,7 +302,8 @@ class StorageWriter(DcpStorageWriter):
                 of_row.update((row, of_some[3 * at : 3 * at + 3]) for at, row in enumerate(some))
             placed = [number for row in rows for number in of_row[row]]
         keys = items.objects()
-        placed += file.write_contents([objects.dump(description.objects[key]) for key in keys], keys)
+        placed += file.write_contents([objects.dump(description.objects[key], key) for key in keys], keys)
+        items.check_unchanged()
         file.finish()
         return PackedResults(packed.in_first_file(placed), [file.name], items)
 

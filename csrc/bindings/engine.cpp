@@ -1,14 +1,23 @@
 // The engine: files, records, commits.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "error.h"
+#include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/archive_file.h"
+#include "io/channel.h"
 #include "io/commit.h"
 #include "io/crc32.h"
 #include "io/reader.h"
@@ -28,6 +37,23 @@ io::EngineOptions make_options(const std::string& backend, unsigned threads, uns
   if (access == "uncached") options.widest = io::Access::uncached;
   if (access == "buffered") options.widest = io::Access::buffered;
   return options;
+}
+
+std::atomic<int> status_at_exit = 0;
+std::atomic<pid_t> process_that_ends = 0;
+
+// What the process ends with where it would end with 0; 0 takes it back. Whom it forks is not meant.
+void set_exit_status(int status) {
+  process_that_ends = getpid();
+  if (status_at_exit.exchange(status) != 0) return;
+#ifdef __GLIBC__
+  // `exit` within a handler is allowed in glibc: it goes on with the other handlers, and ends with the new status.
+  on_exit(
+      [](int status, void*) {
+        if (status == 0 && status_at_exit != 0 && process_that_ends == getpid()) std::exit(status_at_exit);
+      },
+      nullptr);
+#endif
 }
 
 }  // namespace
@@ -134,7 +160,32 @@ py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t le
     const py::gil_scoped_release release;
     found = io::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc);
   }
-  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes);
+  return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes, text(found.harmless));
+}
+
+// Record offset and CRC-32 of the body by row, or None if the file ends in no sound table; where that begins.
+py::tuple checksum_table(const std::string& path) {
+  std::optional<format::ChecksumTable> table;
+  uint64_t offset = 0;
+  {
+    const py::gil_scoped_release release;
+    const auto file = io::File::open(path, io::Access::buffered);
+    std::vector<std::byte> bytes(format::ChecksumTable::kFooterBytes);
+    if (file->size() >= bytes.size()) {
+      offset = file->size() - bytes.size();
+      io::read_exactly(*file, offset, bytes);
+      if (const auto footer = format::ChecksumTable::parse_footer(bytes, file->size())) {
+        offset = footer->table_offset;
+        bytes.resize(footer->table_bytes);
+        io::read_exactly(*file, offset, bytes);
+        table = format::ChecksumTable::parse(bytes, *footer);
+      }
+    }
+  }
+  if (!table) return py::make_tuple(py::none(), offset);
+  py::list rows;
+  for (const format::ChecksumTable::Row& row : table->rows()) rows.append(py::make_tuple(row.record_offset, row.crc));
+  return py::make_tuple(std::move(rows), offset);
 }
 
 std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
@@ -224,7 +275,10 @@ void bind_engine(py::module_& module) {
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
   module.def("check_archive_at", &check_archive_at, py::arg("path"), py::arg("offset"), py::arg("length"),
-             py::arg("crc"), "what is wrong with an archive in a file, empty if nothing; where; unverified bytes");
+             py::arg("crc"),
+             "what is wrong with an archive in a file, empty if nothing; where; unverified bytes; harmless damage");
+  module.def("checksum_table", &checksum_table, py::arg("path"),
+             "(record offset, checksum) of the table that a data file ends in, None without a sound one; its offset");
   module.def("dtypes", &dtype_table, "(name, storage class or empty, bytes of an element) by dtype code");
 
   module.def("object_record",
@@ -253,8 +307,18 @@ void bind_engine(py::module_& module) {
     const py::gil_scoped_release release;
     io::commit_file(directory, name, content);
   });
+  module.def("set_exit_status", &set_exit_status);
   module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("write_durably", [](const std::string& path, const py::bytes& bytes) {
+    const auto content = view(bytes);
+    const py::gil_scoped_release release;
+    io::write_durably(path, content);
+  });
+  module.def("rename_file", &io::rename_file, py::call_guard<py::gil_scoped_release>());
+  module.def("link_file", &io::link_file, py::call_guard<py::gil_scoped_release>());
+  module.def("remove_file", &io::remove_file, py::call_guard<py::gil_scoped_release>());
+  module.def("exchange_names", &io::exchange_names, py::call_guard<py::gil_scoped_release>());
   module.def("sync_directory", &io::sync_directory, py::call_guard<py::gil_scoped_release>());
   module.def("free_bytes", [](const std::string& path) {
     io::Space space{};
@@ -264,7 +328,15 @@ void bind_engine(py::module_& module) {
     return space.free_bytes;
   });
 
-  module.def("crc32", [](const py::bytes& bytes) { return io::crc32(0, view(bytes).data(), view(bytes).size()); });
+  module.def(
+      "crc32",
+      [](const py::bytes& bytes, size_t most) {
+        const auto all = view(bytes);
+        const auto first = all.first(std::min(most, all.size()));
+        const py::gil_scoped_release release;
+        return io::crc32(0, first.data(), first.size());
+      },
+      py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
   module.def("capabilities", [] {
     py::dict result;
     std::string reason;

@@ -84,12 +84,13 @@ py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tu
 std::pair<py::bytes, py::bytes> checkpoint_files(const plan::Catalog& catalog, const std::vector<py::bytes>& places,
                                                  const std::vector<std::vector<std::string>>& files,
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
-                                                 const py::str& save_id) {
+                                                 const py::str& save_id, const std::optional<py::str>& structure) {
   std::vector<std::span<const int64_t>> tables;
   for (const py::bytes& table : places) tables.push_back(words(table));
   std::vector<std::span<const std::byte>> blocks;
   for (const py::bytes& block : paths) blocks.push_back(view(block));
   const py::bytes checkpoint_text = encoded(checkpoint_id), save_text = encoded(save_id);
+  const py::bytes structure_text = structure ? encoded(*structure) : py::bytes();
   const std::string_view checkpoint = checkpoint_text, save = save_text;
 
   const auto written = [](const auto& make) {
@@ -98,7 +99,8 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const plan::Catalog& catalog, c
   };
   const auto of_ranks =
       written([&] { return std::make_pair(plan::Places(std::move(tables), files), plan::KeyPaths(blocks)); });
-  const plan::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save};
+  plan::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
+  if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(plan::most_metadata_bytes(content));
   const plan::WrittenMetadata pickle =
       written([&, out = data(metadata)] { return plan::write_metadata(content, out); });
@@ -156,7 +158,7 @@ std::vector<py::str> files(const plan::LoadPlan& plan) {
 void bind_index(py::module_& module) {
   module.def("pack_paths", &pack_paths, py::arg("names"), py::arg("paths"), "planner_data of one rank, packed");
   module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("places"), py::arg("files"),
-             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"),
+             py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
              "the contents of .metadata and of the index that lies beside it");
 
   py::class_<plan::LoadPlan>(module, "LoadPlan")
@@ -173,11 +175,12 @@ void bind_index(py::module_& module) {
           py::call_guard<py::gil_scoped_release>())
       .def_static(
           "from_bytes",
-          [](const py::bytes& image) {
+          [](const py::bytes& image, const std::string& path) {
             const auto raw = view(image);
-            return std::make_unique<plan::Index>(std::vector<std::byte>(raw.begin(), raw.end()));
+            const py::gil_scoped_release release;
+            return std::make_unique<plan::Index>(std::vector<std::byte>(raw.begin(), raw.end()), path);
           },
-          py::arg("image"))
+          py::arg("image"), py::arg("path") = "", "of bytes that nobody has looked at; `path` is for messages")
       .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"),
                   py::arg("save_id") = "")
       .def_property_readonly("save_id", [](const plan::Index& index) { return decoded(index.save_id()); })
@@ -187,6 +190,8 @@ void bind_index(py::module_& module) {
             return index.matches(view(trailer), metadata_length);
           },
           py::arg("trailer"), py::arg("metadata_length"))
+      .def("check", &plan::Index::check, py::call_guard<py::gil_scoped_release>(),
+           "reads all of it; raises if it is damaged")
       .def("__len__", &plan::Index::size)
       .def("keys", &keys)
       .def_property_readonly("files", &all_files)

@@ -19,8 +19,9 @@ plan::Placement placement_named(const std::string& name) {
 }
 
 std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::bytes>& inventories, const std::string& placement,
-                                            const plan::GlobalPlan* previous, uint64_t least_piece_bytes) {
-  const plan::PlanOptions options{placement_named(placement), least_piece_bytes};
+                                            const plan::GlobalPlan* previous, uint64_t least_piece_bytes,
+                                            const std::vector<std::string>& whole) {
+  const plan::PlanOptions options{placement_named(placement), least_piece_bytes, whole};
   std::vector<std::span<const std::byte>> views;
   views.reserve(inventories.size());
   for (const py::bytes& inventory : inventories) views.push_back(view(inventory));
@@ -63,7 +64,8 @@ void bind_plan(py::module_& module) {
 
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"), py::arg("previous") = nullptr,
-           py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes)
+           py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
+           py::arg("whole") = std::vector<std::string>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("nodes", &plan::GlobalPlan::node_count)
       .def_property_readonly("items", &plan::GlobalPlan::rows)

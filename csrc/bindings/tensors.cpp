@@ -11,6 +11,7 @@
 #include "error.h"
 #include "format/torch_record.h"
 #include "plan/inventory.h"
+#include "plan/replica_hash.h"
 #include "plan/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -255,6 +256,16 @@ void bind_tensors(py::module_& module) {
                                           storage_bytes));
       },
       py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
+  module.def(
+      "replica_hashes",
+      [](const py::bytes& table, const py::bytes& boxes, uint32_t elements, const py::bytes& factors) {
+        const Words words(table), rows(boxes), factor_words(factors);
+        const std::span<const int64_t> signed_factors = factor_words.values();
+        const std::vector<uint64_t> unsigned_factors(signed_factors.begin(), signed_factors.end());
+        return packed(
+            plan::replica_hashes(plan::TensorTable(words.values()), rows.values(), elements, unsigned_factors));
+      },
+      py::arg("table"), py::arg("boxes"), py::arg("elements"), py::arg("factors"));
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
   module.def("write_table", &engine_table<&plan::make_write_table>, py::arg("inventory"), py::arg("part"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));

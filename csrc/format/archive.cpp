@@ -13,6 +13,7 @@ constexpr uint64_t kAlignment = 64;         // of bodies, from the start of the 
 constexpr uint32_t kClamped = 0xFFFFFFFFu;  // "see the zip64 field"
 constexpr uint16_t kFlagsUtf8 = 0x0800;
 constexpr uint16_t kFlagsDescriptor = 0x0008;
+constexpr uint32_t kFolderAttribute = 0x10;  // of MS-DOS
 
 constexpr size_t kHeaderBytes = 30;
 constexpr size_t kCentralBytes = 46;
@@ -199,6 +200,8 @@ std::optional<std::vector<ArchiveEntry>> parse_directory(std::span<const std::by
                  comment = load<uint16_t>(bytes, 32);
     if (bytes.size() < kCentralBytes + name + extra + comment) return std::nullopt;
     if (method != 0 || (flags & 1) != 0) return std::nullopt;
+    // torch's reader takes such an entry for a folder, reads nothing of it, and leaves the tensor as memory was.
+    if ((load<uint32_t>(bytes, 38) & kFolderAttribute) != 0) return std::nullopt;
     ArchiveEntry entry;
     entry.name.assign(reinterpret_cast<const char*>(bytes.data()) + kCentralBytes, name);
     entry.crc = load<uint32_t>(bytes, 16);

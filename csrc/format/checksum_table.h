@@ -48,6 +48,7 @@ class ChecksumTable {
   static std::optional<Footer> parse_footer(std::span<const std::byte> last, uint64_t file_bytes);
   static std::optional<ChecksumTable> parse(std::span<const std::byte> bytes, const Footer& footer);
 
+  std::span<const Row> rows() const { return rows_; }
   const Row* find(uint64_t record_offset) const;
   std::span<const uint32_t> blocks(const Row& row) const;
 

@@ -1,7 +1,9 @@
 #include "io/archive_file.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -17,6 +19,15 @@ namespace {
 constexpr uint64_t kPiece = 1 << 20;
 constexpr uint64_t kTail = 2048;       // has the end records
 constexpr uint64_t kLocalHeader = 30;  // without the name
+constexpr uint64_t kDescriptor = 24;   // with sizes of 64 bits
+constexpr uint16_t kHasDescriptor = 0x0008;
+
+template <typename Integer>
+Integer load(std::span<const std::byte> bytes, size_t offset) {
+  Integer value;
+  std::memcpy(&value, bytes.data() + offset, sizeof value);
+  return value;
+}
 
 uint32_t crc_of(File& file, uint64_t offset, uint64_t length) {
   std::vector<std::byte> piece(std::min(kPiece, length));
@@ -88,6 +99,7 @@ class Checker {
       wrong("the header of " + entry.name + " is damaged", offset_ + entry.header_offset);
       return false;
     }
+    check_descriptor(directory, entry, body);
     if (entry.name.ends_with("data.pkl")) {
       std::vector<std::byte> pickle(entry.size);
       read_exactly(file_, offset_ + body, pickle);
@@ -104,6 +116,23 @@ class Checker {
     if (crc_of(file_, offset_ + body, entry.size) == entry.crc) return true;
     wrong("the checksum of " + entry.name + " does not match", offset_ + body);
     return false;
+  }
+
+  // What an entry's header leaves open stands behind its body once more. Readers go by the directory.
+  void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
+    std::array<std::byte, kLocalHeader> header;
+    read_exactly(file_, offset_ + entry.header_offset, header);
+    if ((load<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
+    const uint64_t end = body + entry.size;
+    std::vector<std::byte> found(std::min(kDescriptor, directory.offset - end));
+    read_exactly(file_, offset_ + end, found);
+    found.resize(kDescriptor);
+    const bool begins = std::memcmp(found.data(), "PK\7\10", 4) == 0 && load<uint32_t>(found, 4) == entry.crc;
+    const bool narrow = load<uint32_t>(found, 8) == entry.size && load<uint32_t>(found, 12) == entry.size;
+    const bool wide = load<uint64_t>(found, 8) == entry.size && load<uint64_t>(found, 16) == entry.size;
+    if (!begins || !(narrow || wide)) {
+      found_.harmless = "the data descriptor of " + entry.name + " is not that of its directory";
+    }
   }
 
   uint64_t body_in_archive(const format::Directory& directory, const format::ArchiveEntry& entry) {

@@ -13,6 +13,7 @@ struct ArchiveCheck {
   std::string wrong;              // empty: it is sound
   uint64_t offset = 0;            // of what is wrong, in the file
   uint64_t unverified_bytes = 0;  // of entries that were written without checksums
+  std::string harmless;           // what is damaged, but nobody reads: empty if nothing
 };
 
 // The archive of `length` bytes at `offset`. With `crc` not negative all of it must have that CRC-32.

@@ -23,7 +23,8 @@ Request next_request(Transfer& transfer) {
 bool advance(Transfer& transfer, int64_t result) {
   if (result > 0) {
     transfer.done += static_cast<uint64_t>(result);
-    return transfer.done >= transfer.size;
+    // Of a read across the end of the file no more comes, and asking for it would go through the page cache.
+    return transfer.done >= (transfer.call == Call::read ? transfer.needed : transfer.size);
   }
   const uint64_t at = transfer.offset + transfer.done;
   if (result == 0) {

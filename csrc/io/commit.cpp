@@ -26,6 +26,18 @@ void write_all(int fd, const std::string& path, std::span<const std::byte> bytes
   if (const int result = system::sync(fd); result < 0) throw Error::system("sync", path, 0, -result);
 }
 
+// Closes the file; removes it if it cannot be written.
+void fill(int fd, const std::string& path, std::span<const std::byte> bytes) {
+  try {
+    write_all(fd, path, bytes);
+    system::close(fd);
+  } catch (...) {
+    system::close(fd);
+    system::unlink(path.c_str());
+    throw;
+  }
+}
+
 }  // namespace
 
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes) {
@@ -39,14 +51,7 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
     fd = system::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
   }
   if (fd < 0) throw Error::system("create", temporary, 0, -fd);
-  try {
-    write_all(fd, temporary, bytes);
-    system::close(fd);
-  } catch (...) {
-    system::close(fd);
-    system::unlink(temporary.c_str());
-    throw;
-  }
+  fill(fd, temporary, bytes);
   move_into_place(temporary, directory, path);
 }
 
@@ -72,6 +77,38 @@ void write_head(const std::string& path, std::span<const std::byte> head, bool s
   const std::unique_ptr<File> file = File::open_shared(path, Access::buffered);
   write_exactly(*file, 0, head);
   if (sync) file->sync();
+}
+
+void write_durably(const std::string& path, std::span<const std::byte> bytes) {
+  const int fd = system::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
+  if (fd < 0) throw Error::system("create", path, 0, -fd);
+  fill(fd, path, bytes);
+}
+
+void rename_file(const std::string& from, const std::string& to) {
+  if (const int result = system::rename(from.c_str(), to.c_str()); result < 0) {
+    throw Error::system("rename into place", to, 0, -result);
+  }
+}
+
+void link_file(const std::string& from, const std::string& to) {
+  if (const int result = system::link(from.c_str(), to.c_str()); result < 0) {
+    throw Error::system("link", to, 0, -result);
+  }
+}
+
+bool remove_file(const std::string& path) {
+  const int result = system::unlink(path.c_str());
+  if (result == -ENOENT) return false;
+  if (result < 0) throw Error::system("unlink", path, 0, -result);
+  return true;
+}
+
+bool exchange_names(const std::string& first, const std::string& second) {
+  const int result = system::exchange(first.c_str(), second.c_str());
+  if (result == -EINVAL || result == -ENOSYS || result == -EOPNOTSUPP) return false;
+  if (result < 0) throw Error::system("exchange names with", second, 0, -result);
+  return true;
 }
 
 void sync_directory(const std::string& directory) {

@@ -22,6 +22,17 @@ void reserve_file(const std::string& path, uint64_t bytes);
 // Writes what stands at the start of a file whose rest is written, and syncs if asked to.
 void write_head(const std::string& path, std::span<const std::byte> head, bool sync);
 
+// Writes a new file and syncs it; its name is not durable yet. Removes it again if that fails.
+void write_durably(const std::string& path, std::span<const std::byte> bytes);
+
+// Names, none of them durable before `sync_directory`. `rename` replaces what is there, `link` does not.
+void rename_file(const std::string& from, const std::string& to);
+void link_file(const std::string& from, const std::string& to);
+// False if it is not there.
+bool remove_file(const std::string& path);
+// Two files or folders change names in one step. False where the file system cannot do that.
+bool exchange_names(const std::string& first, const std::string& second);
+
 // Throws Error if the directory cannot be synced.
 void sync_directory(const std::string& directory);
 

@@ -19,7 +19,7 @@
 namespace vescale_ckpt::io::system {
 namespace {
 
-constexpr size_t kCalls = 14;
+constexpr size_t kCalls = 17;
 
 struct Fault {
   bool armed = false;
@@ -119,6 +119,17 @@ int unlink(const char* path) {
   return static_cast<int>(guarded(Call::unlink, [&] { return ::unlink(path); }));
 }
 
+int link(const char* from, const char* to) {
+  return static_cast<int>(guarded(Call::link, [&] { return ::link(from, to); }));
+}
+
+int exchange(const char* first, const char* second) {
+  return static_cast<int>(guarded(Call::exchange, [&] {
+    constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE, since Linux 3.15
+    return ::syscall(SYS_renameat2, AT_FDCWD, first, AT_FDCWD, second, kExchange);
+  }));
+}
+
 int space(const char* path, Space& space) {
   return static_cast<int>(guarded(Call::space, [&] {
     struct statvfs answer{};
@@ -201,6 +212,12 @@ int populate(std::byte* address, uint64_t bytes) {
   return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
 }
 
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {
+  const iovec to{target, bytes};
+  const iovec from{const_cast<std::byte*>(source), bytes};
+  return completed(Call::peek, or_errno(::process_vm_readv(::getpid(), &to, 1, &from, 1, 0)));
+}
+
 int lower_priority(int niceness) {
   constexpr int kLowest = 19;
   const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
@@ -233,9 +250,9 @@ uint64_t calls_seen(Call call) {
 }
 
 std::optional<Call> call_named(const std::string& name) {
-  constexpr std::array<const char*, kCalls> kNames = {"open", "read",           "write",  "allocate", "truncate",
-                                                      "sync", "sync_directory", "rename", "unlink",   "space",
-                                                      "map",  "protect",        "advise", "populate"};
+  constexpr std::array<const char*, kCalls> kNames = {
+      "open",  "read", "write",   "allocate", "truncate", "sync", "sync_directory", "rename",  "unlink",
+      "space", "map",  "protect", "advise",   "populate", "peek", "link",           "exchange"};
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found == kNames.end()) return std::nullopt;
   return static_cast<Call>(found - kNames.begin());

@@ -28,6 +28,9 @@ enum class Call {
   protect,
   advise,
   populate,
+  peek,
+  link,
+  exchange,
 };
 
 struct Space {
@@ -54,6 +57,10 @@ int sync(int fd);
 int sync_directory(const char* path);
 int rename(const char* from, const char* to);
 int unlink(const char* path);
+// A second name for a file; -EEXIST where there is something of that name.
+int link(const char* from, const char* to);
+// Two names change places in one step; -EINVAL, -ENOSYS or -EOPNOTSUPP where the file system cannot.
+int exchange(const char* first, const char* second);
 int space(const char* path, Space& space);
 // -EINVAL for what is not a regular file.
 int64_t file_size(int fd);
@@ -70,6 +77,10 @@ int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);
 // Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
 int populate(std::byte* address, uint64_t bytes);
+
+// Copies memory of this process that another thread may give back meanwhile: bytes copied, which may be fewer, or
+// -EFAULT where there is none any more. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 
 // Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none
 // of its own: the kernel derives it.

@@ -92,6 +92,10 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
   std::vector<Range> sized_before, weightless_before;  // in before_, which still grows
   std::optional<PreviousOwners> owners;
   if (previous_ != nullptr) owners.emplace(*previous_, layout_);
+  std::vector<bool> whole(layout_.keys.size());
+  for (const std::string& name : options_.whole) {
+    if (const auto number = layout_.names.find(name)) whole[*number] = true;
+  }
   for_each_group(layout_, nodes_, options_.placement,
                  [&](uint32_t number, size_t box, std::span<const Holder> holders) {
                    const Layout::Key& key = layout_.keys[number];
@@ -104,13 +108,14 @@ void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& number
                      numbers[holders[0].rank] += weight == 0;
                      return;
                    }
+                   const bool uncut = weight == 0 || whole[number];
                    (weight == 0 ? weightless_ : sized_)
                        .push_back({.set = sets_.add(holders),
                                    .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
-                                   .size = weight == 0 ? std::span<const int64_t>() : layout_.size(key, box),
+                                   .size = uncut ? std::span<const int64_t>() : layout_.size(key, box),
                                    .previous = {}});
                    const size_t begin = before_.size();
-                   const int32_t dim = owners ? owners->find(number, box, holders, before_) : -1;
+                   const int32_t dim = owners && !whole[number] ? owners->find(number, box, holders, before_) : -1;
                    (weight == 0 ? weightless_before : sized_before).push_back({begin, before_.size() - begin, dim});
                  });
   const auto link = [&](std::vector<Contested>& boxes, std::span<const Range> ranges) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "plan/large_vector.h"
@@ -19,6 +20,7 @@ enum class Placement : uint8_t {
 struct PlanOptions {
   Placement placement = Placement::balanced;
   uint64_t least_piece_bytes = uint64_t{1} << 20;  // boxes are not split into less
+  std::vector<std::string> whole = {};             // keys whose boxes are not split
 };
 
 // A whole box or a piece of it.

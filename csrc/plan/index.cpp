@@ -33,7 +33,7 @@ Index::Index(const std::string& path) : file_(path) {
   load();
 }
 
-Index::Index(std::vector<std::byte> image) : file_(std::move(image)) {
+Index::Index(std::vector<std::byte> image, std::string path) : file_(std::move(image), std::move(path)) {
   load();
 }
 

@@ -23,8 +23,9 @@ class Index {
  public:
   // A file beside `.metadata`. Throws Error: io (with the errno), corrupt.
   explicit Index(const std::string& path);
-  // The same bytes in memory (plan/index_image.h).
-  explicit Index(std::vector<std::byte> image);
+  // The same bytes in memory (plan/index_image.h), all of which are checked; `path` is for messages. Throws Error
+  // (corrupt).
+  explicit Index(std::vector<std::byte> image, std::string path = {});
 
   struct Key {
     std::string_view name;
@@ -40,6 +41,9 @@ class Index {
   std::string_view save_id() const { return save_id_; }
   // Whether it belongs to the `.metadata` that ends in these bytes and is so many bytes long, trailer included.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
+
+  // Reads all of it, to see whether all of it is sound.
+  void check() const { file_.get(0, header_.checksums); }
 
   uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }
   Key key(uint64_t number) const;

@@ -300,6 +300,10 @@ uint64_t Writer::run() {
   pickle_.op(']', 'u', 'b');
   pickle_.text("version");
   pickle_.text("1.0.0");
+  if (content_.structure) {
+    pickle_.text("vescale_ckpt_structure");
+    pickle_.text(*content_.structure);
+  }
   pickle_.op('u', 'b');
   return pickle_.finish();
 }
@@ -312,6 +316,7 @@ uint64_t most_metadata_bytes(const MetadataContent& content) {
   uint64_t longest_file = 0;
   for (const std::string& file : content.places.files()) longest_file = std::max<uint64_t>(longest_file, file.size());
   uint64_t bytes = kFixed + content.checkpoint_id.size() + content.save_id.size() + MetadataTrailer::kBytes;
+  if (content.structure) bytes += content.structure->size();
   for (const Catalog::Key& key : content.catalog.keys) {
     bytes += kKey + 2 * uint64_t{key.name_bytes} + kDim * key.ndim;
     bytes += key.chunks * (kChunk + key.name_bytes + longest_file + 3 * kDim * key.ndim);

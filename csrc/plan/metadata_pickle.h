@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 #include "plan/catalog.h"
@@ -16,6 +17,7 @@ struct MetadataContent {
   const Places& places;
   const KeyPaths& paths;  // of none: planner_data is None
   std::string_view checkpoint_id, save_id;
+  std::optional<std::string_view> structure = {};  // what the paths do not tell of keys, as text; none: nobody knows
 };
 
 // An upper bound of what write_metadata writes, about three times the truth.

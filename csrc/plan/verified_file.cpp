@@ -40,8 +40,10 @@ VerifiedFile::VerifiedFile(std::string path) : path_(std::move(path)) {
   }
 }
 
-VerifiedFile::VerifiedFile(std::vector<std::byte> content)
-    : size_(content.size()), content_(std::move(content)), data_(content_.data()) {}
+VerifiedFile::VerifiedFile(std::vector<std::byte> content, std::string path)
+    : path_(std::move(path)), size_(content.size()), content_(std::move(content)), data_(content_.data()) {
+  if (size_ < kPiece) corrupt("has an absurd length", 0);
+}
 
 VerifiedFile::~VerifiedFile() {
   if (fd_ < 0) return;
@@ -50,20 +52,21 @@ VerifiedFile::~VerifiedFile() {
 }
 
 void VerifiedFile::corrupt(const char* reason, uint64_t offset) const {
-  throw Error::corrupt(path_ + " " + reason, path_, offset);
+  throw Error::corrupt((path_.empty() ? "the index" : path_) + " " + reason, path_, offset);
 }
 
 void VerifiedFile::load_checksums(uint64_t table, uint32_t crc) {
-  if (ready_.empty()) return;
   const uint64_t pieces = table / kPiece;
   if (table % kPiece != 0 || pieces == 0 || table > size_ || size_ - table != (pieces - 1) * sizeof(uint32_t)) {
     corrupt("is not as long as it says", 0);
   }
-  read(table, size_ - table);
+  if (fd_ >= 0) read(table, size_ - table);
   if (io::crc32(0, data_ + table, size_ - table) != crc)
     corrupt("is damaged: the checksum of its checksums differs", table);
   checksums_.resize(pieces - 1);
   std::copy_n(reinterpret_cast<const uint32_t*>(data_ + table), pieces - 1, checksums_.begin());
+  if (fd_ >= 0) return;
+  for (uint64_t piece = 1; piece < pieces; ++piece) check_piece(piece);
 }
 
 void VerifiedFile::read(uint64_t offset, uint64_t bytes) const {
@@ -76,13 +79,17 @@ void VerifiedFile::read(uint64_t offset, uint64_t bytes) const {
   }
 }
 
+void VerifiedFile::check_piece(uint64_t piece) const {
+  if (io::crc32(0, data_ + piece * kPiece, kPiece) != checksums_[piece - 1]) {
+    corrupt("is damaged: the checksum of a piece differs", piece * kPiece);
+  }
+}
+
 void VerifiedFile::read_piece(uint64_t piece) const {
   const std::lock_guard lock(reading_);
   if (ready_[piece].load(std::memory_order_relaxed)) return;
   read(piece * kPiece, kPiece);
-  if (io::crc32(0, data_ + piece * kPiece, kPiece) != checksums_[piece - 1]) {
-    corrupt("is damaged: the checksum of a piece differs", piece * kPiece);
-  }
+  check_piece(piece);
   ready_[piece].store(true, std::memory_order_release);
 }
 

@@ -21,8 +21,9 @@ class VerifiedFile {
   // Reads the first piece, which nothing checks. Throws Error: io (with the errno), corrupt for what is too short or
   // no regular file.
   explicit VerifiedFile(std::string path);
-  // What is in memory already is sound.
-  explicit VerifiedFile(std::vector<std::byte> content);
+  // The content of one, read or received elsewhere; `path` is for messages. Nobody has looked at it: `load_checksums`
+  // checks all of it. Throws Error (corrupt) for what is too short.
+  VerifiedFile(std::vector<std::byte> content, std::string path);
   ~VerifiedFile();
   VerifiedFile(const VerifiedFile&) = delete;
   VerifiedFile& operator=(const VerifiedFile&) = delete;
@@ -31,7 +32,8 @@ class VerifiedFile {
   uint64_t size() const { return size_; }
 
   // Where the pieces' checksums are: a u32 for each piece from the second on up to `table`, with the checksum of them
-  // all. `table` is a multiple of kPiece, and nothing follows. Throws Error (corrupt).
+  // all. `table` is a multiple of kPiece, and nothing follows. Throws Error (corrupt). Comes before `get` of anything
+  // but the first piece.
   void load_checksums(uint64_t table, uint32_t crc);
 
   // Bytes offset .. offset + bytes, checked and valid as long as the file. The caller has made sure that they lie
@@ -46,6 +48,7 @@ class VerifiedFile {
  private:
   [[noreturn]] void corrupt(const char* reason, uint64_t offset) const;
   void read(uint64_t offset, uint64_t bytes) const;
+  void check_piece(uint64_t piece) const;
   void read_piece(uint64_t piece) const;
 
   std::string path_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <utility>
 
 #include "error.h"
+#include "io/system.h"
 #include "io/table.h"
 #include "io/workers.h"
 #include "stage/snapshot_layout.h"
@@ -51,8 +53,12 @@ class Snapshot::Copy {
   }
 
   // Devices start on this thread, right behind what is queued there now; behind other snapshots they do in background.
+  // So are strided rows of host memory copied on it: only what is contiguous can be read though it may go any time.
   void run_in_background(unsigned threads) {
     attempt([&] { start_devices(false); });
+    attempt([&] { copy_strided(threads); });
+    may_go_ = true;
+    cut();
     try {
       background_ = std::jthread([this, threads] { run(threads); });
     } catch (...) {  // no thread to be had
@@ -103,6 +109,7 @@ class Snapshot::Copy {
 
   // Pieces small enough for all threads to end together, large enough for the cursor to cost nothing.
   void cut() {
+    cuts_.clear();
     constexpr uint64_t kPiece = 4 << 20;
     constexpr uint64_t kPerExtent = 256;  // what the handling of one costs, in bytes copied
     uint64_t full = kPiece;
@@ -118,6 +125,16 @@ class Snapshot::Copy {
       }
     }
     cuts_.push_back({layout_.extents.size(), 0});
+  }
+
+  void copy_strided(unsigned threads) {
+    const auto contiguous = std::ranges::stable_partition(
+        layout_.extents, [](const SnapshotExtent& extent) { return extent.strided != nullptr; });
+    std::vector<SnapshotExtent> rest(contiguous.begin(), contiguous.end());
+    layout_.extents.erase(contiguous.begin(), contiguous.end());
+    cut();
+    copy_from_host(threads);
+    layout_.extents = std::move(rest);
   }
 
   // Leaves the extents of host memory in the layout.
@@ -176,12 +193,30 @@ class Snapshot::Copy {
       std::byte* const target = range_.data() + extent.offset + begin;
       if (extent.strided != nullptr) {
         extent.strided->gather(target, begin, end, extent.source);
+      } else if (may_go_) {
+        copy_or_throw(target, extent.source + begin, end - begin, extent.row);
       } else {
         stream_copy(target, extent.source + begin, end - begin);
       }
       bytes += end - begin;
     }
     return bytes;
+  }
+
+  // Of memory that training may give back meanwhile, against the rules: to read there would end the process.
+  void copy_or_throw(std::byte* target, const std::byte* source, uint64_t bytes, size_t row) {
+    for (uint64_t done = 0; done < bytes;) {
+      const int64_t copied = cannot_peek_ ? -ENOSYS : io::system::peek(target + done, source + done, bytes - done);
+      if (copied > 0) {
+        done += static_cast<uint64_t>(copied);
+      } else if (copied == -ENOSYS || copied == -EPERM) {
+        cannot_peek_ = true;
+        return stream_copy(target + done, source + done, bytes - done);
+      } else {
+        throw Error(Error::Kind::io, "its memory was given back while it was copied", {}, 0, EFAULT,
+                    static_cast<int64_t>(row));
+      }
+    }
   }
 
   template <typename Step>
@@ -230,6 +265,8 @@ class Snapshot::Copy {
   SnapshotLayout layout_;
   DevicePart on_devices_;
   std::vector<Cut> cuts_;
+  bool may_go_ = false;  // the memory that is copied from, while it is
+  std::atomic<bool> cannot_peek_ = false;
   std::exception_ptr failure_;  // of the thread at work
   mutable std::mutex mutex_;    // guards the next three
   std::condition_variable finished_;

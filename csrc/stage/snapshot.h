@@ -43,7 +43,9 @@ class Snapshot {
   // Copies on so many threads, the calling one included, and from all devices meanwhile. Throws Error(cancelled or
   // device), or invalid the second time.
   void copy(unsigned threads);
-  // The same on threads of its own. Whether or not a device could be asked, it returns: wait() throws.
+  // The same on threads of its own, but for strided rows in host memory, which are copied when it returns. Whether or
+  // not a device could be asked, it returns: wait() throws. Also Error(io, row) if memory of the host is not there any
+  // more.
   void start(unsigned threads);
   // True when all is copied, false when that took longer than `timeout`. Throws what ended the copy, or Error(invalid)
   // if there is none under way.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,6 +11,7 @@ from ..selection import Selection
 
 DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
 
+_SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch converts none of them
 
 
@@ -47,15 +49,24 @@ def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     try:
-        torch.empty(1, dtype=wanted).copy_(torch.zeros((), dtype=stored))
+        torch.empty(1, dtype=wanted, device="cpu").copy_(torch.zeros((), dtype=stored, device="cpu"))
     except (RuntimeError, TypeError):
         return False
     return True
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """`torch.bfloat16`, "bfloat16" or "torch.bfloat16". Raises ValueError for anything else."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    """`torch.bfloat16`, "bfloat16", "torch.bfloat16" or "bf16". Raises ValueError for anything else."""
+    if not isinstance(dtype, str):
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r}: a dtype of torch, or its name, is wanted")
+        return dtype
+    name = dtype.removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name.lower(), name), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype={dtype!r}: torch has no such dtype")
+        names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        alike = difflib.get_close_matches(name.lower(), names)
+        raise ValueError(
+            f"dtype={dtype!r}: torch has no such dtype" + (f"; it has {', '.join(alike)}" if alike else "")
+        )
     return found

@@ -59,7 +59,7 @@ class DcpPart:
     ) -> bytes:
         """Writes the pieces, and then objects. Returns what the committing rank needs to know of it."""
         with self._files as files:
-            contents = [objects.dump(value) for value in values.values()]
+            contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
                 return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
@@ -76,7 +76,7 @@ class DcpPart:
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
         return pack(inventory, known, in_first_file(placed), file.name.encode())
 
-    def commit(self, parts: Sequence[bytes], path: str) -> None:
+    def commit(self, parts: Sequence[bytes], path: str, structure: str | None) -> None:
         """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
         inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
         with engine.named_errors(str, path):
@@ -84,7 +84,7 @@ class DcpPart:
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = str(self.writer.storage_meta().save_id)
-            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id)
+            content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
         self.writer.commit(content, index)
 
     def discard(self) -> None:

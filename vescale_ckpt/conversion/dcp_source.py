@@ -19,6 +19,8 @@ from ..load import Load
 from ..load_planner import not_all_there
 from ..pause import garbage_collector_paused
 from ..reader import StorageReader
+from ..seen_files import SeenFiles
+from ..structure import structure_of
 from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
@@ -34,6 +36,7 @@ class DcpSource:
     def __init__(self, path: str) -> None:
         self._path = layout.local_path(path)
         self._lock = directory_lock.while_reading(self._path, None)
+        self._seen = SeenFiles(os.path.join(self._path, layout.METADATA_NAME))
         try:
             self._metadata = self._read_metadata()
         except BaseException:
@@ -48,6 +51,7 @@ class DcpSource:
         self.object_names = [key for key in stored if key not in self.tensors]
         paths = self._metadata.planner_data
         self.paths: dict[str, Path] = dict(paths) if isinstance(paths, dict) else {}
+        self.structure = structure_of(self._metadata)
         self._options = engine.options(None, engine.direct_io_setting("auto"))
         self._with_table: dict[str, bool] = {}  # by file name
         self._sound: set[MetadataIndex] = set()  # chunks that were verified as a whole
@@ -82,7 +86,9 @@ class DcpSource:
                 self._load(boxes, boxes.items, verify)
 
     def _load(self, planner: LoadPlanner, items: list[ReadItem], verify: bool) -> None:
-        Load(StorageReader(self._path, verify=verify), self._metadata, planner).run(items)
+        reader = StorageReader(self._path, verify=verify)
+        reader.seen = self._seen
+        Load(reader, self._metadata, planner).run(items)
 
     def _pieces(self, read: Read) -> Iterator[tuple[ChunkStorageMetadata, ReadItem, torch.Tensor]]:
         """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""
@@ -111,6 +117,7 @@ class DcpSource:
                 key=index.fqn,
             )
         path = os.path.join(self._path, name)
+        self._seen.look(path)
         if self._has_table(path):
             return False
         if index not in self._sound:

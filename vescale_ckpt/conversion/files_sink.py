@@ -41,8 +41,10 @@ def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: in
     return Files(files, lambda directory: write_index(directory, parts) if len(parts) > 1 else None)
 
 
-def torch_file(outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path]) -> Files:
-    return _one(outputs, lambda: torch_layout(outputs, values, paths))
+def torch_file(
+    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
+) -> Files:
+    return _one(outputs, lambda: torch_layout(outputs, values, paths, structure))
 
 
 def npz_file(outputs: Sequence[Output]) -> Files:

@@ -1,15 +1,23 @@
-"""A folder that appears under its name when everything in it is durable, or not at all."""
+"""A folder that appears under its name when everything in it is durable, or not at all, and takes the place of another.
+
+Old and new folder change names in one step where the file system can (RENAME_EXCHANGE). Where it cannot the old one is
+set aside first, so that for an instant nothing has the name: who is killed there leaves both, which `put_back` mends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
 
 from .. import _C, engine, layout
-from ..errors import CheckpointError
 from ..whole_file import leftovers, temporary_name
+
+logger = logging.getLogger(__name__)
+
+_ASIDE = ".old"  # between the folder's own name and what temporary names end in
 
 
 class WholeFolder:
@@ -27,39 +35,49 @@ class WholeFolder:
 
     def make(self) -> None:
         layout.make_directory(self.directory)
-        self._remove_leftovers()
-        self.temporary = temporary_name(self.path)
-        try:
+        with engine.named_system_errors(self.directory):
+            layout.make_name_durable(self.directory)
+            self._remove_leftovers()
+            self.temporary = temporary_name(self.path)
             os.mkdir(self.temporary)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot make {self.temporary}: {error}", path=self.path, errno=error.errno
-            ) from error
-        self._lock = layout.lock(self.temporary)
+            self._lock = layout.lock(self.temporary)
 
     def commit(self) -> None:
         """All files in it are complete and durable: gives it its name. What had it before is removed after that."""
-        aside = ""
+        with engine.named_system_errors(self.directory):
+            _C.sync_directory(self.temporary)
+            old = ""
+            if not os.path.lexists(self.path):
+                _C.rename_file(self.temporary, self.path)
+            elif _C.exchange_names(self.temporary, self.path):
+                old = self.temporary
+            else:
+                old = self._replace_in_two_steps()
+            self.temporary = ""
+            _C.sync_directory(self.directory)
+        if os.path.islink(old):  # what it leads to is somewhere else, and stays
+            with contextlib.suppress(OSError):
+                os.unlink(old)
+        elif old:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _replace_in_two_steps(self) -> str:
+        """Returns what the old folder is called then."""
+        aside = temporary_name(self.path + _ASIDE)
+        # Not left over as long as this goes on.
+        mark = None if os.path.islink(self.path) else layout.lock(self.path)
         try:
-            with engine.named_errors(str, self.directory):
-                _C.sync_directory(self.temporary)
-                if os.path.lexists(self.path):
-                    aside = temporary_name(self.path)
-                    os.rename(self.path, aside)
-                try:
-                    os.rename(self.temporary, self.path)
-                except OSError:
-                    if aside:
-                        os.rename(aside, self.path)
-                    raise
-                self.temporary = ""
+            _C.rename_file(self.path, aside)
+            try:
                 _C.sync_directory(self.directory)
-        except OSError as error:
-            raise CheckpointError(f"cannot give {self.path} its name: {error}", path=self.path) from error
-        if os.path.islink(aside):  # what it leads to is somewhere else, and stays
-            os.unlink(aside)
-        elif aside:
-            shutil.rmtree(aside, ignore_errors=True)
+                _C.rename_file(self.temporary, self.path)
+            except _C.EngineError:
+                _C.rename_file(aside, self.path)
+                raise
+        finally:
+            if mark is not None:
+                mark.release()
+        return aside
 
     def end(self) -> None:
         """Removes it unless it was committed."""
@@ -71,7 +89,28 @@ class WholeFolder:
 
     def _remove_leftovers(self) -> None:
         """Failures are no matter: a leftover does no harm. Without locks nobody knows what is one."""
-        for found in leftovers(self.path):
-            with contextlib.suppress(OSError), layout.abandoned(found, math.inf) as free:
-                if free:
-                    shutil.rmtree(found, ignore_errors=True)
+        found = list(leftovers(self.path))
+        if os.path.lexists(self.path):  # else what was set aside is all that there is
+            found += leftovers(self.path + _ASIDE)
+        for path in found:
+            with contextlib.suppress(OSError), layout.abandoned(path, math.inf) as free:
+                if free and os.path.islink(path):
+                    os.unlink(path)
+                elif free:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def put_back(path: str) -> None:
+    """If somebody was killed between setting the folder `path` aside and giving its name to another: undoes that. Where
+    the file system has no locks, nobody knows whether he was; then it goes back, too, and who lives raises."""
+    path = path.rstrip("/") or path
+    if os.path.lexists(path):
+        return
+    for aside in sorted(leftovers(path + _ASIDE)):
+        with engine.named_system_errors(path), layout.abandoned(aside, 0.0) as free:
+            if not free:
+                continue
+            _C.rename_file(aside, path)
+            _C.sync_directory(os.path.dirname(path) or ".")
+        logger.warning("%s was being replaced when the conversion died: what was there is back", path)
+        return

@@ -24,7 +24,7 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> tuple[np.dtype[Any], bool]:
     """The dtype to store one of torch's as, and whether that is the same. Raises `CheckpointError` where there is
     none."""
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype, True
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, True
     except (TypeError, RuntimeError):
         pass
     if dtype.itemsize not in _UNSIGNED:

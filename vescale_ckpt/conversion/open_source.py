@@ -6,6 +6,7 @@ import os
 
 from .. import layout
 from ..errors import CheckpointError
+from ..other_formats import kind_of_file
 from .dcp_source import DcpSource
 from .optional_numpy import numpy_needed
 from .safetensors_source import SafetensorsSource
@@ -14,7 +15,6 @@ from .torch_source import TorchSource
 from .zip_file import entries
 
 _NUMPY = ".npy"
-_ZIP = b"PK\3\4"
 
 
 def open_source(path: str) -> Source:
@@ -36,15 +36,14 @@ def open_source(path: str) -> Source:
             path=path,
         )
     try:
-        with open(path, "rb") as file:
-            magic = file.read(len(_ZIP))
+        kind = kind_of_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
-    if magic != _ZIP:
-        if magic.startswith(b"\x80"):  # a pickle
-            raise CheckpointError(
-                f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again", path=path
-            )
+    if kind == "pickle":
+        raise CheckpointError(
+            f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again", path=path
+        )
+    if kind == "other":
         return SafetensorsSource(path)
     if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
         return TorchSource(path)

@@ -12,6 +12,7 @@ import torch
 from ..errors import MissingKeysError
 from ..flatten import Path
 from ..selection import Selection, renamed
+from ..structure import Structure
 from .casting import DTypes, casting
 from .renaming import RenameRules, renaming_by_rules
 from .source import Read, Source
@@ -57,6 +58,7 @@ class Plan:
     outputs: list[Output]
     objects: dict[str, str]  #: the source's key by the name that it gets
     paths: dict[str, Path]  #: what names stand for in a nested state, where it is more than themselves
+    structure: str | None = None  #: what the paths do not tell (`Structure.pack`); None: nobody knows
 
 
 def plan(
@@ -89,7 +91,16 @@ def plan(
         [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs],
         objects,
         {name: kept[name] for name in (*(output.name for output in outputs), *objects) if name in kept},
+        _structure(source, selection, rename is not None),
     )
+
+
+def _structure(source: Source, selection: Selection, with_other_names: bool) -> str | None:
+    structure: Structure | None = getattr(source, "structure", None)  # formats of flat names have none
+    if structure is None:
+        return None
+    empty = {path for path in structure.empty if not with_other_names and ".".join(map(str, path)) in selection}
+    return replace(structure, empty=empty).pack()
 
 
 def _check_names(outputs: Sequence[Output], objects: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from .. import _C, engine
 from ..errors import CorruptCheckpointError
+from ..seen_files import SeenFiles
 from .source import Read, TensorInfo
 
 _CHECK_BYTES = 16 << 20  # at a time, of what is verified before parts of it are read
@@ -43,6 +44,9 @@ class RawFiles:
         self._where = where
         self._options = engine.options(None, engine.direct_io_setting("auto"))
         self._sound: set[Area] = set()
+        self._seen = SeenFiles()
+        for path in self.paths:
+            self._seen.look(path)
 
     def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
         table, keys = engine.int_table(), []
@@ -63,12 +67,13 @@ class RawFiles:
         for read, area in whole:
             if area.crc >= 0:
                 self._compare(_C.crc32_of_memory(read.target.data_ptr(), area.bytes), area, read.key)
+        self._seen.check(self.paths)
 
     def verify(self, area: Area, key: str) -> None:
         """Raises `CorruptCheckpointError` if the bytes of an area are not those that its checksum is of."""
         if area.crc < 0 or area in self._sound:
             return
-        buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8)
+        buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8, device="cpu")
         crc = 0
         for start in range(0, area.bytes, _CHECK_BYTES):
             length = min(_CHECK_BYTES, area.bytes - start)

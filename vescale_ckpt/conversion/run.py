@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
+from .. import engine
 from ..errors import CheckpointError, some
 from ..exchange import Exchange
 from ..shard_size import shard_bytes
@@ -19,7 +20,7 @@ from .casting import DTypes
 from .dcp_sink import DcpPart, share
 from .destination import Format
 from .files_sink import Files
-from .folder import WholeFolder
+from .folder import WholeFolder, put_back
 from .open_source import open_source
 from .plan import Plan, plan
 from .renaming import RenameRules
@@ -138,6 +139,11 @@ class _Conversion:
             self._files = self._files_of(most_bytes)
             return most_bytes
 
+        def repair() -> None:
+            if self._exchange.is_coordinator and destination.is_folder(os.fspath(self._dst), self._format):
+                put_back(destination.local(self._dst))
+
+        self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()
         if not self._exchange.all_have(text, self._phase("compare")):
@@ -162,7 +168,7 @@ class _Conversion:
         if self._format == "safetensors":
             return files_sink.safetensors_files(outputs, destination.is_folder(self._path, self._format), most_bytes)
         if self._format == "torch":
-            return files_sink.torch_file(outputs, self._values, self.made.paths)
+            return files_sink.torch_file(outputs, self._values, self.made.paths, self.made.structure)
         if self._format == "npz":
             return files_sink.npz_file(outputs)
         return files_sink.npy_files(outputs) if self._format == "npy" else None
@@ -217,16 +223,23 @@ class _Conversion:
             part.discard()
             raise
         try:
-            self._together(lambda: None if gathered is None else part.commit(gathered, self._path), "commit")
+            self._together(
+                lambda: None if gathered is None else part.commit(gathered, self._path, self.made.structure), "commit"
+            )
         finally:
             part.end()
         return exchange.size
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
         """Takes a step on all ranks; raises on all if it fails on one, and of one rank alone its own error."""
-        if self._exchange.size == 1:
-            return step()
-        return self._exchange.together(step, self._phase(name))
+
+        def named() -> _Result:
+            try:
+                return step()
+            except OSError as error:
+                raise engine.of_system(error, os.fspath(self._dst)) from error
+
+        return named() if self._exchange.size == 1 else self._exchange.together(named, self._phase(name))
 
     def _phase(self, step: str) -> str:
         return f"converting to {self._dst}: {step}"

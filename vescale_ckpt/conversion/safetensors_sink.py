@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import _C, engine
 from ..export_names import INDEX_NAME, file_names
-from ..safetensors import STORABLE
+from ..safetensors import STORABLE, with_ties
 from .plan import Output
 from .streamed_file import Body
 from .waves import Piece
@@ -25,7 +25,7 @@ class SafetensorsLayout:
             shape, ndim = output.shape, len(output.shape)
             table.extend((0, engine.DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
         try:
-            self._layout = _C.SafetensorsLayout(names, table, [("format", "pt")])
+            self._layout = _C.SafetensorsLayout(names, table, with_ties([("format", "pt")], {}))
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
         self.length = self._layout.file_bytes

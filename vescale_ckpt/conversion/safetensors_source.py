@@ -10,6 +10,7 @@ from .. import _C, engine
 from ..flatten import Path
 from ..load_planner import not_all_there
 from ..safetensors_checkpoint import Box, Contents
+from ..seen_files import SeenFiles
 from .source import Read, TensorInfo, parts_of
 
 
@@ -24,6 +25,9 @@ class SafetensorsSource:
         contents = Contents.read(path, verify=True)
         self._where = path
         self._paths = [os.path.join(contents.root, name) for name in contents.files]
+        self._seen = SeenFiles()
+        for file in self._paths:
+            self._seen.look(file)
         self._reads = _C.SafetensorsReads(True, engine.options(None, engine.direct_io_setting("auto")))
         self._boxes: dict[str, list[Box]] = {}
         for box in contents.boxes():
@@ -55,3 +59,4 @@ class SafetensorsSource:
                 raise not_all_there(read.key)
         with engine.named_errors(keys.__getitem__, self._where):
             self._reads.read_tensors(self._paths, table)
+        self._seen.check(self._paths)

@@ -17,6 +17,7 @@ from .. import objects
 from ..errors import CheckpointError
 from ..flatten import Path, flatten
 from ..nesting import nested
+from ..structure import Structure
 from .archive_layout import ArchiveLayout, Member
 from .plan import Output
 from .torch_source import tensors_in
@@ -25,7 +26,9 @@ from .zip_file import Entry, entries
 _ALIGNMENT = 64
 
 
-def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path]) -> ArchiveLayout:
+def torch_layout(
+    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None = None
+) -> ArchiveLayout:
     """The archive that torch.save writes for a dict of these tensors and objects, nested as `paths` say.
 
     torch.save writes it itself, without the tensors' bytes, to a file in memory that has holes in their place.
@@ -35,7 +38,7 @@ def torch_layout(outputs: Sequence[Output], values: Mapping[str, Any], paths: Ma
     try:
         path = f"/proc/self/fd/{descriptor}"
         tensors = _without_memory(outputs)
-        state = nested({**tensors, **values}, paths)
+        state = nested({**tensors, **values}, paths, None if structure is None else Structure.unpack(structure))
         try:
             with skip_data():
                 torch.save(state, path)
@@ -65,7 +68,7 @@ def _without_memory(outputs: Sequence[Output]) -> dict[str, torch.Tensor]:
                 tensors[output.name] = memory.view(output.dtype).view(output.shape)
                 at += _room(output)
             else:
-                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype)
+                tensors[output.name] = torch.empty(output.shape, dtype=output.dtype, device="cpu")
     return tensors
 
 
@@ -92,7 +95,7 @@ def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[i
         return {}
     contents = []
     for value in values:
-        with zipfile.ZipFile(io.BytesIO(objects.dump(value))) as archive:
+        with zipfile.ZipFile(io.BytesIO(objects.dump(value, "an object", tells=False))) as archive:
             names = [name for name in archive.namelist() if name.partition("/")[2].startswith("data/")]
             contents += [archive.read(name) for name in names]
     if [len(content) for content in contents] != [entry.bytes for entry in rest]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .. import _C
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from ..flatten import flatten
+from ..flatten import flatten, flatten_with_structure
 from ..stock import checkpoint_offset
 from .raw_source import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo
@@ -32,7 +32,7 @@ class TorchSource:
         self._path = path
         stored = entries(path)
         state, places = tensors_in(path, stored)
-        flat, self.paths = flatten(_checked(state, path))
+        flat, self.paths, self.structure = flatten_with_structure(_checked(state, path))
         self._files = RawFiles([path], path)
         self._raw: dict[str, RawTensor] = {}
         self._odd: dict[str, Area] = {}
@@ -71,7 +71,7 @@ class TorchSource:
             return {key: self._plain[key] for key in wanted}
         with open(self._path, "rb") as file:
             length = file.seek(0, io.SEEK_END)
-        wrong, offset, _ = _C.check_archive_at(self._path, 0, length, -1)  # they hold tensors
+        wrong, offset, _, _ = _C.check_archive_at(self._path, 0, length, -1)  # they hold tensors
         if wrong:
             raise CorruptCheckpointError(f"{self._path}: {wrong}", key=None, file=self._path, offset=offset)
         return {key: self._values()[key] for key in wanted}

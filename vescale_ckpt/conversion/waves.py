@@ -204,5 +204,5 @@ def _add(wave: Wave, part: Part, at: int, beside: int) -> tuple[int, int]:
 def _view(buffer: torch.Tensor, at: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     length = prod(sizes) * dtype.itemsize
     if length == 0:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     return buffer[at : at + length].view(dtype).view(sizes)

@@ -228,6 +228,7 @@ TEST_F(IndexTest, CutAnywhereItIsRefused) {
   for (size_t length = 0; length < image.size(); length += length < 5000 ? 97 : 509) {
     const std::string file = written({image.begin(), image.begin() + static_cast<ptrdiff_t>(length)});
     EXPECT_THROW(Index{file}, Error) << length;
+    EXPECT_THROW(Index(std::vector(image.begin(), image.begin() + static_cast<ptrdiff_t>(length))), Error) << length;
   }
   std::vector<std::byte> longer = image;
   longer.push_back({});
@@ -257,6 +258,14 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
       ++refused;
     }
     put(image[at]);
+    std::vector<std::byte> in_memory = image;  // as another rank has sent it
+    in_memory[at] = ~image[at];
+    try {
+      EXPECT_EQ(all_of(Index(std::move(in_memory))), expected) << at;
+      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::corrupt);
+    }
   }
   EXPECT_EQ(refused, image.size() - VerifiedFile::kPiece + sizeof(IndexHeader));
 }

@@ -1,5 +1,6 @@
 #include "stage/snapshot.h"
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <thread>
 
 #include "error.h"
+#include "io/system.h"
 #include "io/table.h"
 #include "scratch.h"
 #include "tensors.h"
@@ -314,6 +316,50 @@ TEST_F(SnapshotTest, EndsWhenItIsCancelled) {
   whole.copy(kThreads);
   whole.cancel();  // too late
   state.expect_copied(whole);
+}
+
+// Against the rules, training gives memory back that is copied behind it: that must not end the process.
+TEST_F(SnapshotTest, FindsThatMemoryIsGone) {
+  constexpr uint64_t kBytes = 1 << 20;
+  void* const map = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(map, MAP_FAILED);
+  State state;
+  state.add("uint8", {100});
+  state.add_view("uint8", static_cast<std::byte*>(map), {kBytes}, {1});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  ::munmap(map, kBytes);
+  snapshot.start(kThreads);
+  try {
+    snapshot.wait();
+    FAIL() << "copied what is not there";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::io);
+    EXPECT_EQ(error.item, 1);
+  }
+}
+
+TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
+  const State state = some_of_everything();
+  for (const int error : {ENOSYS, EPERM, 0}) {  // 0: some of it only
+    system::inject_fault(Call::peek, error, 1, 1);
+    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    snapshot.start(kThreads);
+    EXPECT_TRUE(snapshot.wait());
+    EXPECT_GE(system::calls_seen(Call::peek), 2u);
+    state.expect_copied(snapshot);
+    system::clear_faults();
+  }
+}
+
+// Training may change or free these as soon as the copy is under way.
+TEST_F(SnapshotTest, HasCopiedStridedRowsWhenItHasStarted) {
+  State state;
+  state.add_view("float32", state.memory(4 * 30 * 40), {40, 30}, {1, 40});
+  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  snapshot.start(kThreads);
+  state.overwrite();
+  EXPECT_TRUE(snapshot.wait());
+  state.expect_copied(snapshot);
 }
 
 // With any amount copied; the sanitizers look on.

@@ -1,0 +1,181 @@
+"""Files that something else writes to while they are read: a load gives one save's values or raises, never some of
+each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, objects, safetensors
+from vescale_ckpt.conversion import dcp_source, raw_source
+from vescale_ckpt.load import Load
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"weight": torch.full((300, 4), float(number)), "bias": torch.full((7,), float(number)), "step": number}
+
+
+def save_stock(directory: Path, number: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(number), storage_writer=FileSystemWriter(directory), no_dist=True)
+
+
+def overwrite_data(directory: Path, number: int) -> None:
+    """What stock does before it commits: the same inode, other bytes."""
+    save_stock(directory / "new", number)
+    for path in (directory / "new").glob("*.distcp"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    shutil.rmtree(directory / "new")
+
+
+def by_dcp(planner: Any) -> Callable[[Path], Any]:
+    def read(directory: Path) -> dict[str, Any]:
+        values = state(0)
+        try:
+            dcp.load(values, storage_reader=StorageReader(directory), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
+        return values
+
+    return read
+
+
+def by_load(directory: Path) -> dict[str, Any]:
+    values = state(0)
+    vescale_ckpt.load(directory, values)
+    return values
+
+
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "load": by_load,
+    "load all": vescale_ckpt.load,
+    "dcp.load": by_dcp(LoadPlanner()),
+    "dcp.load, stock planner": by_dcp(DefaultLoadPlanner()),
+}
+
+
+def between(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Does something once, after objects were read and before tensors are."""
+    original, done = objects.load, []
+
+    def loads(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(True)
+            then()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(objects, "load", loads)
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("overwrite", [save_stock, overwrite_data], ids=["whole save", "data only"])
+def test_stock_overwrites_what_is_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str, overwrite: Callable[[Path, int], None]
+) -> None:
+    save_stock(checkpoint, 1)
+    between(monkeypatch, lambda: overwrite(checkpoint, 2))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was changed while it was read"):
+        LOADS[how](checkpoint)
+    found = LOADS[how](checkpoint)
+    assert torch.equal(found["weight"], state(2)["weight"])
+
+
+def test_stock_commits_between_metadata_and_data(checkpoint: Path) -> None:
+    save_stock(checkpoint, 1)
+    reader, planner, values = StorageReader(checkpoint), LoadPlanner(), state(0)
+    metadata = reader.read_metadata()
+    save_stock(checkpoint, 2)
+    planner.set_up_planner(values, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    with pytest.raises(CheckpointError, match=r"\.metadata was changed while it was read"):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
+def test_a_save_of_ours_meanwhile_does_no_harm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vescale_ckpt.save(checkpoint, state(1))
+    between(monkeypatch, lambda: vescale_ckpt.save(checkpoint, state(2)))
+    try:
+        found = by_load(checkpoint)
+    except CheckpointError as error:
+        assert "missing" in str(error)
+    else:
+        assert found["step"] == 1 and torch.equal(found["weight"], state(1)["weight"])
+
+
+def test_safetensors_files_that_are_overwritten(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.mkdir()
+    tensors = {name: value for name, value in state(1).items() if name != "step"}
+    file = checkpoint / "model.safetensors"
+    safetensors.save_file(tensors, file)
+    original = Load.read_packed
+
+    def read_packed(self: Any, *args: Any) -> None:
+        original(self, *args)
+        file.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(Load, "read_packed", read_packed)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was read"):
+        vescale_ckpt.load(checkpoint, {name: torch.zeros_like(value) for name, value in tensors.items()})
+
+
+@pytest.mark.parametrize("source", ["dcp", "torch"])
+def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    save_stock(checkpoint, 1)
+    path = checkpoint
+    if source == "torch":
+        path = checkpoint / "model.pt"
+        torch.save(state(1), path)
+    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_source.RawFiles}[source]
+    original = of.read
+
+    def read(self: Any, *args: Any) -> None:
+        original(self, *args)
+        changed = next(checkpoint.glob("*.distcp")) if source == "dcp" else path
+        os.utime(changed)
+        original(self, *args)
+
+    monkeypatch.setattr(of, "read", read)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
+
+
+@pytest.mark.parametrize("broadcast", [True, False, "auto"])
+def test_all_ranks_raise(checkpoint: Path, broadcast: Any) -> None:
+    run_ranks(2, load_while_one_overwrites, checkpoint, broadcast)
+
+
+def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
+    first = dist.get_rank() == 0
+    if first:
+        save_stock(directory, 1)
+    dist.barrier()
+    objects_of = Load._objects
+
+    def overwrite_first(self: Any, *args: Any) -> Any:
+        found = [*objects_of(self, *args)]
+        if first:
+            overwrite_data(directory, 2)
+        dist.barrier()
+        return found
+
+    Load._objects = overwrite_first  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
+    finally:
+        Load._objects = objects_of  # type: ignore[method-assign]

@@ -1,0 +1,61 @@
+"""A load by plans of DCP's items, for planners of others: the steps of `dcp.load`, over our exchanges, for their bounds
+and their errors."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from .errors import CheckpointError, LoadFailedError
+from .exchange import Exchange
+from .per_rank import counted
+from .reader import StorageReader
+
+
+def load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
+    """Fills `state`. Raises on all ranks if one has failed."""
+    with counted(exchange.rank, exchange.size):
+        plan = exchange.together(
+            lambda: _local_plan(exchange, reader, planner, state), _phase(reader, "plan"), LoadFailedError
+        )
+    gathered = exchange.gather(pickle.dumps(plan) if exchange.rank else b"", _phase(reader, "gather plans"))
+    plans: list[LoadPlan] = []
+
+    def plan_all() -> list[bytes] | None:
+        if gathered is None:
+            return None
+        plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
+        plans[:] = reader.prepare_global_plan([*plans])
+        return [b"", *map(pickle.dumps, plans[1:])]
+
+    answers = exchange.together(plan_all, _phase(reader, "plan for all"), LoadFailedError)
+    answer = exchange.scatter(answers, _phase(reader, "scatter plans"))
+    plan = plans[0] if plans else pickle.loads(answer)
+    exchange.together(
+        lambda: reader.read_data(planner.finish_plan(plan), planner).wait(), _phase(reader, "read"), LoadFailedError
+    )
+
+
+def _local_plan(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> LoadPlan:
+    metadata, of_all = _metadata(reader, exchange.rank)
+    planner.set_up_planner(state, metadata, exchange.is_coordinator)
+    reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=of_all)
+    return reader.prepare_local_plan(planner.create_local_plan())
+
+
+def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """And whether it is that of all ranks."""
+    try:
+        return reader.read_metadata(), True
+    except CheckpointError as error:
+        try:
+            return reader.read_metadata(rank=rank), False
+        except CheckpointError:
+            raise error from None
+
+
+def _phase(reader: StorageReader, step: str) -> str:
+    return f"loading {reader.path}: {step}"
