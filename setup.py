@@ -14,7 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import setuptools
 from setuptools import setup
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # that know pyproject.toml's form of `license`
+    sys.exit(
+        f"vescale_ckpt needs setuptools 77 or newer to build, found {setuptools.__version__}: pip install -U setuptools"
+    )
 
 try:
     from pybind11.setup_helpers import Pybind11Extension

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import _C, memory_budget, settings
 from .application import check_is_mapping, saved_form
+from .arguments import checked_flag, checked_path
 from .collective_export import CollectiveExport
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
@@ -89,6 +90,9 @@ def save(
     time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
     that did not come, and says with `committed` if the new checkpoint may be there all the same.
     """
+    checked_path("path", path)
+    checked_flag("async_checkpoint", async_checkpoint)
+    checked_flag("overwrite", overwrite)
     if on_busy not in ON_BUSY:
         raise ValueError(f"on_busy={on_busy!r}: one of {', '.join(ON_BUSY)} is wanted")
     if gate is not None and not async_checkpoint:
@@ -99,7 +103,7 @@ def save(
             f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
             "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
         )
-    check_format(format)
+    check_format(format, metadata)
     shard_bytes(max_shard_size)
     where = local_path(path)  # whatever the working directory is later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
@@ -159,6 +163,7 @@ def prepare(
     the next one.
     """
     check_is_mapping(state, "prepare")
+    checked_flag("async_checkpoint", async_checkpoint)
     planner = _planners.of(process_group)
     lane = Lane.of(process_group)
     with lane.lock:
@@ -168,6 +173,7 @@ def prepare(
         failure: Exception | None = None
         try:
             try:
+                settings.check()
                 plan.describe(saved_form(state), None)
             except Exception as error:
                 failure = error

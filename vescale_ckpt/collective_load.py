@@ -153,7 +153,7 @@ class CollectiveLoad:
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""
             if exchange.is_coordinator:
-                with suppress(CheckpointError, OSError):  # all raise it below
+                with suppress(CheckpointError, OSError, ValueError):  # all raise it below
                     packed = reader.pack_metadata()
             shared = exchange.broadcast(packed, self._phase("share metadata"))
 

@@ -33,10 +33,10 @@ _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffer
 
 def direct_io_setting(argument: DirectIO) -> DirectIO:
     """The caller's `direct_io`, or the environment's where the caller left it open."""
-    if argument not in ("auto", True, False):
+    if argument != "auto" and not isinstance(argument, bool):
         raise ValueError(f"direct_io={argument!r}: 'auto', True or False is wanted")
     if argument == "auto":
-        return {"auto": "auto", "on": True, "off": False}[str(settings.value("direct_io"))]  # type: ignore[return-value]
+        return {"auto": "auto", "on": True, "off": False}[str(settings.lenient("direct_io"))]  # type: ignore[return-value]
     return argument
 
 

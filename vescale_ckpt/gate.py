@@ -37,6 +37,8 @@ class Gate:
     """
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], *, allow_capturable: bool = False) -> None:
+        if not isinstance(optimizers, (Optimizer, Iterable)):
+            raise TypeError(f"gate: a torch.optim.Optimizer is wanted, or several, not {type(optimizers).__name__}")
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Optimizer):

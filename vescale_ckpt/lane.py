@@ -127,7 +127,7 @@ _going_on: WeakSet[Lane] = WeakSet()
 
 def _finish_before_exit() -> None:
     """The process ends: its last save is worth some waiting, but not for ever."""
-    patience = settings.number("exit_timeout")
+    patience = int(settings.lenient("exit_timeout"))
     deadline = time.monotonic() + patience
     for lane in list(_going_on):
         thread = lane._thread

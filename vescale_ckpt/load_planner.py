@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from . import _C, objects
+from .arguments import checked_flag
 from .describe import Describer
 from .engine import is_plain_tensor
 from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysError
@@ -51,8 +52,13 @@ class LoadPlanner(DefaultLoadPlanner):
         *,
         allow_cast: bool = False,
     ) -> None:
+        for name, value in (
+            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
+            ("allow_partial_load", allow_partial_load),
+        ):  # fmt: skip
+            checked_flag(name, value)
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        self.allow_cast = allow_cast
+        self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
         self._describer = Describer()
         self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from . import settings
 from .application import Application, check_is_mapping
+from .arguments import checked_flag, checked_path
 from .collective_load import CollectiveLoad
 from .exchange import Exchange
 from .flatten import flatten
@@ -107,6 +108,11 @@ def load(
     any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
     optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
     """
+    checked_path("path", path)
+    for name, value in (
+        ("strict", strict), ("verify", verify), ("allow_cast", allow_cast), ("weights_only", weights_only)
+    ):  # fmt: skip
+        checked_flag(name, value)
     if state is not None:
         check_is_mapping(state, "load")
     settings.broadcast(broadcast_checkpoint)

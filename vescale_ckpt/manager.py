@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import api, layout, settings, step_directories, step_metrics
+from .arguments import checked_seconds
 from .clean_up import clean_up
 from .errors import CheckpointError, CorruptCheckpointError, some
 from .exchange import Exchange, digest
@@ -26,7 +27,7 @@ from .lane import Lane
 from .loading import load
 from .preemption import SignalFlag
 from .process_groups import check_alone_on_purpose, resolved
-from .retention import BestMode, Retention, checked_seconds
+from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .save_handle import SaveHandle
 from .schedule import Schedule

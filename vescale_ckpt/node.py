@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from .settings import PREFIX
+from . import settings
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -17,12 +17,9 @@ def node_of_this_process() -> int:
 
     The environment variable VESCALE_CKPT_NODE, a whole number, wins.
     """
-    variable = PREFIX + "NODE"
-    text = os.environ.get(variable)
-    if text is not None:
-        if not text.isdecimal() or int(text) >= 1 << 63:
-            raise ValueError(f"{variable}={text!r}: a whole number below 2**63 is wanted")
-        return int(text)
+    said = settings.node()
+    if said is not None:
+        return said
     try:
         machine = _BOOT_ID.read_bytes()
     except OSError:

@@ -8,15 +8,21 @@ from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import settings
 from .errors import CheckpointError
 
 Value = TypeVar("Value")
 
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to those who are not in it
+
 
 def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group itself where None stands for the default one; None if torch.distributed is not initialised."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
+        hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
+        raise ValueError(f"process_group: a group is wanted, or None, not {type(process_group).__name__}{hint}")
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group

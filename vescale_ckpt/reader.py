@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint, settings
+from .arguments import checked_count, checked_flag, checked_path
 from .errors import CheckpointError, CorruptCheckpointError
 from .exchange import Exchange
 from .lazy_metadata import LazyMetadata
@@ -26,7 +27,7 @@ from .pause import garbage_collector_paused
 from .process_groups import resolved
 from .safetensors_checkpoint import Contents
 from .seen_files import SeenFiles
-from .settings import Broadcast, DirectIO
+from .settings import MOST_THREADS, Broadcast, DirectIO
 from .shared_reading import SharedReading
 from .stats import LoadStats
 
@@ -75,16 +76,14 @@ class StorageReader(DcpStorageReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if thread_count is not None and thread_count < 1:
-            raise ValueError(f"thread_count={thread_count}: at least 1 is wanted")
-        self.path = layout.local_path(path)
+        self.path = layout.local_path(checked_path("path", path))
         #: The path as given, which is equal on all ranks where a relative one names different disks.
         self.given_path = os.fspath(path)
-        self.thread_count = thread_count
-        self.verify = verify
+        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
+        self.verify = checked_flag("verify", verify)
         self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
         self.process_group = process_group
-        self.weights_only = weights_only
+        self.weights_only = checked_flag("weights_only", weights_only)
         self.direct_io = engine.direct_io_setting(direct_io)
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
@@ -210,6 +209,7 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        settings.check()
         if self._metadata_error is not None:
             raise self._metadata_error
         planned_on_index = isinstance(metadata, LazyMetadata) and metadata.index is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from .arguments import checked_count
 
 BestMode = Literal["max", "min"]
 
@@ -73,26 +74,3 @@ class Retention:
 
 def _order(checkpoint: Kept) -> int:
     return checkpoint.step if checkpoint.order is None else checkpoint.order
-
-
-def checked_count(name: str, value: object) -> int | None:
-    """An option that is a number of something. Raises ValueError for what is none."""
-    if value is None:
-        return None
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name}={value!r}: a whole number, at least 1, is wanted, or None")
-    return number
-
-
-def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
-    """An option that is a time. Raises ValueError for what is none. `zero`: whether none at all is one."""
-    if value is None:
-        return None
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
-        raise ValueError(f"{name}={value!r}: seconds are wanted{'' if zero else ', more than 0'}, or None")
-    return float(value)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from . import _C, objects, replicas
+from .arguments import checked_flag
 from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
@@ -62,6 +63,11 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         # The default planner's own cache is one for all planners of a class, and does not look at dtypes.
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
+        for name, value in (
+            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
+            ("enable_plan_caching", enable_plan_caching),
+        ):  # fmt: skip
+            checked_flag(name, value)
         if placement not in PLACEMENTS:
             raise ValueError(f"placement={placement!r}: one of {', '.join(PLACEMENTS)} is wanted")
         self.reuse_plans = enable_plan_caching

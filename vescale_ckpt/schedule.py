@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .arguments import checked_count, checked_seconds
 from .errors import CheckpointError
 from .exchange import Exchange
-from .retention import checked_count, checked_seconds
 
 
 @dataclass(frozen=True)

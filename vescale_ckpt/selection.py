@@ -15,6 +15,8 @@ class Selection:
     left out, wherever that stands; where all begin so, all else is selected. None selects all."""
 
     def __init__(self, names: str | Iterable[str] | None) -> None:
+        if names is not None and not isinstance(names, Iterable):
+            raise TypeError(f"keys: names or patterns are wanted, as text, not {type(names).__name__}")
         self.names: list[str] | None = [names] if isinstance(names, str) else list(names) if names is not None else None
         if self.names is not None and not all(isinstance(name, str) for name in self.names):
             raise TypeError("keys: names or patterns are wanted, as text")
@@ -52,6 +54,10 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     """
     if rename is None:
         return lambda key: key
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise ValueError(f"rename: a function or a mapping of keys is wanted, or None, not {type(rename).__name__}")
+    if isinstance(rename, Mapping) and not all(isinstance(text, str) for pair in rename.items() for text in pair):
+        raise ValueError("rename: keys are texts with dots between their parts, on both sides")
     return rename if callable(rename) else _by_prefix(rename)
 
 

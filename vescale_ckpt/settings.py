@@ -1,17 +1,24 @@
 """All settings: one table, with names, types, defaults and environment variables.
 
-An environment variable is read when a save or load begins; an argument of the call wins over it.
+Environment variables are read when a save or load begins, and all are checked then; an argument of the call wins.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .arguments import checked_seconds
+
+logger = logging.getLogger(__name__)
+
 PREFIX = "VESCALE_CKPT_"
 
 MiB = 1 << 20
+_LONGEST = 10**9  # seconds: 31 years; much more is no time to a computer
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,19 @@ SETTINGS = {
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
         Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
         Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
-        Setting("exit_timeout", 600, "seconds that a process that ends waits for its asynchronous saves"),
+        Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),
         Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
         Setting("exit_status", 1, "status of a process whose asynchronous save failed unseen; 0: as it is", most=255),
-        Setting("timeout", 1800, "seconds that a rank waits for the others", least=1),
+        Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
     )
 }
+
+MOST_THREADS = SETTINGS["threads"].most
+_BY_VARIABLE = {setting.variable: setting for setting in SETTINGS.values()}
+_NODE = PREFIX + "NODE"  # what it is otherwise is no constant: see node.py
+# Of builds and tests.
+_NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_LIBURING", "NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
+_warned: set[str] = set()
 
 DirectIO = Literal["auto"] | bool
 Broadcast = Literal["auto"] | bool
@@ -83,19 +97,55 @@ def value(name: str) -> int | str:
     return setting.default if text is None else setting.parse(text)
 
 
+def lenient(name: str) -> int | str:
+    """The setting in force, or its default if the environment's is wrong: for what a rank needs before all ranks hear
+    that, from `check`."""
+    try:
+        return value(name)
+    except ValueError:
+        return SETTINGS[name].default
+
+
 def number(name: str) -> int:
     result = value(name)
     assert isinstance(result, int)
     return result
 
 
+def node() -> int | None:
+    """Which machine this is, as the environment says. Raises ValueError for what is no number."""
+    text = os.environ.get(_NODE)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
+        raise ValueError(f"{_NODE}={text!r}: a whole number below 2**63 is wanted")
+    return int(text)
+
+
+def check() -> None:
+    """Raises ValueError if any environment variable of these is wrong, needed or not. One of our prefix that no setting
+    has is warned of, once a process."""
+    names = [name for name in os.environ if name.startswith(PREFIX)]
+    for name in names:
+        if (setting := _BY_VARIABLE.get(name)) is not None:
+            setting.parse(os.environ[name])
+        elif name == _NODE:
+            node()
+        elif name not in _warned and not name.startswith(_NOT_SETTINGS):
+            _warned.add(name)
+            near = difflib.get_close_matches(name, [*_BY_VARIABLE, _NODE], 1)
+            hint = f" {near[0]} is meant?" if near else ""
+            logger.warning("the environment variable %s is no setting, and does nothing.%s", name, hint)
+
+
 def timeout(argument: float | None) -> float:
     """Seconds to wait for other ranks: the argument of a call, else the setting."""
-    return float(number("timeout")) if argument is None else argument
+    seconds = checked_seconds("timeout", argument, zero=False)
+    return float(lenient("timeout")) if seconds is None else min(seconds, _LONGEST)
 
 
 def broadcast(argument: Broadcast) -> Broadcast:
     """An argument `broadcast_checkpoint`, checked."""
-    if argument not in ("auto", True, False):
+    if argument != "auto" and not isinstance(argument, bool):
         raise ValueError(f"broadcast_checkpoint={argument!r}: 'auto', True or False is wanted")
     return argument

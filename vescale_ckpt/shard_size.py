@@ -11,7 +11,7 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 def shard_bytes(size: int | str) -> int:
     """Bytes of `size`: a number, or one with a unit: "5GB" (powers of 1000, as Hugging Face counts), "5GiB" (of 1024).
     Raises ValueError for anything else, and for less than 1."""
-    bytes_ = size if isinstance(size, int) else None
+    bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE)):
         unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
         bytes_ = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit

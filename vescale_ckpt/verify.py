@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint
+from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint, settings
+from .arguments import checked_flag, checked_path
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
 from .overlap import GROUP_TENSORS, overlap
@@ -69,7 +70,9 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     Raises ValueError for a URL that is no `file://`.
     """
-    directory = layout.local_path(path)
+    checked_flag("quick", quick)
+    settings.check()
+    directory = layout.local_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
     if safetensors_checkpoint.is_one(directory):
         _verify_safetensors(directory, report)

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import _C, engine, layout, metadata_file, objects, packed
+from . import _C, engine, layout, metadata_file, objects, packed, settings
+from .arguments import checked_count, checked_flag, checked_path
 from .data_file import DataFiles
 from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
@@ -25,7 +26,7 @@ from .pause import garbage_collector_paused
 from .process_groups import check_alone_on_purpose
 from .safetensors import checked_metadata
 from .save_planner import SavePlanner as OurSavePlanner
-from .settings import DirectIO
+from .settings import MOST_THREADS, DirectIO
 from .shard_size import shard_bytes
 from .stager import Stager
 from .stats import SaveStats
@@ -36,9 +37,13 @@ from .waves import write_rows
 FORMATS = ("dcp", "safetensors")
 
 
-def check_format(format: str) -> None:
+def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None:
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ValueError(f"metadata: a mapping of texts is wanted, or None, not {type(metadata).__name__}")
+    if metadata is not None and format != "safetensors":
+        raise ValueError(f"metadata: only files of format='safetensors' have it, not {format!r}: put it into the state")
 
 
 class StorageWriter(DcpStorageWriter, AsyncStager):
@@ -89,17 +94,15 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        check_format(format)
+        check_format(format, metadata)
         self.most_file_bytes = shard_bytes(max_shard_size)
         self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
-        if thread_count is not None and thread_count < 1:
-            raise ValueError(f"thread_count={thread_count}: at least 1 is wanted")
-        self.path = layout.local_path(path)
-        self.thread_count = thread_count
-        self.single_file_per_rank = single_file_per_rank
-        self.sync_files = sync_files
-        self.overwrite = overwrite
-        self.checksums = checksums
+        self.path = layout.local_path(checked_path("path", path))
+        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
+        self.single_file_per_rank = checked_flag("single_file_per_rank", single_file_per_rank)
+        self.sync_files = checked_flag("sync_files", sync_files)
+        self.overwrite = checked_flag("overwrite", overwrite)
+        self.checksums = checked_flag("checksums", checksums)
         self.direct_io = engine.direct_io_setting(direct_io)
         self.last_stats: SaveStats | None = None
         self._save_id = _new_id()
@@ -135,6 +138,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        settings.check()
         check_alone_on_purpose()
         rank = kwargs.get("rank")
         self._rank = 0 if rank is None else rank

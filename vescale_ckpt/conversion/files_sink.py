@@ -8,8 +8,7 @@ from typing import Any
 
 from .. import _C, engine
 from ..flatten import Path
-from .numpy_dtypes import DTYPES_NAME
-from .numpy_sink import NpyLayout, dtypes_to_tell, file_name, npz_layout
+from .optional_numpy import numpy_needed
 from .plan import Output
 from .safetensors_sink import SafetensorsLayout, shards, write_index
 from .streamed_file import Layout
@@ -49,10 +48,15 @@ def torch_file(
 
 
 def npz_file(outputs: Sequence[Output]) -> Files:
+    with numpy_needed():
+        from .numpy_sink import npz_layout
     return _one(outputs, lambda: npz_layout(outputs))
 
 
 def npy_files(outputs: Sequence[Output]) -> Files:
+    with numpy_needed():
+        from .numpy_dtypes import DTYPES_NAME
+        from .numpy_sink import NpyLayout, dtypes_to_tell, file_name
     files = [
         OutputFile(file_name(output.name), output.bytes, lambda output=output: NpyLayout(output))  # type: ignore[misc]
         for output in outputs

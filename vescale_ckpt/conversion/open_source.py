@@ -8,11 +8,13 @@ from .. import layout
 from ..errors import CheckpointError
 from ..other_formats import kind_of_file
 from .dcp_source import DcpSource
-from .numpy_source import SUFFIX, NumpySource
+from .optional_numpy import numpy_needed
 from .safetensors_source import SafetensorsSource
 from .source import Source
 from .torch_source import TorchSource
 from .zip_file import entries
+
+_NUMPY = ".npy"
 
 
 def open_source(path: str) -> Source:
@@ -26,8 +28,8 @@ def open_source(path: str) -> Source:
         names = os.listdir(path)
         if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
             return SafetensorsSource(path)
-        if any(name.endswith(SUFFIX) for name in names):
-            return NumpySource(path)
+        if any(name.endswith(_NUMPY) for name in names):
+            return _numpy_source(path)
         raise CheckpointError(
             f"{path} has no .metadata, no .safetensors and no .npy files: not a checkpoint, or one whose save did not "
             "finish",
@@ -45,4 +47,10 @@ def open_source(path: str) -> Source:
         return SafetensorsSource(path)
     if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
         return TorchSource(path)
+    return _numpy_source(path)
+
+
+def _numpy_source(path: str) -> Source:
+    with numpy_needed():
+        from .numpy_source import NumpySource
     return NumpySource(path)

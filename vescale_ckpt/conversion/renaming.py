@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..selection import Rename, renaming
 
@@ -16,6 +16,9 @@ def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
     made, as `re.sub` does. Raises ValueError for what is no rule."""
     if rename is None or callable(rename) or hasattr(rename, "keys"):
         return renaming(rename)  # type: ignore[arg-type]
+    if isinstance(rename, str) or not isinstance(rename, Iterable):
+        kind = type(rename).__name__
+        raise ValueError(f"rename: a function, a mapping of names or pairs of texts are wanted, or None, not {kind}")
     rules = []
     for rule in rename:
         try:

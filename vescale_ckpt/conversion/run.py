@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
-from .. import engine
+from .. import engine, settings
+from ..arguments import checked_flag, checked_path
 from ..errors import CheckpointError, some
 from ..exchange import Exchange
 from ..shard_size import shard_bytes
@@ -83,6 +84,8 @@ def convert(
     `MissingKeysError` for `keys` that select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`,
     `StorageFullError`, `CheckpointError`.
     """
+    checked_path("src", src)
+    checked_path("dst", dst)
     exchange = Exchange.of(process_group, timeout, purpose="convert")
     started = time.perf_counter()
     with ExitStack() as closing:
@@ -117,7 +120,6 @@ class _Conversion:
         self._path = ""  # known when the arguments were checked
         self._format = format
         self._closing = closing
-        self._buffers = Buffers()
         self.left_out: list[str] = []
 
     def plan(
@@ -127,6 +129,9 @@ class _Conversion:
             for name, value, known in (("format", self._format, Format), ("on_objects", on_objects, Objects)):
                 if value not in get_args(known):
                     raise ValueError(f"{name}={value!r}: one of {', '.join(get_args(known))} is wanted")
+            checked_flag("overwrite", overwrite)
+            settings.check()
+            self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
             source_path, self._path = destination.local(self._src), destination.local(self._dst)
             self._source = open_source(source_path)

@@ -24,6 +24,8 @@ def restacked(outputs: Sequence[Output], stack: Stack) -> list[Output]:
     for the same numbers on both sides. Raises ValueError for rules that are none or fit nothing, `CheckpointError` for
     layers that are missing or unlike each other, or tensors without a first dimension.
     """
+    if not isinstance(stack, Mapping) or not all(isinstance(text, str) for pair in stack.items() for text in pair):
+        raise ValueError("stack: a mapping of names is wanted, such as {'layers.*.w': 'layers.w'}")
     result = list(outputs)
     for old, new in stack.items():
         layers = old.count("*") - new.count("*")

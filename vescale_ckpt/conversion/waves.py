@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -108,8 +109,9 @@ class Buffers:
 
 def memory_of(buffer: torch.Tensor) -> memoryview:
     """The bytes of a tensor of uint8."""
-    array: Any = buffer.numpy()
-    return memoryview(array)
+    array: Any = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
+    array.owner = buffer  # lives as long as the view
+    return memoryview(array).cast("B")
 
 
 def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterator[Piece]:

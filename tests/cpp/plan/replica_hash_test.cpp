@@ -15,7 +15,7 @@ namespace {
 using Words = std::vector<int64_t>;
 
 int64_t code_of(std::string_view name) {
-  return static_cast<int64_t>(format::dtype_code(name));
+  return static_cast<int64_t>(dtype_code(name));
 }
 
 constexpr std::array<uint64_t, 8> kFactors = {3, 5, 7, 11, 13, 17, 19, 23};

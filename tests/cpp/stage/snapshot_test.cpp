@@ -341,13 +341,13 @@ TEST_F(SnapshotTest, FindsThatMemoryIsGone) {
 TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
   const State state = some_of_everything();
   for (const int error : {ENOSYS, EPERM, 0}) {  // 0: some of it only
-    system::inject_fault(Call::peek, error, 1, 1);
+    io::system::inject_fault(io::Call::peek, error, 1, 1);
     Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
     snapshot.start(kThreads);
     EXPECT_TRUE(snapshot.wait());
-    EXPECT_GE(system::calls_seen(Call::peek), 2u);
+    EXPECT_GE(io::system::calls_seen(io::Call::peek), 2u);
     state.expect_copied(snapshot);
-    system::clear_faults();
+    io::system::clear_faults();
   }
 }
 
