@@ -3,19 +3,23 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "io/crc32.h"
 #include "plan/catalog.h"
 #include "plan/index.h"
+#include "plan/index_format.h"
 #include "plan/index_image.h"
 #include "plan/inventory.h"
 #include "plan/key_paths.h"
 #include "plan/metadata_pickle.h"
 #include "plan/places.h"
+#include "plan/verified_file.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::plan {
@@ -146,5 +150,23 @@ class ItemRows {
  private:
   InventoryBuilder builder_;
 };
+
+// Makes the checksums of an index those of what it holds.
+inline void seal(std::vector<std::byte>& image) {
+  IndexHeader header;
+  std::memcpy(&header, image.data(), sizeof header);
+  if (header.checksums <= image.size() && header.checksums % VerifiedFile::kPiece == 0 && header.checksums != 0) {
+    std::byte* sums = image.data() + header.checksums;
+    const uint64_t pieces = std::min<uint64_t>(header.checksums / VerifiedFile::kPiece - 1,
+                                               (image.size() - header.checksums) / sizeof(uint32_t));
+    for (uint64_t i = 0; i < pieces; ++i) {
+      const uint32_t crc = io::crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
+      std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
+    }
+    header.checksums_crc = io::crc32(0, sums, pieces * sizeof(uint32_t));
+  }
+  header.header_crc = io::crc32(0, &header, sizeof header - sizeof header.header_crc);
+  std::memcpy(image.data(), &header, sizeof header);
+}
 
 }  // namespace vescale_ckpt::plan

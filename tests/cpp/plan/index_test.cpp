@@ -271,23 +271,6 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
 }
 
 // Checksums are no protection against intent: whatever is in the tables, it is refused or harmless.
-void seal(std::vector<std::byte>& image) {
-  IndexHeader header;
-  std::memcpy(&header, image.data(), sizeof header);
-  if (header.checksums <= image.size() && header.checksums % VerifiedFile::kPiece == 0 && header.checksums != 0) {
-    std::byte* sums = image.data() + header.checksums;
-    const uint64_t pieces = std::min<uint64_t>(header.checksums / VerifiedFile::kPiece - 1,
-                                               (image.size() - header.checksums) / sizeof(uint32_t));
-    for (uint64_t i = 0; i < pieces; ++i) {
-      const uint32_t crc = io::crc32(0, image.data() + (i + 1) * VerifiedFile::kPiece, VerifiedFile::kPiece);
-      std::memcpy(sums + i * sizeof crc, &crc, sizeof crc);
-    }
-    header.checksums_crc = io::crc32(0, sums, pieces * sizeof(uint32_t));
-  }
-  header.header_crc = io::crc32(0, &header, sizeof header - sizeof header.header_crc);
-  std::memcpy(image.data(), &header, sizeof header);
-}
-
 template <typename Source>
 void use(const Source& source) {
   try {

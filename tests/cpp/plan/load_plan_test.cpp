@@ -184,6 +184,7 @@ TEST(LoadPlan, UnknownDtypesDoNotFitEvenWithACast) {
   auto image = Checkpoint(1).tensor("t", {10}, "float16").image();
   const std::string_view text(reinterpret_cast<const char*>(image.data()), image.size());
   image[text.find("float16")] = std::byte{'g'};
+  seal(image);
   const Index index(std::move(image));
   const auto found = plan_load(index, Inventory(ItemRows().box("t", {10}, {{0}, {10}}, "float16").pack()), true);
   ASSERT_EQ(found.mismatched.size(), 1u);
