@@ -1,11 +1,14 @@
 """Copies, saves, asynchronous saves and loads of a state on a GPU, ours beside stock.
 
-`python -m benchmarks.gpu`, where there is one.
+`python -m benchmarks.gpu`, where there is one; scripts/gpu_check.sh runs it section by section. `--device cpu` shows
+only that what needs no GPU runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -23,7 +26,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import vescale_ckpt
 from vescale_ckpt import _C
 
+from . import gpu_saves
 from .cache import drop
+from .ceiling import RawFile
+from .figures import record
+from .gpu_saves import timed
 
 Candidate = tuple[Callable[[Path], object], Callable[[Path], object]]
 
@@ -36,12 +43,63 @@ def candidates() -> dict[str, Candidate]:
     }
 
 
-def timed(action: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    action()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
+GiB = 1 << 30
+
+
+def median_of(action: Callable[[], object], rounds: int) -> float:
+    """Seconds; the first time does not count."""
+    return statistics.median([timed(action) for _ in range(rounds + 1)][1:])
+
+
+def disk(directory: str, rounds: int, size: int) -> None:
+    """Direct I/O of as many bytes by four threads, nothing else."""
+    raw = RawFile()
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        path = Path(folder)
+        write = median_of(lambda: raw.write(path, size), rounds)
+        read = median_of(lambda: raw.read(path, size), rounds)
+    record(disk_write_gb_s=size / write / 1e9, disk_read_gb_s=size / read / 1e9, disk_path=raw.path_taken)
+
+
+def ceilings(rounds: int, size: int) -> None:
+    """The bus each way and both at once, pageable memory, and how fast memory is locked."""
+    device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pageable = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def both() -> None:
+        with torch.cuda.stream(streams[0]):
+            pinned[0].copy_(device[0], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            device[1].copy_(pinned[1], non_blocking=True)
+
+    ways: dict[str, Callable[[], object]] = {
+        "pinned_to_host": lambda: pinned[0].copy_(device[0], non_blocking=True),
+        "pinned_to_device": lambda: device[0].copy_(pinned[0], non_blocking=True),
+        "pinned_each_way_of_both": both,
+        "pageable_to_host": lambda: pageable.copy_(device[0]),
+        "pageable_to_device": lambda: device[0].copy_(pageable),
+    }
+    record(**{f"{name}_gb_s": size / median_of(way, rounds) / 1e9 for name, way in ways.items()})
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        lock = _C.PageLock(0, pageable.data_ptr() // 4096 * 4096, size // 4096 * 4096, 64 << 20)
+        seconds.append(time.perf_counter() - started)
+        if lock.refusal:
+            record(page_lock=f"refused: {lock.refusal}")
+            return
+        del lock
+    record(page_lock_gb_s=size / statistics.median(seconds) / 1e9)
+
+
+def peak(rounds: int, *, to_host: bool = True) -> float:
+    """Bytes a second of one large pinned copy, in this process."""
+    device = torch.empty(GiB, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
+    source, target = (device, pinned) if to_host else (pinned, device)
+    return GiB / median_of(lambda: target.copy_(source, non_blocking=True), rounds)
 
 
 def copy_ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
@@ -75,14 +133,23 @@ def copy_ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
 
 def copies(rounds: int) -> None:
     """Copies to the host of a few large, many small, and strided tensors."""
-    kinds = {
-        "16 x 128 MiB": [torch.randn(32 << 20, device="cuda") for _ in range(16)],
-        "2000 x 256 KiB": [torch.randn(64 << 10, device="cuda") for _ in range(2000)],
-        "20000 x 4 KiB": [torch.randn(1 << 10, device="cuda") for _ in range(20000)],
-        "8 x 64 MiB, columns": [torch.randn(4096, 8192, device="cuda")[:, :4096] for _ in range(8)],
-        "8 x 64 MiB, transposed": [torch.randn(4096, 4096, device="cuda").t() for _ in range(8)],
+    ceiling = peak(rounds)
+    record(pinned_peak_gb_s=ceiling / 1e9)
+    kinds: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "16 x 128 MiB": lambda: [torch.randn(32 << 20, device="cuda") for _ in range(16)],
+        "2000 x 1 MiB": lambda: [torch.randn(256 << 10, device="cuda") for _ in range(2000)],
+        "2000 x 256 KiB": lambda: [torch.randn(64 << 10, device="cuda") for _ in range(2000)],
+        "20000 x 64 KiB": lambda: [torch.randn(16 << 10, device="cuda") for _ in range(20000)],
+        "20000 x 4 KiB": lambda: [torch.randn(1 << 10, device="cuda") for _ in range(20000)],
+        "8 x 64 MiB, columns": lambda: [torch.randn(8192, 4096, device="cuda")[:, :2048] for _ in range(8)],
+        "8 x 64 MiB, transposed": lambda: [torch.randn(4096, 4096, device="cuda").t() for _ in range(8)],
     }
-    for kind, tensors in kinds.items():
+    figure = {
+        "20000 x 4 KiB": "4k", "20000 x 64 KiB": "64k", "2000 x 256 KiB": "256k", "2000 x 1 MiB": "1m",
+        "8 x 64 MiB, columns": "columns", "8 x 64 MiB, transposed": "transposed",
+    }  # fmt: skip
+    for kind, make in kinds.items():
+        tensors = make()
         nbytes = sum(tensor.nbytes for tensor in tensors)
         ways = copy_ways(tensors)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -92,6 +159,8 @@ def copies(rounds: int) -> None:
         for name, times in seconds.items():
             median = statistics.median(times[1:])
             print(f"copy  {kind:22} {name:20} {median * 1e3:9.2f} ms {nbytes / median / 1e9:6.2f} GB/s")
+            if name == "vescale" and kind in figure:
+                record(**{f"copy_{figure[kind]}_of_peak": nbytes / median / ceiling})
 
 
 class Background(ABC):
@@ -164,21 +233,16 @@ def background(state: dict[str, torch.Tensor], rounds: int, directory: str) -> N
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", default=tempfile.gettempdir())
-    arguments = parser.parse_args()
-    copies(arguments.rounds)
-    layers = max(1, int(arguments.gib * 2**30) // (2 * 4096 * 4096))
+def beside_stock(rounds: int, directory: str, size: int) -> None:
+    """Synchronous saves and cold loads, and asynchronous saves, ours and stock's."""
+    layers = max(1, size // (2 * 4096 * 4096))
     state = {f"layer.{i}": torch.randn(4096, 4096, device="cuda").bfloat16() for i in range(layers)}
     target = {key: torch.empty_like(value) for key, value in state.items()}
-    gib = sum(value.nbytes for value in state.values()) / 2**30
+    gib = sum(value.nbytes for value in state.values()) / GiB
     seconds: dict[tuple[str, str], list[float]] = {}
-    for _ in range(arguments.rounds + 1):
+    for _ in range(rounds + 1):
         for name, (writer, reader) in candidates().items():
-            with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder)
                 save = timed(lambda: dcp.save({"m": state}, storage_writer=writer(path), no_dist=True))  # noqa: B023
                 drop(path)
@@ -189,11 +253,55 @@ def main() -> None:
                     target[key].zero_()
                 seconds.setdefault((name, "save"), []).append(save)
                 seconds.setdefault((name, "load"), []).append(load)
-    background(state, arguments.rounds, arguments.dir)
-    print(f"{gib:.2f} GiB on {torch.cuda.get_device_name(0)}, median of {arguments.rounds}, first round not counted")
+    background(state, rounds, directory)
+    print(f"{gib:.2f} GiB on {torch.cuda.get_device_name(0)}, median of {rounds}, first round not counted")
     for (name, operation), times in seconds.items():
         median = statistics.median(times[1:])
         print(f"{operation:5} {name:8} {median:7.3f} s {gib * 1.073741824 / median:6.2f} GB/s (first {times[0]:.3f} s)")
+        record(**{f"{operation}_{name}_cold_gb_s": gib * 1.073741824 / median})
+
+
+def room(wanted: int, directory: str, device: str) -> int:
+    """`wanted` bytes, or less where memory or disk have not room for a few times as much."""
+    free = [shutil.disk_usage(directory).free // 3, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 6]
+    if device == "cuda":
+        free.append(torch.cuda.mem_get_info()[0] // 4)
+    return max(1 << 20, min(wanted, *free))
+
+
+SECTIONS = ("disk", "ceilings", "copies", "first", "prepared", "gated", "both-ways", "growth", "stock")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="of " + ", ".join(SECTIONS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gib", type=float, default=8.0, help="size of the state, at most")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=200, help="of the section growth")
+    parser.add_argument("--dir", default=tempfile.gettempdir())
+    arguments = parser.parse_args()
+    device, directory, rounds = arguments.device, arguments.dir, arguments.rounds
+    sections = arguments.sections.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        parser.error(f"no section is named {', '.join(sorted(unknown))}")
+    on_gpu = device == "cuda"
+    size = room(int(arguments.gib * GiB), directory, device if set(sections) - {"disk"} else "cpu")
+    run: dict[str, Callable[[], None]] = {
+        "disk": lambda: disk(directory, rounds, min(size, GiB)),
+        "ceilings": lambda: ceilings(rounds, min(size, GiB)),
+        "copies": lambda: copies(rounds),
+        "first": lambda: gpu_saves.first(device, directory, rounds, size, peak(rounds) if on_gpu else None),
+        "prepared": lambda: gpu_saves.prepared(device, directory, rounds, size),
+        "gated": lambda: gpu_saves.gated(device, directory, rounds, size),
+        "both-ways": lambda: gpu_saves.both_ways(
+            device, directory, rounds, size, peak(rounds, to_host=False) if on_gpu else None
+        ),
+        "growth": lambda: gpu_saves.growth(device, directory, arguments.saves),
+        "stock": lambda: beside_stock(rounds, directory, min(size, 2 * GiB)),
+    }
+    for section in sections:
+        run[section]()
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def place(info: _StorageInfo, files: list[str]) -> tuple[int, int, int, int]:
 def write(metadata: Metadata, paths: list[bytes] | None = None) -> tuple[bytes, bytes]:
     """The contents of both files for what `metadata` describes, as one rank would have written it."""
     rows = rows_of(metadata)
-    plan = _C.GlobalPlan([pack([row for row, _ in rows])], "balanced", None)
+    plan = _C.GlobalPlan([pack([row for row, _ in rows])], "balanced")
     files: list[str] = []
     places = array("q")
     for item in memoryview(plan.part(0)).cast("q")[::4]:

@@ -734,6 +734,11 @@ def test_two_managers_in_two_processes(checkpoint: Path) -> None:
 
 def save_and_look(directory: Path, first: int) -> None:
     with CheckpointManager(directory, max_to_keep=2) as saver:
+        (directory.parent / f"made-{first}").touch()
+        deadline = time.monotonic() + 60.0
+        while not (directory.parent / f"made-{1 - first}").exists():  # else the second would begin anew, at step 1
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         for step in range(first, 40, 2):
             saver.save(step, small_state(step), metrics={"loss": step})
             saver.wait()

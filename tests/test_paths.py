@@ -123,7 +123,7 @@ def test_a_parent_of_a_link_is_that_of_its_target(here_and_there: tuple[Path, Pa
         (Path("file:///ckpts/run1"), "file:///ckpts/run1"),
         (Path("s3://bucket/run1"), "no storage for s3"),
         ("gs://bucket/run1", "no storage for gs"),
-        ("", "no path"),
+        ("", "a path is wanted"),
         ("a\0b", "no path"),
     ],
 )

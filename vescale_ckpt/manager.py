@@ -89,6 +89,8 @@ class CheckpointManager:
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has told how it ended
         self._damaged: frozenset[int] = frozenset()  # steps that `restore` had to pass over
         self._course = Course(self.directory)  # of the coordinator
+        if self._is_coordinator():
+            self._course.look()
         self._closed = False
 
     # --- Saving

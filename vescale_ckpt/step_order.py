@@ -94,11 +94,18 @@ class Course:
         self._origin: tuple[int, Branch] | None = None  # that was restored, where it was not the last
         self._known: dict[int, Branch] = {}
 
+    def look(self) -> None:
+        """Takes note of what is there before this manager saves. What others save from now on is no step to go back
+        from: two that save in turn, say."""
+        last = SavedOrder(self.root).last
+        self._newest = -1 if last is None else last
+
     def restored(self, step: int) -> list[int]:
         """Training goes on from a step. Returns later ones that are abandoned already."""
         order = SavedOrder(self.root)
         self._branch = self._origin = None
         if order.last == step:
+            self._newest = step
             return order.abandoned_for(step, order.branch)
         self._origin = step, order.branches.get(step, FIRST)
         return []
@@ -115,8 +122,6 @@ class Course:
             branch, self._newest = of.leaving_at(min(origin, step), newest.number + 1), step
         else:  # what is there goes on, or another manager has begun a branch
             branch = newest
-            if before is None:
-                self._newest = -1 if order.last is None else order.last
         if step < self._newest and any(
             other > step and its.number == branch.number for other, its in order.branches.items()
         ):

@@ -1,0 +1,167 @@
+"""Stalls, rates and growth of saves and loads of a state on a device. The device "cpu" shows only that it runs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import vescale_ckpt
+
+from .figures import record
+
+MiB = 1 << 20
+
+
+def make_state(device: str, size: int) -> dict[str, torch.Tensor]:
+    """`size` bytes of bfloat16, about, in matrices of at most 32 MiB."""
+    side = 4096 if size >= 64 * MiB else 256
+    layers = max(1, size // (2 * side * side))
+    return {f"layer.{i}": torch.randn(side, side, device=device).bfloat16() for i in range(layers)}
+
+
+def bytes_of(state: dict[str, torch.Tensor]) -> int:
+    return sum(value.nbytes for value in state.values())
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(action: Callable[[], object]) -> float:
+    synchronize()
+    started = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> list[float]:
+    """Seconds that each of some asynchronous saves stops training for; the next one begins when it is durable."""
+    seconds = []
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for _ in range(rounds + 1):
+            synchronize()
+            started = time.perf_counter()
+            handle = vescale_ckpt.save(folder, state, async_checkpoint=True)
+            seconds.append(time.perf_counter() - started)
+            handle.result()
+    return seconds
+
+
+def first(device: str, directory: str, rounds: int, size: int, peak: float | None) -> None:
+    """The first save of this process and the steady ones; `peak`: of the bus, bytes a second."""
+    state = make_state(device, size)
+    began, *steady = stalls(state, directory, rounds)
+    stall = statistics.median(steady)
+    record(first_stall_ms=began * 1e3, steady_stall_ms=stall * 1e3, first_save_of_steady=began / stall)
+    if peak is not None:
+        least = bytes_of(state) / peak
+        record(arena_of_peak=least / stall, stall_of_peak_time=stall / least, state_gib=bytes_of(state) / 2**30)
+
+
+def prepared(device: str, directory: str, rounds: int, size: int) -> None:
+    """The same in a process that has prepared."""
+    state = make_state(device, size)
+    vescale_ckpt.prepare(state)
+    began, *steady = stalls(state, directory, rounds)
+    record(prepared_stall_ms=began * 1e3, prepared_save_of_steady=began / statistics.median(steady))
+
+
+def gated(device: str, directory: str, rounds: int, size: int) -> None:
+    """The stall behind a gate, and launches of a small kernel while the copy goes on, against launches without it."""
+    state = make_state(device, size)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
+    small = torch.zeros(64, device=device)
+    seconds, beside = [], []
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for number in range(rounds + 1):
+            synchronize()
+            started = time.perf_counter()
+            handle = vescale_ckpt.save(folder, state, async_checkpoint=True, gate=optimizer)
+            stall = time.perf_counter() - started
+            launches = [launch(small)]
+            while not handle.staged.done():
+                launches.append(launch(small))
+            handle.result()
+            if number:  # the first one takes memory
+                seconds.append(stall)
+                beside += launches
+    synchronize()
+    alone = [launch(small) for _ in range(max(1000, min(len(beside), 100_000)))]
+    record(gate_stall_ms=statistics.median(seconds) * 1e3, gate_launches=len(beside))
+    record(gate_launch_p99_ratio=percentile(beside, 0.99) / percentile(alone, 0.99))
+
+
+def launch(small: torch.Tensor) -> float:
+    started = time.perf_counter()
+    small.add_(1)
+    return time.perf_counter() - started
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * part))]
+
+
+def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_device: float | None) -> None:
+    """Synchronous saves and loads of a state on the device, and of the same in host memory, from the page cache."""
+    on_device = make_state(device, size)
+    on_host = {name: value.to("cpu", copy=True) for name, value in on_device.items()}
+    targets = {"device": on_device, "host": on_host}
+    copies = {kind: {name: torch.zeros_like(value) for name, value in state.items()} for kind, state in targets.items()}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    before, most = own_device_bytes(), 0
+    for _ in range(rounds + 1):
+        for kind, state in targets.items():
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                save = timed(lambda: vescale_ckpt.save(folder, state))  # noqa: B023
+                load = timed(lambda: vescale_ckpt.load(folder, copies[kind]))  # noqa: B023
+            most = max(most, own_device_bytes() - before)
+            for name, value in state.items():
+                if not torch.equal(value, copies[kind][name]):
+                    raise SystemExit(f"{name} came back wrong, {kind}")
+                copies[kind][name].zero_()
+            seconds.setdefault((kind, "save"), []).append(save)
+            seconds.setdefault((kind, "load"), []).append(load)
+    rates = {way: bytes_of(on_host) / statistics.median(times[1:]) for way, times in seconds.items()}
+    record(**{f"{operation}_{kind}_gb_s": rate / 1e9 for (kind, operation), rate in rates.items()})
+    record(save_of_host=rates["device", "save"] / rates["host", "save"])
+    record(load_of_host=rates["device", "load"] / rates["host", "load"])
+    if peak_to_device is not None:
+        record(load_of_lesser=rates["device", "load"] / min(peak_to_device, rates["host", "load"]))
+        record(own_device_mib=most / MiB)
+
+
+def own_device_bytes() -> int:
+    """What is taken of the device's memory and is not torch's."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def growth(device: str, directory: str, saves: int) -> None:
+    """What a process takes after many asynchronous saves, and had taken after the first tenth of them."""
+    state = make_state(device, 16 * MiB)
+    taken: list[tuple[int, int, int]] = []
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for number in range(saves):
+            vescale_ckpt.save(folder, state, async_checkpoint=True).result()
+            if number in (saves // 10, saves - 1):
+                threads = len(os.listdir("/proc/self/task"))
+                handles = len(os.listdir("/proc/self/fd")) + threads
+                taken.append((own_device_bytes(), host_bytes(), handles))
+    device_bytes, host, handles = (after - before for before, after in zip(*taken, strict=True))
+    record(growth_device_mib=device_bytes / MiB, growth_host_mib=host / MiB, growth_handles=handles)
+
+
+def host_bytes() -> int:
+    """Resident, and pinned, which is counted as resident, too."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
