@@ -54,7 +54,9 @@ def local_path(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"a checkpoint's path is text, not {text!r}")
-    if "\0" in text or not text:
+    if not text:
+        raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
+    if "\0" in text:
         raise ValueError(f"{text!r} is no path")
     if (url := _URL.match(text)) is not None:
         text = _path_of_url(text, url[1].lower())
