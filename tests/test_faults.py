@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import resource
+import shutil
 import subprocess
 import sys
 import threading
