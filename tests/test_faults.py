@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -214,6 +215,17 @@ def test_every_directory_that_is_made_is_durable(tmp_path: Path, monkeypatch: py
     assert not made_durable(tmp_path / "a" / "b")  # once is enough
     (tmp_path / "mine" / "own").mkdir(parents=True)  # who made it may not have synced it
     vescale_ckpt.save("mine/own", values)
+    assert made_durable(tmp_path / "mine")
+    inode = (tmp_path / "mine" / "own").stat().st_ino
+    shutil.rmtree("mine/own")
+    (tmp_path / "mine" / "own").mkdir()  # most file systems give it the number that the one before had
+    real = os.stat("mine/own")
+    again = os.stat_result([real.st_mode, inode, *real[2:]])
+    with pytest.MonkeyPatch.context() as patch:
+        stat = os.stat
+        same = os.fspath(tmp_path / "mine" / "own")
+        patch.setattr(os, "stat", lambda path, *a, **k: again if path == same else stat(path, *a, **k))
+        vescale_ckpt.save("mine/own", values)
     assert made_durable(tmp_path / "mine")
     vescale_ckpt.save("x/y/z", values, format="safetensors")
     assert made_durable(tmp_path, tmp_path / "x", tmp_path / "x" / "y")

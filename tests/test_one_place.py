@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +20,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageWriter, layout, one_place
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointManager,
+    SavePlanner,
+    StorageFullError,
+    StorageWriter,
+    layout,
+    one_place,
+)
 from vescale_ckpt.one_place import PlaceToken, SeparateDirectoriesError
 
 
@@ -139,3 +149,32 @@ def test_one_of_several_processes_does_not_save_alone_by_mistake(
     monkeypatch.delenv("VESCALE_CKPT_ALONE")
     monkeypatch.setenv("WORLD_SIZE", "1")
     vescale_ckpt.save(path, state)
+
+
+class PlansWhatCannotTravel(PlansItems):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, planner_data=lambda: None) for plan in plans], metadata
+
+
+def _cannot_travel(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.save(path, _state(1), planner=PlansWhatCannotTravel(), timeout=20)
+    return str(caught.value)
+
+
+def test_plans_that_cannot_travel_fail_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    for text in run_ranks(2, _cannot_travel, tmp_path / "c"):
+        assert "rank 0" in text and "pickle" in text
+
+
+def _no_room(path: Path) -> str:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(PlaceToken, "leave", side_effect=full), pytest.raises(StorageFullError) as caught:
+        vescale_ckpt.save(path, _state(1))
+    return str(caught.value)
+
+
+def test_no_room_for_the_token_is_told_as_such(tmp_path: Path) -> None:
+    for text in run_ranks(2, _no_room, tmp_path / "c"):
+        assert "rank 0" in text and str(tmp_path) in text

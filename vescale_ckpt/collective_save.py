@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .application import saved_form
 from .collective_plan import CollectivePlan
-from .errors import CheckpointError
+from .engine import of_system
 from .exchange import Exchange
 from .gate import Gate
 from .message import pack, unpack
@@ -138,7 +138,7 @@ class CollectiveSave:
         try:
             place.leave()
         except OSError as error:
-            raise CheckpointError(f"cannot make a file in {place.directory}: {error}", path=place.directory) from None
+            raise of_system(error, place.directory) from None
 
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
@@ -226,18 +226,19 @@ class CollectiveSave:
         except Exception as error:
             self.error = error
         plans = self._gather(plan, "gather plans")
+        answers: list[bytes] | None = None
         if plans is not None:
             try:
                 plans, metadata = planner.create_global_plan(plans)
                 plans = writer.prepare_global_plan(plans)
+                answers = [b"", *map(pickle.dumps, plans[1:])]
             except Exception as error:
                 self.error = error
         exchange.fail_together(self.error, self._phase("plan"))
-        answers = None if plans is None else [b"", *map(pickle.dumps, plans[1:])]
         answer = exchange.scatter(answers, self._phase("scatter plans"))
-        plan = pickle.loads(answer) if plans is None else plans[0]
         results: Any = None
         try:
+            plan = pickle.loads(answer) if plans is None else plans[0]
             written = writer.write_data(planner.finish_plan(plan), planner)
             written.wait()
             results = written.value()

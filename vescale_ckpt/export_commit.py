@@ -93,7 +93,7 @@ def give_names(directory: str, files: list[str], names: list[str]) -> None:
 
 
 def _commit(directory: str, files: list[str], index: IndexOf, before: _Before) -> list[str]:
-    layout.make_name_durable(directory)
+    layout.make_name_durable(directory, holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
     if len(files) == 1:
         give_names(directory, files, [SINGLE_NAME])
         files.clear()

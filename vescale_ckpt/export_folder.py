@@ -86,7 +86,7 @@ class ExportFolder:
     def make_way(self) -> None:
         """Removes the model that is there: readers take all files in a folder, and would mix the two."""
         with engine.named_system_errors(self.directory):
-            layout.make_name_durable(self.directory)
+            layout.make_name_durable(self.directory, holds_one=False)
             _C.remove_file(os.path.join(self.directory, INDEX_NAME))
             for name in os.listdir(self.directory):
                 if is_model_file(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
@@ -23,6 +24,7 @@ from .watch import Watch
 # What each optimizer has to wait for before its next step. Hooks stay: one that is removed while hooks run breaks them.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
 _copies: set[Future[None]] = set()  # of this process, while they go on
+_layout, _is_meta = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 class Gate:
@@ -62,7 +64,7 @@ class GatedCopy:
 
     def rows(self, items: PackedItems, candidates: Sequence[int]) -> list[int]:
         """Those of some rows of a part that may be copied later, which from now on are watched."""
-        own = list(self._own_tensors())
+        own = self._own_tensors()
         uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # no counter tells of these
         places = {place for place, _, _ in own} - uncounted
         # A name by `.data` has a counter of its own, which tells nothing of a change of the parameter.
@@ -71,11 +73,9 @@ class GatedCopy:
             if place in places:
                 by_address.setdefault(address, []).append(tensor)
         description = items.description
-        storages = list(map(_storage, description.tensors))
-        guarded = [
-            place in places and not tensor.is_inference()
-            for place, tensor in zip(storages, description.tensors, strict=True)
-        ]
+        storages = _storages(description.tensors)
+        counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
+        guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
         part = words(items.part)
         rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int | None, str]()
         for row in candidates:
@@ -100,13 +100,23 @@ class GatedCopy:
         self._watch = Watch([*chain.from_iterable(watched.values()), *(tensor for tensor, _ in others)])
         return rows
 
-    def _own_tensors(self) -> Iterator[tuple[int, torch.Tensor, int]]:
+    def _own_tensors(self) -> list[tuple[int, torch.Tensor, int]]:
         """Of the optimizers, each with its storage and address. A DTensor and what it holds here count each alone."""
-        for optimizer in self._optimizers:
-            for tensor in _tensors(optimizer):
-                local = _local(tensor)
-                if (place := _storage(local)) is not None:
-                    yield from ((place, one, local.data_ptr()) for one in {id(t): t for t in (local, tensor)}.values())
+        tensors = list(chain.from_iterable(map(_tensors, self._optimizers)))
+        local = list(map(_local, tensors)) if _holds_dtensor(tensors) else tensors
+        storages = _storages(local)
+        own = [
+            (place, tensor, tensor.data_ptr())
+            for place, tensor in zip(storages, local, strict=True)
+            if place is not None
+        ]
+        if local is not tensors:
+            own += [
+                (place, tensor, here.data_ptr())
+                for place, tensor, here in zip(storages, tensors, local, strict=True)
+                if place is not None and tensor is not here
+            ]
+        return own
 
     def close(self, staged: Future[None]) -> None:
         """Lets steps, and loads of this process, wait for `staged`."""
@@ -162,8 +172,23 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return stock.local_tensors([tensor])[0] if isinstance(tensor, DTensor) else tensor
 
 
+def _holds_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Which memory each lies in. None where that cannot be known: of sparse tensors and subclasses."""
+    ordinary = (
+        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+        and set(map(_layout, tensors)) <= {torch.strided}
+        and not any(map(_is_meta, tensors))
+    )
+    if ordinary:
+        return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+    return list(map(_storage, tensors))
+
+
 def _storage(tensor: torch.Tensor) -> int | None:
-    """Which memory it lies in. None where that cannot be known: of sparse tensors and subclasses."""
     if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     return tensor.untyped_storage().data_ptr()

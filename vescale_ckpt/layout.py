@@ -153,11 +153,13 @@ def make_directory(directory: str) -> None:
         raise engine.translate(error, str, directory, 0) from None
 
 
-def make_name_durable(directory: str) -> None:
-    """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory."""
+def make_name_durable(directory: str, holds_one: bool) -> None:
+    """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory
+    that holds a checkpoint (`holds_one`). One that does not may have been removed and made anew since, by anybody: it
+    has the same number then on many file systems."""
     directory = local_path(directory)
     status = os.stat(directory)
-    if (directory, status.st_dev, status.st_ino) not in _durable_names:
+    if not holds_one or (directory, status.st_dev, status.st_ino) not in _durable_names:
         _sync_name(directory)
 
 
@@ -330,7 +332,7 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
     """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it."""
     name = metadata_name(rank)
-    make_name_durable(directory)
+    make_name_durable(directory, holds_one=has_metadata(directory, rank))
     if index is not None:  # first: it counts for nothing without the metadata it belongs to
         _C.commit_file(directory, name + INDEX_SUFFIX, index)
     _C.commit_file(directory, name, metadata)

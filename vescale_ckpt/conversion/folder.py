@@ -36,7 +36,7 @@ class WholeFolder:
     def make(self) -> None:
         layout.make_directory(self.directory)
         with engine.named_system_errors(self.directory):
-            layout.make_name_durable(self.directory)
+            layout.make_name_durable(self.directory, holds_one=False)
             self._remove_leftovers()
             self.temporary = temporary_name(self.path)
             os.mkdir(self.temporary)
