@@ -95,6 +95,7 @@ OURS: dict[str, Any] = {  # which torch's own restricted unpickler refuses
     "range": range(3),
     "slice": slice(1, None),
     "default dict": collections.defaultdict(list, a=[1]),
+    "empty texts of numpy": [numpy.str_(""), numpy.bytes_(b"")],
     "with tensors": {"t": torch.ones(2), "d": datetime.date(2024, 1, 2), "n": numpy.arange(3)},
 }
 CODE: dict[str, Any] = {
@@ -123,6 +124,48 @@ def test_round_trip(name: str, weights_only: bool, caplog: pytest.LogCaptureFixt
         assert repr(loaded) == repr(value) and type(loaded) is type(value)
     else:
         assert_same(loaded, value)
+
+
+@pytest.mark.parametrize("kind", ["f8", "U3", "M8[s]", ">i4"])
+def test_an_array_that_is_there_twice_is_there_twice(kind: str) -> None:
+    array, other = numpy.zeros(3, kind), numpy.ones(2, kind)
+    value = {"a": array, "b": [array, other], "dtype": array.dtype, "c": collections.deque([other, array])}
+    loaded = objects.load(objects.dump(value, "key"), weights_only=True, key="key")
+    assert loaded["a"] is loaded["b"][0] is loaded["c"][1] and loaded["b"][1] is loaded["c"][0]
+    assert loaded["a"].tolist() == array.tolist() and loaded["b"][1].tolist() == other.tolist()
+    assert loaded["dtype"].kind == array.dtype.kind
+
+
+class Calling:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+MUCH = range(10**5)  # of which a hostile one would have a thousand million times as many
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(Calling(kind, MUCH) for kind in (list, tuple, frozenset, set, collections.deque, collections.Counter)),
+        *(Calling(kind, MUCH) for kind in (torch.Size, bytearray, torch.Tensor)),
+        Calling(torch.FloatTensor, [MUCH]),
+        Calling(int, decimal.Decimal("1e100000")),
+        Calling(torch._tensor._rebuild_from_type_v2, torch.Size, torch.Size, (MUCH,), None),
+        Calling(torch._tensor._rebuild_from_type_v2, list, list, (MUCH,), None),
+    ],
+    ids=lambda call: f"{call.call[0].__name__} of {call.call[1][0]}",
+)
+def test_a_small_object_cannot_take_all_memory(call: Calling) -> None:
+    buffer = io.BytesIO()
+    torch.save([pathlib.Path("a"), call], buffer)
+    with pytest.raises(UntrustedCheckpointError, match="key"):
+        objects.load(buffer.getvalue(), weights_only=True, key="key")
 
 
 @pytest.mark.parametrize("name", PLAIN | HARMLESS | CODE)

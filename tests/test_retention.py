@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vescale_ckpt import step_metrics
 from vescale_ckpt.retention import Kept, Retention
 
 metrics = st.one_of(st.none(), st.floats(allow_nan=True))
@@ -69,3 +72,14 @@ def test_what_was_saved_last_stays_whatever_its_step(in_order: list[int], most: 
 def test_rules_that_make_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Retention(**wrong)  # type: ignore[arg-type]
+
+
+def test_metrics_that_cannot_be_written_leave_none_of_an_earlier_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_metrics.write(str(tmp_path), 1, {"loss": 0.5})
+    monkeypatch.setattr(step_metrics._C, "commit_file", mock.Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        step_metrics.write(str(tmp_path), 1, {"loss": 3.0})
+    (tmp_path / ".metadata").write_bytes(b"of the later save")
+    assert step_metrics.read(str(tmp_path)) == {}

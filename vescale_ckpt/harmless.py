@@ -13,6 +13,7 @@ import datetime
 import decimal
 import fractions
 import io
+import math
 import pathlib
 import pickle
 import re
@@ -62,8 +63,11 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     range: range,
     slice: slice,
     bytes: _bytes,
-    **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},  # what defaultdicts are made with
+    **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
+#: What defaultdicts are made with. A pickle has no need to call them: `list(range(n))` would take n of memory,
+#: `int(Decimal("1e999999999"))` as much.
+_NEVER_CALLED = (int, float, bool, str, list, dict, tuple, torch.Tensor)
 _BY_NAME = {(kind.__module__, kind.__qualname__): make for kind, make in _CLASSES.items()}
 _WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace)
 _LISTS = (list, collections.deque)
@@ -144,10 +148,21 @@ def _numpy() -> Any:
     return numpy
 
 
-class _Dtype:
+class _UnderWay:
+    """A value of numpy's that its state is still to come for."""
+
+    def __init__(self) -> None:
+        self.memos: list[int] = []  #: under which numbers the pickle remembers it
+
+    def built(self, state: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Dtype(_UnderWay):
     """numpy's dtype under way: `numpy.dtype(name, align, copy)`, then its state."""
 
     def __init__(self, name: Any, *_: Any) -> None:
+        super().__init__()
         if type(name) is not str or not re.fullmatch(r"[?biufcSUMm]\d*", name):
             raise pickle.UnpicklingError(f"an array of {name!r}")
         self.name = name
@@ -169,10 +184,11 @@ class _Dtype:
         return dtype.newbyteorder(order) if order == ">" else dtype
 
 
-class _Array:
+class _Array(_UnderWay):
     """numpy's array under way: `_reconstruct(numpy.ndarray, (0,), b"b")`, then its state."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
+        super().__init__()
         if kind is not _NDARRAY:
             raise pickle.UnpicklingError("an array of a class of its own")
 
@@ -187,15 +203,16 @@ def _array(dtype: Any, data: Any, shape: Any, in_columns: bool) -> Any:
         raise pickle.UnpicklingError("an array of something else than bytes")
     if any(type(length) is not int or length < 0 for length in shape):
         raise pickle.UnpicklingError("an array without a shape")
-    if not dtype.itemsize or not data:
-        array = numpy.empty(shape, dtype)
-        if array.nbytes:
+    if not data:
+        if math.prod(shape):
             raise pickle.UnpicklingError("an array without its bytes")
-        return array
+        return numpy.empty(shape, dtype)
     return numpy.frombuffer(data, dtype).reshape(shape, order="F" if in_columns else "C").copy(order="K")
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
+    if isinstance(dtype, _numpy().dtype) and dtype.itemsize == 0:  # an empty text: numpy has no array of that
+        return dtype.type()
     return _array(dtype, data, (), False)[()]
 
 
@@ -216,6 +233,8 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    readline: Callable[[], bytes]
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: Any, **options: Any) -> None:
@@ -227,6 +246,16 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
         self._torch_s = {**stock.weights_only_globals(), **_of_the_user()}
         known = (*_CLASSES.values(), *_NUMPY.values(), *self._torch_s.values())
         self._known = {id(function) for function in known if function is not _NDARRAY}
+        self._known -= {id(kind) for kind in _NEVER_CALLED}
+        self._of_torch = {id(function) for function in self._torch_s.values()}
+        self._rebuild = self._torch_s.get("torch._tensor._rebuild_from_type_v2")
+        self._under_way = 0  # values that their state is still to come for
+
+    def load(self) -> Any:
+        value = super().load()
+        if self._under_way:
+            raise pickle.UnpicklingError("an array of numpy without its state")
+        return value
 
     def find_class(self, module: str, name: str) -> Any:
         if self.proto < 3:  # Python 2's names
@@ -239,9 +268,21 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
         return known
 
     def _make(self, kind: Any, arguments: Any, make: Callable[..., Any]) -> None:
-        if id(kind) not in self._known or type(arguments) is not tuple:
+        self._check_call(kind, arguments)
+        if kind is self._rebuild:  # calls its first argument
+            if id(arguments[0]) not in self._of_torch or arguments[0] is kind:
+                raise pickle.UnpicklingError(f"it has torch call {arguments[0]!r}")
+            self._check_call(arguments[0], arguments[2])
+        made = make(*arguments)
+        self._under_way += isinstance(made, _UnderWay)
+        self.append(made)
+
+    def _check_call(self, kind: Any, arguments: Any) -> None:
+        if id(kind) not in self._known or type(arguments) is not tuple or isinstance(kind, type(torch.FloatTensor)):
             raise pickle.UnpicklingError(f"it calls {kind!r}")
-        self.append(make(*arguments))
+        from_range = any(type(argument) is range for argument in arguments)
+        if from_range and not any(kind is known for known in (slice, *_of_the_user().values())):
+            raise pickle.UnpicklingError(f"it fills a {kind!r} from a range")  # a few bytes may be any number of values
 
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -259,6 +300,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) in (_Dtype, _Array):
             self._replace(value, value.built(state))
+            self._under_way -= 1
         elif type(value) in _WITH_ATTRIBUTES or type(value) is collections.OrderedDict:
             if type(state) is not dict or not all(type(name) is str for name in state):
                 raise pickle.UnpicklingError("attributes that are none")
@@ -269,12 +311,43 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
         else:
             raise pickle.UnpicklingError(f"it gives a {type(value).__name__} a state")
 
-    def _replace(self, value: Any, built: Any) -> None:
-        """What was under way was remembered, at most a few values ago."""
+    def _replace(self, value: _UnderWay, built: Any) -> None:
         self.stack[-1] = built
-        for index in reversed(list(self.memo)[-8:]):
-            if self.memo[index] is value:
-                self.memo[index] = built
+        for number in value.memos:
+            if self.memo.get(number) is value:
+                self.memo[number] = built
+
+    def _remember(self, number: int) -> None:
+        value = self.memo[number] = self.stack[-1]
+        if isinstance(value, _UnderWay):
+            value.memos.append(number)
+
+    def load_put(self) -> None:
+        self._remember(int(self.readline()[:-1]))
+
+    def load_binput(self) -> None:
+        self._remember(self.read(1)[0])
+
+    def load_long_binput(self) -> None:
+        self._remember(int.from_bytes(self.read(4), "little"))
+
+    def load_memoize(self) -> None:
+        self._remember(len(self.memo))
+
+    def _recall(self, number: int) -> None:
+        value = self.memo[number]
+        if isinstance(value, _UnderWay):  # would stay one where it is put
+            raise pickle.UnpicklingError("an array of numpy that is used before it has its state")
+        self.append(value)
+
+    def load_get(self) -> None:
+        self._recall(int(self.readline()[:-1]))
+
+    def load_binget(self) -> None:
+        self._recall(self.read(1)[0])
+
+    def load_long_binget(self) -> None:
+        self._recall(int.from_bytes(self.read(4), "little"))
 
     def load_append(self) -> None:
         value = self.stack.pop()
@@ -290,7 +363,9 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
 
     def load_setitems(self) -> None:
         values = self.pop_mark()
-        self._checked((dict,), derived=True).update(zip(values[::2], values[1::2], strict=True))
+        mapping = self._checked((dict,), derived=True)
+        for key, value in zip(values[::2], values[1::2], strict=True):  # a derived one's `update` may do something else
+            mapping[key] = value
 
     def load_additems(self) -> None:
         values = self.pop_mark()
@@ -318,10 +393,17 @@ def _dispatch() -> dict[int, Callable[..., None]]:
         pickle.SETITEM: own.load_setitem,
         pickle.SETITEMS: own.load_setitems,
         pickle.ADDITEMS: own.load_additems,
+        pickle.PUT: own.load_put,
+        pickle.BINPUT: own.load_binput,
+        pickle.LONG_BINPUT: own.load_long_binput,
+        pickle.MEMOIZE: own.load_memoize,
+        pickle.GET: own.load_get,
+        pickle.BINGET: own.load_binget,
+        pickle.LONG_BINGET: own.load_long_binget,
     }
     refused = (
         pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER,
-        pickle.READONLY_BUFFER, pickle.FRAME,
+        pickle.READONLY_BUFFER, pickle.FRAME, pickle.DUP,
     )  # fmt: skip
     functions = {**looked_at, **dict.fromkeys(refused, own.refuse)}
     return {**pickle._Unpickler.dispatch, **{opcode[0]: function for opcode, function in functions.items()}}

@@ -18,10 +18,10 @@ from .reader import StorageReader
 def load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
     """Fills `state`. Raises on all ranks if one has failed."""
     with counted(exchange.rank, exchange.size):
-        plan = exchange.together(
+        plan, packed = exchange.together(
             lambda: _local_plan(exchange, reader, planner, state), _phase(reader, "plan"), LoadFailedError
         )
-    gathered = exchange.gather(pickle.dumps(plan) if exchange.rank else b"", _phase(reader, "gather plans"))
+    gathered = exchange.gather(packed, _phase(reader, "gather plans"))
     plans: list[LoadPlan] = []
 
     def plan_all() -> list[bytes] | None:
@@ -33,17 +33,23 @@ def load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, 
 
     answers = exchange.together(plan_all, _phase(reader, "plan for all"), LoadFailedError)
     answer = exchange.scatter(answers, _phase(reader, "scatter plans"))
-    plan = plans[0] if plans else pickle.loads(answer)
-    exchange.together(
-        lambda: reader.read_data(planner.finish_plan(plan), planner).wait(), _phase(reader, "read"), LoadFailedError
-    )
+
+    def read() -> None:
+        final = plans[0] if plans else pickle.loads(answer)
+        reader.read_data(planner.finish_plan(final), planner).wait()
+
+    exchange.together(read, _phase(reader, "read"), LoadFailedError)
 
 
-def _local_plan(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> LoadPlan:
+def _local_plan(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]
+) -> tuple[LoadPlan, bytes]:
+    """And as the coordinator, which plans for all, is sent it."""
     metadata, of_all = _metadata(reader, exchange.rank)
     planner.set_up_planner(state, metadata, exchange.is_coordinator)
     reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=of_all)
-    return reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
 
 
 def _metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:

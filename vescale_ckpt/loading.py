@@ -13,6 +13,7 @@ from . import settings
 from .application import Application, check_is_mapping
 from .arguments import checked_flag, checked_path
 from .collective_load import CollectiveLoad
+from .errors import LoadFailedError
 from .exchange import Exchange
 from .flatten import flatten
 from .item_load import load_items
@@ -145,14 +146,18 @@ def _load_by_planner(
     exchange = Exchange.of(process_group, timeout, purpose="load")
     reader = StorageReader(path, verify=verify, weights_only=weights_only)
     application = Application(state)
-    try:
-        application.prepare()
-        load_items(exchange, reader, planner, application.form)
+
+    def hand_over() -> None:
         values, paths = flatten(application.form)
         for key, value in values.items():
             if not application.owns(paths[key]):
                 place(state, paths[key], value)
         application.restore(set(values))
+
+    try:
+        exchange.together(application.prepare, f"loading {reader.given_path}: prepare", LoadFailedError)
+        load_items(exchange, reader, planner, application.form)
+        exchange.together(hand_over, f"loading {reader.given_path}: hand over", LoadFailedError)
     except BaseException:
         application.abandon()
         raise

@@ -31,7 +31,12 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
         return
     values = {name: value if math.isfinite(value) else None for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": layout.metadata_mark(directory)}
-    _C.commit_file(directory, FILE_NAME, json.dumps(record, indent=1).encode())
+    try:
+        _C.commit_file(directory, FILE_NAME, json.dumps(record, indent=1).encode())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # those of an earlier save would be taken for this one's
+        raise
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
