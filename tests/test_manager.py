@@ -988,3 +988,13 @@ def descriptors_after_saves(checkpoint: Path) -> list[int]:
                 saver.restore(blank(small_state(0)))
         counts.append(len(os.listdir("/proc/self/fd")))
     return counts
+
+
+def test_metrics_are_kept_where_the_directory_cannot_be_locked(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(checkpoint, async_checkpoint=False) as manager:
+        manager.save(1, small_state(1), metrics={"loss": 1.0})
+        monkeypatch.setattr(directory_lock, "while_saving", mock.Mock(side_effect=OSError("no locks")))
+        manager.save(1, small_state(2), metrics={"loss": 2.0})
+        assert manager.metrics(1) == {"loss": 2.0}

@@ -34,6 +34,9 @@ class RunningSave:
             return
         try:
             self._lock = directory_lock.while_saving(self.path)
+        except (CheckpointError, _C.EngineError, OSError) as error:
+            logger.warning("the directory of step %d cannot be locked: %s", self.step, error)
+        try:
             step_metrics.write(self.path, self.step, metrics)
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the metrics of step %d are not kept: %s", self.step, error)
