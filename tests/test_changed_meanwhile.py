@@ -158,13 +158,12 @@ def test_a_load_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_load_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.ones(1000))
     vescale_ckpt.save(tmp_path / "old", {"weight": weight})
-    monkeypatch.setenv("VESCALE_CKPT_TIMEOUT", "1")
     with late_copies(monkeypatch):
         handle = vescale_ckpt.save(
             tmp_path / "new", {"weight": weight}, async_checkpoint=True, gate=torch.optim.SGD([weight])
         )
         with pytest.raises(vescale_ckpt.CheckpointTimeoutError, match="wait until a save has copied"):
-            vescale_ckpt.load(tmp_path / "old", {"weight": weight.detach()})
+            vescale_ckpt.load(tmp_path / "old", {"weight": weight.detach()}, timeout=1)
     handle.result(BOUND)
 
 

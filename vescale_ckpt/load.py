@@ -154,7 +154,8 @@ class Load:
             raise _overlaps(
                 next(description.names[item] for item in items if description.tensor_number(item) == bad[0])
             )
-        wait_until_copied(f"loading {self.reader.path}: wait until a save has copied the state", settings.timeout(None))
+        phase = f"loading {self.reader.path}: wait until a save has copied the state"
+        wait_until_copied(phase, settings.timeout(self.reader.timeout))
         self._filled += tensors
         state = getattr(self.planner, "state_dict", None)
         if isinstance(state, dict) and engine.holds_any(state, DTensor):  # these count for themselves

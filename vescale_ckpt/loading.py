@@ -128,9 +128,9 @@ def load(
         return _load_by_planner(path, state, planner, verify, weights_only, process_group, timeout)
     selection = Selection(keys)
     exchange = Exchange.of(process_group, timeout, purpose="load")
-    loading = CollectiveLoad(
-        exchange, StorageReader(path, verify=verify, weights_only=weights_only), selection, strict, broadcast_checkpoint
-    )
+    reader = StorageReader(path, verify=verify, weights_only=weights_only)
+    reader.timeout = exchange.timeout
+    loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint)
     return loading.all() if state is None else loading.into(state, rename, allow_cast)
 
 
@@ -145,6 +145,7 @@ def _load_by_planner(
 ) -> LoadReport:
     exchange = Exchange.of(process_group, timeout, purpose="load")
     reader = StorageReader(path, verify=verify, weights_only=weights_only)
+    reader.timeout = exchange.timeout
     application = Application(state)
 
     def hand_over() -> None:

@@ -85,6 +85,7 @@ class StorageReader(DcpStorageReader):
         self.process_group = process_group
         self.weights_only = checked_flag("weights_only", weights_only)
         self.direct_io = engine.direct_io_setting(direct_io)
+        self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
         self._metadata: Metadata | None = None
