@@ -60,9 +60,9 @@ class RoutedRead:
 
     def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
         """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
-        rounds = self.routes.rounds
         if self._own_only:
             return Outcome.stood_down
+        rounds = self.routes.rounds
         if not rounds:
             return Outcome.delivered
         self._load, self._reads = load, reads

@@ -1,7 +1,6 @@
 #include "plan/route_readers.h"
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <tuple>
 #include <utility>

@@ -1,6 +1,5 @@
 #include "plan/route_rounds.h"
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <optional>
