@@ -22,9 +22,8 @@ import torch
 from . import _C
 from .describe import Description
 from .errors import some
-from .items import OBJECT
-from .packed import PART_ROW, narrowed, words
-from .tensors import ON_HOST
+from .rows import OBJECT, PART_ROW, words
+from .tensors import ON_HOST, narrowed
 
 logger = logging.getLogger(__name__)
 

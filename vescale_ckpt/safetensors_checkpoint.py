@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from . import _C, engine, export_names, layout, other_formats
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from .items import SHARD, TENSOR, packed_row
+from .items import packed_row
 from .message import pack, unpack
-from .packed import PLACE_ROW, words
+from .rows import MOST_BYTES, PLACE_ROW, SHARD, TENSOR, words
 from .sharding import Piece
 from .stock import StorageInfo
 
@@ -49,7 +49,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # as of headers
-_FARTHEST = 1 << 62
 _ATTEMPTS = 5  # at reading the headers of a directory into which exports go meanwhile
 _OPENERS = 8  # headers are small and far apart: what takes time is waiting
 
@@ -339,7 +338,7 @@ class _Reading:
     def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
         """Of the whole tensor, which no file tells: up to where its boxes reach. Raises if no memory could hold it."""
         shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
-        if math.prod(max(length, 1) for length in shape) * engine.CODE_DTYPES[stored.code].itemsize >= _FARTHEST:
+        if math.prod(max(length, 1) for length in shape) * engine.CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
             path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
             raise UntrustedCheckpointError(
                 f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path
@@ -381,7 +380,7 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
         offset, size = tuple(entry[export_names.SHARDING_OFFSETS]), tensors[key][1]
         if len(offset) != len(size) or not all(
-            type(start) is int and 0 <= start < _FARTHEST - length for start, length in zip(offset, size, strict=True)
+            type(start) is int and 0 <= start < MOST_BYTES - length for start, length in zip(offset, size, strict=True)
         ):
             raise ValueError(f"{key} cannot begin at {offset}")
         return offset

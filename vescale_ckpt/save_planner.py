@@ -16,25 +16,24 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from . import _C, objects, replicas
 from .arguments import checked_flag
-from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
 from .flatten import flatten_with_structure
-from .hooks import is_method_of
-from .items import OBJECT
+from .lazy_metadata import metadata_of_plan
 from .node import node_of_this_process
-from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
+from .overrides import is_method_of
 from .pause import garbage_collector_paused
 from .per_rank import this_rank, unwrapped
-from .plan_cache import KeptPart, PlanCache
+from .plan_cache import KeptPart, PlanCache, what_changed
+from .rows import NO_LIMIT, OBJECT, PART_ROW, words
+from .save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
 from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
-_NEVER_SPLIT = 1 << 62  # bytes
 _MOST_NAMED = 5  # keys in a message
 
 
@@ -142,7 +141,7 @@ class SavePlanner(DefaultSavePlanner):
                 part = planned.plan.part(rank) if fresh else None
                 answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
         self.global_plan = answers
-        self.metadata = planned.metadata()
+        self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
 
     @garbage_collector_paused()
@@ -255,7 +254,7 @@ class SavePlanner(DefaultSavePlanner):
             replicas.warn(keys)
             whole += keys
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
-        options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
+        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # others know whole tensors only
         try:
             global_plan = _C.GlobalPlan(inventories, self.placement, whole=whole, **options)
         except _C.EngineError as error:  # it names the key and the ranks

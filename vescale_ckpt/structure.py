@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .errors import UntrustedCheckpointError
-from .lazy_metadata import LazyMetadata
 
 Path = tuple[str | int, ...]
 
@@ -100,9 +100,9 @@ class Structure:
         return result.pack()
 
 
-def structure_of(metadata: Any) -> Structure | None:
+def structure_of(metadata: Metadata) -> Structure | None:
     """What a checkpoint's metadata note; None if whoever wrote it notes nothing."""
-    noted = getattr(metadata.built() if isinstance(metadata, LazyMetadata) else metadata, ATTRIBUTE, None)
+    noted = getattr(metadata, ATTRIBUTE, None)
     return Structure.unpack(noted) if isinstance(noted, str) else None
 
 

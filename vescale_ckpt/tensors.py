@@ -63,6 +63,14 @@ def _device(tensor: torch.Tensor) -> int:
         return -1
 
 
+def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """A view of a box of it."""
+    for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+        if start != 0 or tensor.size(dim) != length:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
 def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
     """For each tensor, whether it may be used where it is. `table` is the `tensor_table` of them.
 

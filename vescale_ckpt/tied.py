@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _C
 from .describe import Description
-from .items import OBJECT
+from .rows import OBJECT
 from .safetensors import shared_memory_error
 
 
