@@ -19,7 +19,7 @@ from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
 from .one_place import separate
 from .rows import NO_LIMIT, PART_ROW, words
-from .safetensors import with_ties
+from .safetensors_header import with_ties
 from .save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, SavePlans, pack_items
 from .stats import SaveStats
 from .watch import WatchedState

@@ -10,11 +10,11 @@ from . import _C
 from .collective_export import CollectiveExport
 from .engine import dtype_code
 from .errors import CheckpointError
-from .export_names import SHARDING_INFO, SHARDING_OFFSETS, name_of_rank
+from .export_names import name_of_rank
 from .export_writer import Targets
 from .items import packed_row
 from .rows import NO_LIMIT, TENSOR
-from .safetensors import with_ties
+from .safetensors_header import SHARDING_INFO, SHARDING_OFFSETS, with_ties
 from .save_plan import PackedItems
 from .sharding import Piece
 

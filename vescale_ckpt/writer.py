@@ -24,7 +24,7 @@ from .one_place import separate
 from .pause import garbage_collector_paused
 from .process_groups import check_alone_on_purpose
 from .rows import in_first_file
-from .safetensors import checked_metadata
+from .safetensors_header import checked_metadata
 from .save_plan import PackedItems, PackedResults, body_bytes, write_result
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import MOST_THREADS, DirectIO
