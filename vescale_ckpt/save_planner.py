@@ -26,7 +26,7 @@ from .overrides import is_method_of
 from .pause import garbage_collector_paused
 from .per_rank import this_rank, unwrapped
 from .plan_cache import KeptPart, PlanCache, what_changed
-from .rows import NO_LIMIT, OBJECT, PART_ROW, words
+from .rows import NO_LIMIT, PART_ROW, words
 from .save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
@@ -247,7 +247,7 @@ class SavePlanner(DefaultSavePlanner):
                     f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
                     "saves with this planner. The next save plans afresh"
                 )
-        _warn_of_differing_objects(plans)
+        replicas.warn_of_objects(_objects_of(plan) for plan in plans)
         whole: list[str] = []
         if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
             keys = replicas.keys_of(found, inventories)
@@ -335,29 +335,8 @@ def _packed_paths(paths: dict[str, Any] | None) -> bytes:
     return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
 
 
-def _warn_of_differing_objects(plans: list[SavePlan]) -> None:
-    """Ranks that give one key different values, of which one is saved: a mistake, mostly (random states, data loaders).
-    Only plans that were made afresh carry checksums."""
-    seen: dict[str, tuple[int, int]] = {}
-    differing: dict[str, tuple[int, int]] = {}
-    known: dict[bytes, list[str]] = {}
-    for rank, plan in enumerate(plans):
-        if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
-            continue
-        names = known.get(plan.inventory)
-        if names is None:
-            items = _C.inventory_items(plan.inventory)
-            names = known[plan.inventory] = [name for name, kind, *_ in items if kind == OBJECT]
-        for name, digest in zip(names, memoryview(plan.digests).cast("I"), strict=True):
-            first = seen.setdefault(name, (digest, rank))
-            if first[0] != digest:
-                differing.setdefault(name, (first[1], rank))
-    if differing:
-        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(differing.items())[:5]]
-        logger.warning(
-            "%d objects differ from rank to rank, and only one value of each is saved: %s%s. "
-            "Wrap what belongs to each rank in vescale_ckpt.PerRank",
-            len(differing),
-            ", ".join(shown),
-            " ..." if len(differing) > 5 else "",
-        )
+def _objects_of(plan: SavePlan) -> tuple[bytes, bytes] | None:
+    """Inventory and checksums of objects, which only plans that were made afresh carry."""
+    if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+        return None
+    return plan.inventory, plan.digests

@@ -26,16 +26,8 @@ def tensor_table(tensors: list[torch.Tensor]) -> bytes:
     return _C.tensor_table(tensors, PLAIN_TYPES, engine.DTYPE_CODES, tensor_row)
 
 
-def tensor_table_in_python(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The same without DLPack."""
-    table = engine.int_table()
-    for tensor in tensors:
-        table.extend(tensor_row(tensor))
-    return table.tobytes()
-
-
 def tensor_row(tensor: torch.Tensor) -> list[int]:
-    """One row, through torch's Python interface."""
+    """One row, through torch's Python interface instead of DLPack."""
     try:
         shape = [int(size) for size in tensor.shape]
     except Exception:  # nested tensors have none; subclasses may do anything
