@@ -1,4 +1,4 @@
-"""One plan of all ranks: agree on the one they have, or make one. Over exchanges of our own."""
+"""Makes one plan of a save with all ranks, or agrees with them on the one that they have."""
 
 from __future__ import annotations
 

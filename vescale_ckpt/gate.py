@@ -1,4 +1,4 @@
-"""Gates: optimizers whose steps wait until parameters and state were copied, while forward and backward run."""
+"""Makes the steps of optimizers wait until a save has copied what they change, while forward and backward run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items of a state: rows of its inventory (csrc/plan/inventory.h), and the sources that say where they lie."""
+"""Makes the rows of a state's inventory (csrc/plan/inventory.h), and the sources that say where each lies in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences for DCP's plans and results whose items are built when somebody looks at them."""
+"""Builds the items of DCP's plans and results when somebody looks at them."""
 
 from __future__ import annotations
 

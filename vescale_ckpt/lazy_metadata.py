@@ -1,4 +1,4 @@
-"""`Metadata` for DCP that is built when somebody looks at it.
+"""Builds DCP's `Metadata` when somebody looks at it.
 
 At thousands of ranks the objects of DCP's metadata take seconds to make and hundreds of megabytes to send, and hardly
 anybody looks: a save hands them from planner to writer and to every rank, a load reads what it needs from the index.

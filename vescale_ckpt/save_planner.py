@@ -1,4 +1,4 @@
-"""`SavePlanner`: who writes what, planned in C++ on packed lists of items, and kept from save to save."""
+"""Plans who writes what for DCP: in C++, on inventories, and again only where a state has changed its form."""
 
 from __future__ import annotations
 

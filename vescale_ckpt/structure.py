@@ -1,4 +1,4 @@
-"""What dotted keys do not tell of a nested state: keys that are no text, and mappings without elements.
+"""Notes what the dotted keys of a nested state leave out: keys that are no text, and mappings without elements.
 
 DCP makes text of all keys of mappings, and an empty mapping has no element to be stored. Both are noted beside the
 paths of the keys, in an attribute of `.metadata` that stock readers do not look at (docs/format.md).

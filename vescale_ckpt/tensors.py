@@ -1,4 +1,4 @@
-"""Tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
+"""Makes tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
 
 A table is rows of 64-bit integers, one behind another: address, dtype code or -1, device or -1, dimensions n, n sizes,
 n strides (elements). A device is DLPack's code, 1 for host memory, and its number times 2^32. Address and device are -1
