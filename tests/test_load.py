@@ -24,7 +24,7 @@ from vescale_ckpt import (
     metadata_file,
 )
 from vescale_ckpt.errors import _rebuild
-from vescale_ckpt.nesting import nested
+from vescale_ckpt.flatten import nested
 from vescale_ckpt.selection import Selection, renamed, renaming
 
 

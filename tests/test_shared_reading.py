@@ -40,7 +40,7 @@ from vescale_ckpt import (
 )
 from vescale_ckpt.item_reads import Record
 from vescale_ckpt.node import ranks_of_this_node
-from vescale_ckpt.packed import words
+from vescale_ckpt.rows import words
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0

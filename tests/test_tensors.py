@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from cost import least_cpu_seconds
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import DTYPES, SHAPES, layouts, random_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vescale_ckpt import _C, engine
-from vescale_ckpt.tensors import PLAIN_TYPES, ready_tensors, tensor_row, tensor_table, tensor_table_in_python
+from vescale_ckpt.tensors import PLAIN_TYPES, ready_tensors, tensor_row, tensor_table
 
 UNQUANTIZED = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype) and "torch.q" not in str(value)}, key=str
@@ -106,7 +106,7 @@ def rows(table: bytes) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_says_what_python_says(kind: str) -> None:
     tensor = make(kind)
-    assert rows(tensor_table([tensor])) == rows(tensor_table_in_python([tensor]))
+    assert rows(tensor_table([tensor])) == [tensor_row(tensor)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,11 +115,12 @@ def test_ready_is_what_the_engine_takes_as_it_is(kind: str) -> None:
     assert ready_tensors([tensor], tensor_table([tensor])) == bytes([engine.is_host_memory(tensor)])
 
 
+@settings(deadline=None)  # the first tensor of some kinds takes seconds of imports
 @given(st.lists(st.sampled_from(sorted(KINDS)), max_size=12))
 def test_lists_of_all_kinds(kinds: list[str]) -> None:
     tensors = [make(kind) for kind in kinds]
     table = tensor_table(tensors)
-    assert table == tensor_table_in_python(tensors)
+    assert rows(table) == list(map(tensor_row, tensors))
     assert ready_tensors(tensors, table) == bytes(map(engine.is_host_memory, tensors))
 
 

@@ -23,9 +23,9 @@ from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
 from .layout import local_path
 from .local_export import LocalExport
-from .packed import words
 from .pause import garbage_collector_paused
 from .process_groups import PerGroup
+from .rows import words
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
 from .shard_size import shard_bytes

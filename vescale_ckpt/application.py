@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .flatten import Path, flatten
+from .flatten import flatten
 from .optimizers import OptimizerState, is_wrapped
 from .per_rank import PerRank
+from .structure import Path
 
 # Asking a value whether it follows a protocol takes ten microseconds: of a flat dictionary, more than planning takes.
 _LEAVES = frozenset(

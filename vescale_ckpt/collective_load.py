@@ -24,10 +24,10 @@ from .errors import (
 )
 from .exchange import Exchange, digest
 from .fill_planner import FillPlanner
-from .flatten import Path, flatten
-from .lazy_metadata import LazyMetadata, save_id
+from .flatten import flatten, nested, place
+from .lazy_metadata import LazyMetadata
 from .memory import tied, with_memory
-from .nesting import nested, place
+from .metadata_file import save_id
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring, counted
 from .reader import StorageReader
@@ -35,7 +35,7 @@ from .selection import Rename, Selection, renamed, renaming, suggested
 from .settings import Broadcast
 from .shared_reading import SharedReading
 from .stats import LoadReport, LoadStats
-from .structure import structure_of
+from .structure import Path, structure_of
 
 _Result = TypeVar("_Result")
 
@@ -129,10 +129,11 @@ class CollectiveLoad:
         def result() -> dict[str, Any]:
             assert planner.metadata is not None
             values = {**planner.state_dict, **planner.objects}
-            structure = structure_of(planner.metadata)
+            stored = planner.metadata.built() if isinstance(planner.metadata, LazyMetadata) else planner.metadata
+            structure = structure_of(stored)
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
-            return nested(values, planner.metadata.planner_data, structure)
+            return nested(values, stored.planner_data, structure)
 
         return self._together(result, "hand over")
 

@@ -1,4 +1,4 @@
-"""One plan of all ranks: agree on the one they have, or make one. Over exchanges of our own."""
+"""Makes one plan of a save with all ranks, or agrees with them on the one that they have."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .errors import CheckpointError
 from .exchange import Exchange
 from .message import pack, unpack
 from .one_place import NO_NUMBER, PlaceToken, SeparateDirectoriesError, check_nodes, identity, separate
-from .packed import GlobalSavePlan, PackedItems, PackedSavePlan
 from .per_rank import counted
+from .save_plan import GlobalSavePlan, PackedItems, PackedSavePlan
 from .save_planner import SavePlanner
 from .settings import PLACEMENTS
 

@@ -23,8 +23,8 @@ from .gate import Gate
 from .message import pack, unpack
 from .node import node_of_this_process
 from .one_place import PlaceToken
-from .packed import GlobalSavePlan, PackedItems, PackedResults
 from .per_rank import counted
+from .save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .save_planner import SavePlanner
 from .staged_part import StagedPart
 from .stats import SaveStats

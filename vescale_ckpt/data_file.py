@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from . import _C, engine, layout, settings
 from .errors import CheckpointError
-from .hooks import is_method_of
 from .overlap import GROUP_TENSORS, overlap
-from .packed import words
+from .overrides import is_method_of
+from .rows import words
 from .stats import SaveStats
 
 if TYPE_CHECKING:

@@ -13,16 +13,6 @@ SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 USUAL_DIGITS = 5
 
-# What torch's HuggingFaceStorageWriter has among the texts of a header: `{name: {SHARDING_OFFSETS: [...]}}` as JSON, of
-# each tensor in the file that is a box of a larger one, where it begins.
-SHARDING_INFO = "DCP_SHARDING_INFO"
-SHARDING_OFFSETS = "saved_offsets"
-
-# What ours have among the texts of a header: `{other name: name of the tensor}` as JSON, of tensors that were tied.
-# Where it is, nothing else in the texts stands for a tensor; else any text does whose value is a tensor's name, as the
-# library's save_model writes it, and exports of ours before they had this.
-TIED_NAMES = "vescale_ckpt.tied"
-
 _MODEL_FILE = re.compile(r"(shard-\d{5,}-)?model(-\d{5,}-of-\d{5,})?\.safetensors")
 _SEVERAL = re.compile(r"model-\d{5,}-of-(?!0+1\.)\d{5,}\.safetensors")
 _SPARE = re.compile(r"model-\d{5,}-of-0\d{5,}\.safetensors")  # usual names have no zero before five digits

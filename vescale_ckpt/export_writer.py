@@ -18,14 +18,14 @@ from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
 from .one_place import separate
-from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, SavePlans, pack_items, words
-from .safetensors import with_ties
+from .rows import NO_LIMIT, PART_ROW, words
+from .safetensors_header import with_ties
+from .save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, SavePlans, pack_items
 from .stats import SaveStats
 from .watch import WatchedState
 from .waves import write_rows
 from .writer import StorageWriter
 
-NEVER_SPLIT = 1 << 62  # bytes
 _NOT_PLACED = (0, 0, -1)  # what data files tell of each tensor: these have no use for it
 
 
@@ -249,7 +249,7 @@ def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
     """A plan of what other planners have planned: each of their items is written by the rank that has it."""
     inventories = [pack_items(plan.items) for plan in plans]
     try:
-        plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NEVER_SPLIT)
+        plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
     except _C.EngineError as error:  # it names the key and the ranks
         raise CheckpointError(str(error)) from None
     planned = GlobalSavePlan(inventories, [], "", plan, kept=False)

@@ -1,4 +1,4 @@
-"""Gates: optimizers whose steps wait until parameters and state were copied, while forward and backward run."""
+"""Makes the steps of optimizers wait until a save has copied what they change, while forward and backward run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from . import stock
 from .engine import is_plain_tensor
 from .errors import CheckpointError, CheckpointTimeoutError
-from .packed import PART_ROW, PackedItems, words
+from .rows import PART_ROW, words
+from .save_plan import PackedItems
 from .watch import Watch
 
 # What each optimizer has to wait for before its next step. Hooks stay: one that is removed while hooks run breaks them.

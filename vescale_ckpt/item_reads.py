@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from . import engine
 from .describe import Describer
-from .hooks import is_method_of
 from .load_planner import LoadPlanner as OurLoadPlanner
-from .packed import PackedReads
+from .overrides import is_method_of
+from .read_plan import PackedReads
 
 _KEEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 

@@ -1,4 +1,4 @@
-"""The items of a state: rows of its inventory (csrc/plan/inventory.h), and the sources that say where they lie."""
+"""Makes the rows of a state's inventory (csrc/plan/inventory.h), and the sources that say where each lies in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from . import _C, engine
 from .errors import CheckpointError
 from .local_state import LocalState, describes_itself
+from .rows import OBJECT, SHARD, TENSOR
 from .sharding import Piece, local_shape, pieces
 from .stock import DTensorLayout
 
-OBJECT, TENSOR, SHARD = range(3)  # kinds of items
-REQUIRES_GRAD = 1  # flag
+_REQUIRES_GRAD = 1  # flag
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Making:
 
 def packed_row(kind: int, code: int, requires_grad: bool, item_bytes: int, piece: Piece, shape: Iterable[int]) -> bytes:
     """An item's row in an inventory."""
-    flags = REQUIRES_GRAD if requires_grad else 0
+    flags = _REQUIRES_GRAD if requires_grad else 0
     total = item_bytes
     for size in piece.size:
         total *= size

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from . import _C, engine, export_names, metadata_file, other_formats
 from .errors import CheckpointError, UntrustedCheckpointError
 from .one_place import is_token
+from .rows import MOST_BYTES
 from .stock import DEFAULT_SUFFIX, StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ def checked_place(info: object, key: str) -> StorageInfo:
         raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
     for name in ("offset", "length"):
         number = getattr(info, name, None)
-        if type(number) is not int or not 0 <= number < 1 << 62:
+        if type(number) is not int or not 0 <= number < MOST_BYTES:
             raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
     return info
 

@@ -1,4 +1,4 @@
-"""`Metadata` that is built when somebody looks at it.
+"""Builds DCP's `Metadata` when somebody looks at it.
 
 At thousands of ranks the objects of DCP's metadata take seconds to make and hundreds of megabytes to send, and hardly
 anybody looks: a save hands them from planner to writer and to every rank, a load reads what it needs from the index.
@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import _C
-
-if TYPE_CHECKING:
-    from .packed import GlobalSavePlan
+from . import metadata_file
+from .metadata_file import IndexedMetadata
+from .rows import PART_ROW, PLACE_ROW
+from .save_plan import GlobalSavePlan
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
-class LazyMetadata(Metadata):
+class LazyMetadata(IndexedMetadata):
     """Looks like the `Metadata` that `build` returns, and calls it at the first look.
 
     `reduce` says what a copy in another process is made from; by default it is made from the fields.
     """
 
     planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
-    index: _C.Index | None = None  #: what our reader hands to the planner
     aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
@@ -67,23 +67,20 @@ class LazyMetadata(Metadata):
         return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
 
 
-def save_id(metadata: Metadata) -> str:
-    """Which save it is of; empty if it does not say."""
-    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        return metadata.index.save_id
-    told = getattr(metadata.storage_meta, "save_id", None)
-    return told if isinstance(told, str) else ""
+def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
+    """The metadata of a save that is planned and not written: without places in files."""
+    metadata = LazyMetadata(build=partial(_without_places, planned))
+    metadata.planned = planned
+    return metadata
 
 
-def stored_bytes(metadata: Metadata) -> int:
-    """Bytes of all data files that it names, as far as it knows."""
-    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        try:
-            return sum(metadata.index.file_ends())
-        except _C.EngineError:
-            metadata.index = None  # damaged: `.metadata` rules
-    lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
-    return sum(length for length in lengths if type(length) is int)
+def _without_places(planned: GlobalSavePlan) -> Metadata:
+    ranks = range(len(planned.inventories))
+    nowhere = [bytes(len(planned.plan.part(rank)) // PART_ROW * PLACE_ROW) for rank in ranks]
+    content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
+    metadata = metadata_file.loads(content, "the plan")
+    metadata.storage_data = metadata.storage_meta = metadata.version = None
+    return metadata
 
 
 def _rebuild(build: Callable[..., Metadata], arguments: tuple[Any, ...]) -> LazyMetadata:

@@ -23,16 +23,16 @@ from . import _C, engine, layout, objects, settings
 from .describe import Description
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from .gate import wait_until_copied
-from .hooks import is_method_of
 from .item_reads import PlacedItem, Record, item_reads, resolves_views
-from .lazy_metadata import save_id, stored_bytes
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import not_all_there, wanted_elements
+from .metadata_file import save_id, stored_bytes
 from .node import ranks_of_this_node
 from .odd_record import crc_of_values
 from .overlap import GROUP_TENSORS, overlap
-from .packed import PackedReads, ReadRow
+from .overrides import is_method_of
 from .process_groups import resolved
+from .read_plan import PackedReads, ReadRow
 from .routed_read import Outcome
 from .shared_reading import SharedReading
 from .stats import LoadStats

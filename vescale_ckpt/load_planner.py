@@ -20,13 +20,12 @@ from .arguments import checked_flag
 from .describe import Describer
 from .engine import is_plain_tensor
 from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysError
-from .flatten import flatten
-from .hooks import is_method_of
+from .flatten import flatten, place
 from .lazy_metadata import LazyMetadata
-from .nesting import place
-from .packed import PackedReads
+from .overrides import is_method_of
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring
+from .read_plan import PackedReads
 
 _CASTS = " (LoadPlanner(allow_cast=True) casts)"
 

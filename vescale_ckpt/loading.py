@@ -15,9 +15,8 @@ from .arguments import checked_flag, checked_path
 from .collective_load import CollectiveLoad
 from .errors import LoadFailedError
 from .exchange import Exchange
-from .flatten import flatten
+from .flatten import flatten, place
 from .item_load import load_items
-from .nesting import place
 from .reader import StorageReader
 from .selection import Rename, Selection
 from .settings import Broadcast

@@ -10,11 +10,12 @@ from . import _C
 from .collective_export import CollectiveExport
 from .engine import dtype_code
 from .errors import CheckpointError
-from .export_names import SHARDING_INFO, SHARDING_OFFSETS, name_of_rank
-from .export_writer import NEVER_SPLIT, Targets
-from .items import TENSOR, packed_row
-from .packed import PackedItems
-from .safetensors import with_ties
+from .export_names import name_of_rank
+from .export_writer import Targets
+from .items import packed_row
+from .rows import NO_LIMIT, TENSOR
+from .safetensors_header import SHARDING_INFO, SHARDING_OFFSETS, with_ties
+from .save_plan import PackedItems
 from .sharding import Piece
 
 
@@ -33,9 +34,9 @@ class LocalExport(CollectiveExport):
         assert items is not None
         inventory, offsets = _boxes_as_tensors(items)
         try:
-            plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NEVER_SPLIT)
+            plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NO_LIMIT)
             texts = [*with_ties(writer.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
-            made = _C.ExportLayout(plan.catalog(), NEVER_SPLIT, texts, list(self._tied.items()))
+            made = _C.ExportLayout(plan.catalog(), NO_LIMIT, texts, list(self._tied.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
         table = _C.export_targets(inventory, plan.part(0), made.places(0))

@@ -1,4 +1,4 @@
-"""What a state is made of on this rank: all that its description depends on, read with as little Python as can be."""
+"""Reads the keys, types, layouts and local tensors of a state on this rank, with little Python for each tensor."""
 
 from __future__ import annotations
 

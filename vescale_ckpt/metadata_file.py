@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from . import _C
 from .errors import CorruptCheckpointError, UntrustedCheckpointError
 from .pause import garbage_collector_paused
+from .rows import MOST_BYTES
 from .stock import MemoryFormatEncoding, StorageInfo
 
 # What DCP metadata of any torch version is made of. Paths appear in `storage_meta.checkpoint_id` of stock files.
@@ -45,7 +46,6 @@ _METADATA_CLASSES = {
     )
 }
 _PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata")  # torch < 2.3
-_FARTHEST = 1 << 62  # bytes: no tensor has so many
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -185,11 +185,11 @@ def _check_entry(key: Any, stored: Any) -> None:
         dtype = stored.properties.dtype
         if not isinstance(dtype, torch.dtype) or type(size) is not torch.Size:
             raise UntrustedCheckpointError(f"{key}: metadata gives no dtype or no shape", key=key)
-        if math.prod(size) * dtype.itemsize >= _FARTHEST or (size and min(size) < 0):
+        if math.prod(size) * dtype.itemsize >= MOST_BYTES or (size and min(size) < 0):
             raise UntrustedCheckpointError(f"{key}: no tensor of {dtype} has the shape {tuple(size)}", key=key)
         if len(chunks) == 1 and chunks[0].sizes == size and type(chunks[0].sizes) is torch.Size:
             whole = type(chunks[0].offsets) is torch.Size and len(chunks[0].offsets) == len(size)
-            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < _FARTHEST)):
+            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < MOST_BYTES)):
                 return
         _check_chunks(key, size, chunks)
     except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -203,7 +203,7 @@ def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise UntrustedCheckpointError(f"{key}: a chunk has another number of dimensions than the tensor", key=key)
         for offset, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True):
-            if not 0 <= offset <= limit < _FARTHEST or not 0 <= length <= limit - offset:
+            if not 0 <= offset <= limit < MOST_BYTES or not 0 <= length <= limit - offset:
                 raise UntrustedCheckpointError(
                     f"{key}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} leaves its tensor of "
                     f"{tuple(size)}",
@@ -289,3 +289,28 @@ def dumps(metadata: Metadata) -> bytes:
         _MetadataPickler(buffer).dump(metadata)
     pickled = buffer.getvalue()
     return pickled + _trailer(pickled, len(pickled))
+
+
+class IndexedMetadata(Metadata):
+    """Metadata of a checkpoint whose index was read instead, by which most questions are answered without it."""
+
+    index: _C.Index | None = None
+
+
+def save_id(metadata: Metadata) -> str:
+    """Which save it is of; empty if it does not say."""
+    if isinstance(metadata, IndexedMetadata) and metadata.index is not None:
+        return metadata.index.save_id
+    told = getattr(metadata.storage_meta, "save_id", None)
+    return told if isinstance(told, str) else ""
+
+
+def stored_bytes(metadata: Metadata) -> int:
+    """Bytes of all data files that it names, as far as it knows."""
+    if isinstance(metadata, IndexedMetadata) and metadata.index is not None:
+        try:
+            return sum(metadata.index.file_ends())
+        except _C.EngineError:
+            metadata.index = None  # damaged: `.metadata` rules
+    lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
+    return sum(length for length in lengths if type(length) is int)

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from . import layout, safetensors_checkpoint
 from .engine import DTYPE_CODES
+from .rows import MOST_BYTES
 
 _OBJECT_BYTES = 1024  # what torch.save makes of a number
 _MOST_DIMS = 64  # torch's own limit
-_MOST_BYTES = 1 << 62
 
 
 class Entry(NamedTuple):
@@ -118,13 +118,13 @@ def _entry(name: str, value: Any, dtype: torch.dtype) -> Entry:
     dtype = dtype_named(fields["dtype"]) if "dtype" in fields else dtype
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > _MOST_DIMS:
         raise ValueError(f"{name}: {shape!r} is no shape")
-    if math.prod(filter(None, shape)) * dtype.itemsize > _MOST_BYTES:
+    if math.prod(filter(None, shape)) * dtype.itemsize > MOST_BYTES:
         raise ValueError(f"{name}: {shape!r} is more than memory can ever hold")
     return Entry(name, tuple(shape), dtype)
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_BYTES
+    return type(value) is int and 0 <= value <= MOST_BYTES
 
 
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:

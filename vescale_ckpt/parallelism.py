@@ -14,8 +14,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from . import _C
 from .engine import dtype_code
-from .items import OBJECT, SHARD, TENSOR, packed_row
+from .items import packed_row
 from .models import Entry
+from .rows import OBJECT, SHARD, TENSOR
 from .sharding import Piece, pieces
 from .stock import DTensorLayout, StridedShard
 

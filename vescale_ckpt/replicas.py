@@ -1,7 +1,7 @@
-"""Whether ranks hold the same under the same key, where each would write a piece of it.
+"""Finds keys under which ranks hold different values, for saves that store one value of each key.
 
-A replica that is split over its holders comes from several ranks: if they differ, what is saved is a mixture that no
-rank ever had. So some elements of each are compared, at every save: values change, plans do not.
+A replicated tensor that is split over its holders comes from several ranks: if they differ, what is saved is a mixture
+that no rank ever had. So some elements of each are compared, at every save: values change, plans do not.
 
 Ranks compare by one sum, which travels with what they exchange anyway. A rank that writes the rows from a to b of a box
 adds h * (g(b) - g(a)): h is a hash of elements that it has of the whole box, g random but 0 at both ends of the box. Of
@@ -13,20 +13,22 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
 from . import _C
 from .describe import Description
 from .errors import some
-from .items import OBJECT
-from .packed import PART_ROW, narrowed, words
-from .tensors import ON_HOST
+from .rows import OBJECT, PART_ROW, words
+from .tensors import ON_HOST, narrowed
 
 logger = logging.getLogger(__name__)
+
+Name = TypeVar("Name")
 
 LEAST_BYTES = 2 << 20  # of a box that may be split: planning makes no piece of less than 1 MiB
 
@@ -100,15 +102,8 @@ def large_boxes(description: Description) -> Boxes:
 
 def differing(tables: Sequence[bytes]) -> dict[int, tuple[int, int]]:
     """From what `Boxes.table` gives on each rank: names of boxes that differ, with two ranks."""
-    seen: dict[int, tuple[int, int]] = {}
-    found: dict[int, tuple[int, int]] = {}
-    for rank, table in enumerate(tables):
-        numbers = memoryview(table).cast("Q")
-        for name, value in zip(numbers[::2], numbers[1::2], strict=True):
-            first = seen.setdefault(name, (value, rank))
-            if first[0] != value:
-                found.setdefault(name, (first[1], rank))
-    return found
+    numbers = [memoryview(table).cast("Q") for table in tables]
+    return _differing(zip(of_rank[::2], of_rank[1::2], strict=True) for of_rank in numbers)
 
 
 def keys_of(found: dict[int, tuple[int, int]], inventories: Sequence[bytes]) -> dict[str, tuple[int, int]]:
@@ -126,8 +121,49 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
         "%d tensors that several ranks hold differ from rank to rank: %s. One rank's whole value of each is saved. "
         "What belongs to each rank needs a key of its own, or vescale_ckpt.PerRank",
         len(keys),
-        some([f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]),
+        some(_with_ranks(keys)),
     )
+
+
+def warn_of_objects(of_ranks: Iterable[tuple[bytes, bytes] | None]) -> None:
+    """Of keys whose objects differ, of which one is saved: a mistake, mostly (random states, data loaders).
+
+    `of_ranks`: of each rank its inventory and a CRC-32 of each object in it; None of one that does not tell."""
+    names: dict[bytes, list[str]] = {}
+
+    def objects() -> Iterator[Iterable[tuple[str, int]]]:
+        for of_rank in of_ranks:
+            if of_rank is None:
+                yield ()
+                continue
+            inventory, digests = of_rank
+            if inventory not in names:
+                names[inventory] = [name for name, kind, *_ in _C.inventory_items(inventory) if kind == OBJECT]
+            yield zip(names[inventory], memoryview(digests).cast("I"), strict=True)
+
+    if found := _differing(objects()):
+        logger.warning(
+            "%d objects differ from rank to rank, and only one value of each is saved: %s. "
+            "Wrap what belongs to each rank in vescale_ckpt.PerRank",
+            len(found),
+            some(_with_ranks(found), 5),
+        )
+
+
+def _differing(of_ranks: Iterable[Iterable[tuple[Name, int]]]) -> dict[Name, tuple[int, int]]:
+    """From names and values on each rank: the names of which values differ, with the first two ranks that do."""
+    seen: dict[Name, tuple[int, int]] = {}
+    found: dict[Name, tuple[int, int]] = {}
+    for rank, values in enumerate(of_ranks):
+        for name, value in values:
+            first = seen.setdefault(name, (value, rank))
+            if first[0] != value:
+                found.setdefault(name, (first[1], rank))
+    return found
+
+
+def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
+    return [f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]
 
 
 def _boxes(description: Description, factors: dict[int, int]) -> Boxes:

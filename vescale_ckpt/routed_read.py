@@ -19,9 +19,10 @@ from .engine import CODE_DTYPES
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
-from .packed import PackedReads, narrowed
+from .read_plan import PackedReads
 from .round_memory import RoundMemory
 from .routes import MEMORIES, Round, Routes
+from .tensors import narrowed
 
 if TYPE_CHECKING:
     from .load import Load

@@ -17,7 +17,8 @@ from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .node import memory_domain
-from .packed import OBJECT_ROW, PlannedReads, words
+from .read_plan import PlannedReads
+from .rows import OBJECT_ROW, words
 
 MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4

@@ -9,10 +9,9 @@ RuntimeError, as there.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import index as as_index
 from types import EllipsisType, TracebackType
 from typing import Any, Literal
@@ -21,10 +20,11 @@ import torch
 
 from . import _C, engine, settings
 from .errors import CheckpointError, MissingKeysError, some
-from .export_names import TIED_NAMES
 from .layout import local_path
 from .pause import garbage_collector_paused
+from .safetensors_header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
 from .tensors import ON_HOST, ready_tensors, tensor_table
+from .tied import shared_memory_error, sharing_memory
 from .watch import WatchedState
 from .whole_file import WholeFile
 
@@ -32,11 +32,6 @@ __all__ = ["load_file", "safe_open", "save_file"]
 
 Device = str | int | torch.device
 
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
-}
-STORABLE = frozenset(_DTYPES.values())
-_OURS = frozenset({_C.SAFETENSORS_CHECKSUMS, TIED_NAMES})  # among the texts of a header
 _WHOLE = -1  # in a table to read: all of a tensor
 
 
@@ -96,7 +91,7 @@ def _check_tensors(tensors: object) -> None:
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
     if sparse:
         raise ValueError(f"{some(sorted(sparse))}: sparse tensors cannot be saved; make them dense with to_dense()")
-    shared = _sharing_memory(tensors)
+    shared = sharing_memory(tensors)
     if shared:
         raise shared_memory_error(shared)
     scattered = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
@@ -108,57 +103,6 @@ def _check_tensors(tensors: object) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in STORABLE:
             raise ValueError(f"{name}: safetensors files have no {tensor.dtype}: save it as a view of another dtype")
-
-
-def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
-    """What to raise for groups of names whose tensors share memory."""
-    return RuntimeError(
-        f"tensors that share memory would be stored once each, and be apart when they are loaded: "
-        f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "
-        "loading, or save copies (clone())"
-    )
-
-
-def _sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
-    areas: dict[torch.device, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() != 0 and engine.is_plain_tensor(tensor) and not tensor.is_meta:
-            start = tensor.data_ptr()
-            extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
-            areas.setdefault(tensor.device, []).append((start, start + extent, name))
-    groups: list[list[str]] = []
-    for of_device in areas.values():
-        end = 0
-        for start, stop, name in sorted(of_device):
-            if start < end:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-            end = max(end, stop)
-    return [group for group in groups if len(group) > 1]
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
-    return engine.reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
-
-
-def checked_metadata(metadata: object) -> list[tuple[str, str]]:
-    """As a header keeps it. Raises TypeError, UnicodeEncodeError."""
-    if not isinstance(metadata, dict):
-        raise TypeError(f"metadata is a dict of texts, not {type(metadata).__name__}")
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata {key!r}: {value!r}: both must be text")
-        key.encode()
-        value.encode()
-    return [(key, value) for key, value in metadata.items() if key not in _OURS]  # of another file
-
-
-def with_ties(texts: Sequence[tuple[str, str]], ties: Mapping[str, str]) -> list[tuple[str, str]]:
-    """The texts of a header, and which names stand for other names' tensors: told always, so that no other text can."""
-    return [*texts, (TIED_NAMES, json.dumps(ties))]
 
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
@@ -232,9 +176,9 @@ class _Opened:
 
     def empty(self, number: int, shape: Sequence[int]) -> torch.Tensor:
         torch_name = self.tensors[number][2]
-        if torch_name not in _DTYPES:
+        if torch_name not in DTYPES:
             raise CheckpointError(f"{self.tensors[number][0]}: this torch has no {torch_name}", path=self.path)
-        return torch.empty(shape, dtype=_DTYPES[torch_name], device="cpu")
+        return torch.empty(shape, dtype=DTYPES[torch_name], device="cpu")
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         hosts = list(map(self.empty, numbers, self.shapes(numbers)))
@@ -321,7 +265,7 @@ class safe_open:  # the name that callers know
     def metadata(self) -> dict[str, str] | None:
         """What was saved as metadata, without our checksums and marks; None if the header has none."""
         metadata = self._opened().file.metadata()
-        return metadata and {key: text for key, text in metadata.items() if key not in _OURS}
+        return metadata and {key: text for key, text in metadata.items() if key not in OUR_TEXTS}
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Raises `MissingKeysError` if there is no such tensor."""

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from . import _C, engine, export_names, layout, other_formats
+from . import _C, engine, export_names, layout, other_formats, safetensors_header
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from .items import SHARD, TENSOR, packed_row
+from .items import packed_row
 from .message import pack, unpack
-from .packed import PLACE_ROW, words
+from .rows import MOST_BYTES, PLACE_ROW, SHARD, TENSOR, words
 from .sharding import Piece
 from .stock import StorageInfo
 
@@ -49,7 +49,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # as of headers
-_FARTHEST = 1 << 62
 _ATTEMPTS = 5  # at reading the headers of a directory into which exports go meanwhile
 _OPENERS = 8  # headers are small and far apart: what takes time is waiting
 
@@ -274,8 +273,8 @@ class _Reading:
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
         header = _Header(file.head_crc, _ties(metadata, path), tensors)
-        if export_names.SHARDING_INFO in metadata:
-            header.offsets = _offsets(metadata[export_names.SHARDING_INFO], tensors, path)
+        if safetensors_header.SHARDING_INFO in metadata:
+            header.offsets = _offsets(metadata[safetensors_header.SHARDING_INFO], tensors, path)
         return header
 
     def _add(self, number: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
@@ -339,7 +338,7 @@ class _Reading:
     def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
         """Of the whole tensor, which no file tells: up to where its boxes reach. Raises if no memory could hold it."""
         shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
-        if math.prod(max(length, 1) for length in shape) * engine.CODE_DTYPES[stored.code].itemsize >= _FARTHEST:
+        if math.prod(max(length, 1) for length in shape) * engine.CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
             path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
             raise UntrustedCheckpointError(
                 f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path
@@ -362,7 +361,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
     """Names that stand for other names' tensors. What of this file has no such tensor is not for it."""
-    if (text := metadata.get(export_names.TIED_NAMES)) is None:
+    if (text := metadata.get(safetensors_header.TIED_NAMES)) is None:
         return metadata
     try:
         ties = _json(text)
@@ -370,7 +369,7 @@ def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
             raise TypeError("no object of names")
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {export_names.TIED_NAMES} makes no sense: {error!r}", path=path
+            f"{path}: its {safetensors_header.TIED_NAMES} makes no sense: {error!r}", path=path
         ) from None
     return ties
 
@@ -379,9 +378,9 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
     """Of tensors that are boxes of larger ones, where they begin."""
 
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
-        offset, size = tuple(entry[export_names.SHARDING_OFFSETS]), tensors[key][1]
+        offset, size = tuple(entry[safetensors_header.SHARDING_OFFSETS]), tensors[key][1]
         if len(offset) != len(size) or not all(
-            type(start) is int and 0 <= start < _FARTHEST - length for start, length in zip(offset, size, strict=True)
+            type(start) is int and 0 <= start < MOST_BYTES - length for start, length in zip(offset, size, strict=True)
         ):
             raise ValueError(f"{key} cannot begin at {offset}")
         return offset
@@ -390,7 +389,7 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
         return {key: offset_of(key, entry) for key, entry in _json(text).items() if key in tensors}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {export_names.SHARDING_INFO} makes no sense: {error!r}", path=path
+            f"{path}: its {safetensors_header.SHARDING_INFO} makes no sense: {error!r}", path=path
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`SavePlanner`: who writes what, planned in C++ on packed lists of items, and kept from save to save."""
+"""Plans who writes what for DCP: in C++, on inventories, and again only where a state has changed its form."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from . import _C, objects, replicas
 from .arguments import checked_flag
-from .changes import what_changed
 from .describe import Describer, Description
 from .engine import holds_any, is_plain_tensor
 from .errors import CheckpointError
 from .flatten import flatten_with_structure
-from .hooks import is_method_of
-from .items import OBJECT
+from .lazy_metadata import metadata_of_plan
 from .node import node_of_this_process
-from .packed import NOT_KEPT, PART_ROW, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items, words
+from .overrides import is_method_of
 from .pause import garbage_collector_paused
 from .per_rank import this_rank, unwrapped
-from .plan_cache import KeptPart, PlanCache
+from .plan_cache import KeptPart, PlanCache, what_changed
+from .rows import NO_LIMIT, PART_ROW, words
+from .save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .settings import PLACEMENTS, Placement
 from .stock import flatten_sharded_tensors
 from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
-_NEVER_SPLIT = 1 << 62  # bytes
 _MOST_NAMED = 5  # keys in a message
 
 
@@ -142,7 +141,7 @@ class SavePlanner(DefaultSavePlanner):
                 part = planned.plan.part(rank) if fresh else None
                 answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
         self.global_plan = answers
-        self.metadata = planned.metadata()
+        self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
 
     @garbage_collector_paused()
@@ -248,14 +247,14 @@ class SavePlanner(DefaultSavePlanner):
                     f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
                     "saves with this planner. The next save plans afresh"
                 )
-        _warn_of_differing_objects(plans)
+        replicas.warn_of_objects(_objects_of(plan) for plan in plans)
         whole: list[str] = []
         if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
             keys = replicas.keys_of(found, inventories)
             replicas.warn(keys)
             whole += keys
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
-        options = {} if all_packed else {"least_piece_bytes": _NEVER_SPLIT}  # others know whole tensors only
+        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # others know whole tensors only
         try:
             global_plan = _C.GlobalPlan(inventories, self.placement, whole=whole, **options)
         except _C.EngineError as error:  # it names the key and the ranks
@@ -336,29 +335,8 @@ def _packed_paths(paths: dict[str, Any] | None) -> bytes:
     return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
 
 
-def _warn_of_differing_objects(plans: list[SavePlan]) -> None:
-    """Ranks that give one key different values, of which one is saved: a mistake, mostly (random states, data loaders).
-    Only plans that were made afresh carry checksums."""
-    seen: dict[str, tuple[int, int]] = {}
-    differing: dict[str, tuple[int, int]] = {}
-    known: dict[bytes, list[str]] = {}
-    for rank, plan in enumerate(plans):
-        if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
-            continue
-        names = known.get(plan.inventory)
-        if names is None:
-            items = _C.inventory_items(plan.inventory)
-            names = known[plan.inventory] = [name for name, kind, *_ in items if kind == OBJECT]
-        for name, digest in zip(names, memoryview(plan.digests).cast("I"), strict=True):
-            first = seen.setdefault(name, (digest, rank))
-            if first[0] != digest:
-                differing.setdefault(name, (first[1], rank))
-    if differing:
-        shown = [f"{name} (ranks {a} and {b})" for name, (a, b) in list(differing.items())[:5]]
-        logger.warning(
-            "%d objects differ from rank to rank, and only one value of each is saved: %s%s. "
-            "Wrap what belongs to each rank in vescale_ckpt.PerRank",
-            len(differing),
-            ", ".join(shown),
-            " ..." if len(differing) > 5 else "",
-        )
+def _objects_of(plan: SavePlan) -> tuple[bytes, bytes] | None:
+    """Inventory and checksums of objects, which only plans that were made afresh carry."""
+    if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+        return None
+    return plan.inventory, plan.digests

@@ -11,7 +11,7 @@ from . import device_group, settings
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .node import node_of_this_process
-from .packed import PackedReads
+from .read_plan import PackedReads
 from .routed_read import RoutedRead
 from .routes import Reads, routes_of_all
 

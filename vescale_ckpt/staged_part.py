@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from . import _C, engine, memory_budget, objects
 from .data_file import DataFile, write_table
 from .gate import Gate, GatedCopy
-from .packed import PART_ROW, PackedItems, PackedResults, in_first_file, words
+from .rows import PART_ROW, in_first_file, words
+from .save_plan import PackedItems, PackedResults
 from .save_planner import SavePlanner
 from .tensors import NOT_READY
 from .waves import converted, new_snapshot, write_rows

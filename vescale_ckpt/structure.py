@@ -1,4 +1,4 @@
-"""What dotted keys do not tell of a nested state: keys that are no text, and mappings without elements.
+"""Notes what the dotted keys of a nested state leave out: keys that are no text, and mappings without elements.
 
 DCP makes text of all keys of mappings, and an empty mapping has no element to be stored. Both are noted beside the
 paths of the keys, in an attribute of `.metadata` that stock readers do not look at (docs/format.md).
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from .errors import UntrustedCheckpointError
-from .lazy_metadata import LazyMetadata
 
 Path = tuple[str | int, ...]
 
@@ -100,9 +100,9 @@ class Structure:
         return result.pack()
 
 
-def structure_of(metadata: Any) -> Structure | None:
+def structure_of(metadata: Metadata) -> Structure | None:
     """What a checkpoint's metadata note; None if whoever wrote it notes nothing."""
-    noted = getattr(metadata.built() if isinstance(metadata, LazyMetadata) else metadata, ATTRIBUTE, None)
+    noted = getattr(metadata, ATTRIBUTE, None)
     return Structure.unpack(noted) if isinstance(noted, str) else None
 
 

@@ -1,4 +1,4 @@
-"""Tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
+"""Makes tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
 
 A table is rows of 64-bit integers, one behind another: address, dtype code or -1, device or -1, dimensions n, n sizes,
 n strides (elements). A device is DLPack's code, 1 for host memory, and its number times 2^32. Address and device are -1
@@ -26,16 +26,8 @@ def tensor_table(tensors: list[torch.Tensor]) -> bytes:
     return _C.tensor_table(tensors, PLAIN_TYPES, engine.DTYPE_CODES, tensor_row)
 
 
-def tensor_table_in_python(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The same without DLPack."""
-    table = engine.int_table()
-    for tensor in tensors:
-        table.extend(tensor_row(tensor))
-    return table.tobytes()
-
-
 def tensor_row(tensor: torch.Tensor) -> list[int]:
-    """One row, through torch's Python interface."""
+    """One row, through torch's Python interface instead of DLPack."""
     try:
         shape = [int(size) for size in tensor.shape]
     except Exception:  # nested tensors have none; subclasses may do anything
@@ -61,6 +53,14 @@ def _device(tensor: torch.Tensor) -> int:
         return int(kind) + (int(number) << 32)
     except (BufferError, ValueError):  # a device that DLPack has no code for
         return -1
+
+
+def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """A view of a box of it."""
+    for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+        if start != 0 or tensor.size(dim) != length:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:

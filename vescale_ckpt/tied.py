@@ -1,13 +1,17 @@
-"""Tensors of a state that lie in the same memory, for formats that store each tensor once, by one name."""
+"""Finds tensors in the same memory, for formats that store each tensor once, by one name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from . import _C
 from .describe import Description
-from .items import OBJECT
-from .safetensors import shared_memory_error
+from .engine import is_plain_tensor, reach
+from .errors import some
+from .rows import OBJECT
 
 
 def tied_names(description: Description) -> dict[str, str]:
@@ -62,3 +66,37 @@ def _where(description: Description, item: int) -> tuple[Any, ...]:
     tensor, local_offset = description.source(item)
     lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return dtype, shape, offset, size, lies, local_offset
+
+
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
+    areas: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
+            start = tensor.data_ptr()
+            extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
+            areas.setdefault(tensor.device, []).append((start, start + extent, name))
+    groups: list[list[str]] = []
+    for of_device in areas.values():
+        end = 0
+        for start, stop, name in sorted(of_device):
+            if start < end:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    return reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+
+
+def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
+    """What to raise for groups of names whose tensors share memory."""
+    return RuntimeError(
+        f"tensors that share memory would be stored once each, and be apart when they are loaded: "
+        f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "
+        "loading, or save copies (clone())"
+    )

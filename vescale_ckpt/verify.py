@@ -20,6 +20,7 @@ from .arguments import checked_flag, checked_path
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
 from .overlap import GROUP_TENSORS, overlap
+from .rows import MOST_BYTES
 from .safetensors_checkpoint import Box, Contents
 
 
@@ -245,7 +246,7 @@ class _Contents:
             )
         place = layout.checked_place(info, key)
         name, offset, length = layout.check_relative(place.relative_path, key), place.offset, place.length
-        if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
+        if dtype is not None and math.prod(sizes) * dtype.itemsize >= MOST_BYTES:
             raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
         self.ends[name] = max(self.ends.get(name, 0), offset + length)
         transformed = bool(place.transform_descriptors)

@@ -1,4 +1,4 @@
-"""Tensors that are read for a while: whether they were changed meanwhile."""
+"""Finds tensors that were changed while a save read them."""
 
 from __future__ import annotations
 

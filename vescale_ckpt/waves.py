@@ -14,10 +14,9 @@ from . import _C, engine, settings
 from .data_file import DataFile, groups, write_table
 from .errors import CheckpointError
 from .overlap import overlap
-from .packed import PackedItems, words
+from .rows import NO_LIMIT, words
+from .save_plan import PackedItems
 from .tensors import NOT_READY, ON_HOST
-
-_NO_LIMIT = 1 << 62  # the bytes of a wave are
 
 
 @dataclass
@@ -68,7 +67,7 @@ def _waves(
         yield _Wave(on_host, items.write_table(on_host), None)
     for some in _bounded(on_devices, items) if on_devices else ():
         with engine.named_errors(items.key, file.path):
-            snapshot = new_snapshot(*items.copy_table(some), _NO_LIMIT, threads)
+            snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads)
             if snapshot.first:
                 raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
             snapshot.copy()

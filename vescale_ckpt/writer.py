@@ -15,16 +15,17 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import _C, engine, layout, metadata_file, objects, packed, settings
+from . import _C, engine, layout, metadata_file, objects, settings
 from .arguments import checked_count, checked_flag, checked_path
 from .data_file import DataFiles
 from .errors import CheckpointError
 from .lazy_metadata import LazyMetadata
 from .one_place import separate
-from .packed import PackedItems, PackedResults, body_bytes, write_result
 from .pause import garbage_collector_paused
 from .process_groups import check_alone_on_purpose
-from .safetensors import checked_metadata
+from .rows import in_first_file
+from .safetensors_header import checked_metadata
+from .save_plan import PackedItems, PackedResults, body_bytes, write_result
 from .save_planner import SavePlanner as OurSavePlanner
 from .settings import MOST_THREADS, DirectIO
 from .shard_size import shard_bytes
@@ -309,7 +310,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         placed += file.write_contents([objects.dump(description.objects[key], key) for key in keys], keys)
         items.check_unchanged()
         file.finish()
-        return PackedResults(packed.in_first_file(placed), [file.name], items)
+        return PackedResults(in_first_file(placed), [file.name], items)
 
 
 def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.timing import Steps, Stopwatch
 from vescale_ckpt import _C, engine
-from vescale_ckpt.items import OBJECT, TENSOR
+from vescale_ckpt.rows import OBJECT, TENSOR
 
 _DTYPES = {code: dtype for dtype, code in engine.DTYPE_CODES.items()}
 

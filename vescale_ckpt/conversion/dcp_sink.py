@@ -11,17 +11,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from .. import _C, engine, objects
 from ..data_file import DataFile, DataFiles, write_table
-from ..flatten import Path
-from ..items import OBJECT, SHARD, TENSOR, packed_row
+from ..items import packed_row
 from ..message import pack, unpack
-from ..packed import PART_ROW, PLACE_ROW, in_first_file, words
+from ..rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_first_file, words
 from ..sharding import Piece as Box
+from ..structure import Path
 from ..writer import StorageWriter
 from .plan import Output
 from .source import Source
 from .waves import Buffers, Piece, Wave, convey, pieces_of
-
-_NEVER_SPLIT = 1 << 62
 
 
 def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
@@ -80,7 +78,7 @@ class DcpPart:
         """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
         inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
         with engine.named_errors(str, path):
-            plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=_NEVER_SPLIT)
+            plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = str(self.writer.storage_meta().save_id)

@@ -14,13 +14,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from .. import _C, directory_lock, engine, layout
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..fill_planner import FillPlanner
-from ..flatten import Path
 from ..load import Load
 from ..load_planner import not_all_there
 from ..pause import garbage_collector_paused
 from ..reader import StorageReader
 from ..seen_files import SeenFiles
-from ..structure import structure_of
+from ..structure import Path, structure_of
 from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _C, engine
-from ..flatten import Path
+from ..structure import Path
 from .optional_numpy import numpy_needed
 from .plan import Output
 from .safetensors_sink import SafetensorsLayout, shards, write_index

@@ -15,7 +15,7 @@ import torch
 
 from .. import _C
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..flatten import Path
+from ..structure import Path
 from .numpy_dtypes import DTYPES_NAME, load_dtypes, torch_dtype
 from .raw_source import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo

@@ -10,9 +10,8 @@ from math import prod
 import torch
 
 from ..errors import MissingKeysError
-from ..flatten import Path
 from ..selection import Selection, renamed
-from ..structure import Structure
+from ..structure import Path, Structure
 from .casting import DTypes, casting
 from .renaming import RenameRules, renaming_by_rules
 from .source import Read, Source

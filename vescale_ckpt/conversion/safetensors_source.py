@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import _C, engine
-from ..flatten import Path
 from ..load_planner import not_all_there
 from ..safetensors_checkpoint import Box, Contents
 from ..seen_files import SeenFiles
+from ..structure import Path
 from .source import Read, TensorInfo, parts_of
 
 

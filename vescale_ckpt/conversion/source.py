@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..flatten import Path
+from ..structure import Path
 
 
 @dataclass(frozen=True)

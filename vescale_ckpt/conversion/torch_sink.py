@@ -15,9 +15,8 @@ from torch.serialization import skip_data
 
 from .. import objects
 from ..errors import CheckpointError
-from ..flatten import Path, flatten
-from ..nesting import nested
-from ..structure import Structure
+from ..flatten import flatten, nested
+from ..structure import Path, Structure
 from .archive_layout import ArchiveLayout, Member
 from .plan import Output
 from .torch_source import tensors_in

@@ -1,7 +1,7 @@
-"""Plans and results in packed form, in the shapes that DCP hands around.
+"""Holds the plan of a save and its results as tables of integers, in the shapes that DCP hands around.
 
-DCP carries plans and results from call to call and from rank to rank without looking inside. So ours are a few tables
-of integers, and look like lists of DCP's items only to those who do look: a stock writer, for instance.
+DCP carries plans and results from call to call and from rank to rank without looking inside. Ours look like lists of
+DCP's items to those who do look: a stock writer, for instance.
 """
 
 from __future__ import annotations
@@ -9,49 +9,31 @@ from __future__ import annotations
 import secrets
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from . import _C, metadata_file
+from . import _C
 from .describe import Description
 from .engine import CODE_DTYPES, dtype_code
 from .errors import CheckpointError
-from .items import OBJECT, SHARD, TENSOR, packed_row
-from .lazy_metadata import LazyMetadata
+from .items import packed_row
+from .lazy_list import LazyList
+from .rows import OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, words
 from .sharding import Piece
 from .stock import StorageInfo
-from .tensors import NOT_READY
+from .tensors import NOT_READY, narrowed
 from .watch import changed_meanwhile
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
-
-    from .save_planner import SavePlanner
-
-PART_ROW = 4  # item, dim (-1: the whole box), start, length
-PLACE_ROW = 4  # file, offset, length, CRC-32 (-1: none)
 #: by what was asked for: token of the export that it was made for, the tensors that are not stored, by their names the
 #: stored ones', and the engine's targets
 ExportParts = dict[Any, tuple[str, dict[str, str], bytes]]
 NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
-
-
-def words(table: bytes) -> memoryview:
-    """The 64-bit integers of a table."""
-    return memoryview(table).cast("q")
 
 
 @dataclass(frozen=True)
@@ -86,11 +68,6 @@ class GlobalSavePlan:
         self._catalogs: dict[int, _C.Catalog] = {}  # by node
         self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by what was asked for, with the same token
 
-    def metadata(self) -> LazyMetadata:
-        metadata = LazyMetadata(build=self._without_places)
-        metadata.planned = self
-        return metadata
-
     def files(
         self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
@@ -102,60 +79,6 @@ class GlobalSavePlan:
             self._catalogs[node] = self.plan.catalog(node)
         return self._catalogs[node]
 
-    def _without_places(self) -> Metadata:
-        ranks = range(len(self.inventories))
-        nowhere = [bytes(len(self.plan.part(rank)) // PART_ROW * PLACE_ROW) for rank in ranks]
-        content, _ = self.files(nowhere, [["-"] for _ in ranks], "", "")
-        metadata = metadata_file.loads(content, "the plan")
-        metadata.storage_data = metadata.storage_meta = metadata.version = None
-        return metadata
-
-
-@dataclass(frozen=True)
-class ReadRow:
-    """One read: of a box of a stored chunk into a box of an item of the inventory, or of an object."""
-
-    item: int
-    file: int
-    offset: int  #: of the record
-    length: int  #: of the record
-    crc: int  #: -1 if metadata has none
-    dtype: torch.dtype = torch.uint8
-    chunk_size: tuple[int, ...] = ()
-    storage_offset: tuple[int, ...] = ()  #: within the chunk
-    lengths: tuple[int, ...] = ()
-    dest_offset: tuple[int, ...] = ()  #: within the item's box
-
-
-class _Lazy(Sequence[Any]):
-    """A sequence that is built when somebody looks."""
-
-    _built: list[Any] | None = None
-
-    def _build(self) -> list[Any]:
-        raise NotImplementedError
-
-    def _items(self) -> list[Any]:
-        if self._built is None:
-            self._built = self._build()
-        return self._built
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self._items()[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items())
-
-    def __len__(self) -> int:
-        return len(self._items())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self._items()),)
-
 
 class SavePlans(list[SavePlan]):
     """What the coordinator answers to all ranks, and for a storage writer the plan that it was made of."""
@@ -165,11 +88,11 @@ class SavePlans(list[SavePlan]):
         self.planned = planned
 
 
-class PackedItems(_Lazy):
+class PackedItems(LazyList):
     """A rank's part of a save: rows of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
 
     def __init__(
-        self, planner: SavePlanner, description: Description, part: bytes, exports: ExportParts | None = None
+        self, planner: object, description: Description, part: bytes, exports: ExportParts | None = None
     ) -> None:
         self._planner = weakref.ref(planner)  # which holds this plan: a cycle would keep the model in memory
         self.description = description
@@ -264,13 +187,6 @@ class PackedItems(_Lazy):
         return narrowed(tensor, offset, size)
 
 
-def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
-        if start != 0 or tensor.size(dim) != length:
-            tensor = tensor.narrow(dim, start, length)
-    return tensor
-
-
 def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> WriteItem:
     name, kind, dtype, requires_grad, _, shape, offset, size = item
     if kind == OBJECT:
@@ -301,7 +217,7 @@ def body_bytes(items: Sequence[WriteItem]) -> array[int]:
     return sizes
 
 
-class PackedResults(_Lazy):
+class PackedResults(LazyList):
     """Where a rank wrote its part. Looks like `list[WriteResult]` on the rank that wrote."""
 
     def __init__(self, places: bytes, names: list[str], items: PackedItems | None = None) -> None:
@@ -323,14 +239,6 @@ class PackedResults(_Lazy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedResults, (self.places, self.names)
-
-
-def in_first_file(placed: Sequence[int]) -> bytes:
-    """Places from rows of offset, length and CRC-32."""
-    places = array("q", bytes(len(placed) // 3 * PLACE_ROW * 8))
-    for column in range(3):
-        places[column + 1 :: PLACE_ROW] = array("q", placed[column::3])
-    return places.tobytes()
 
 
 def write_result(
@@ -356,97 +264,3 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
         piece = Piece(data.chunk.offsets, sizes, ())
         rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
     return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)
-
-
-OBJECT_ROW = 5  #: words of a row of `LoadPlan.objects`
-
-
-class PlannedReads(Protocol):
-    """What `_C.LoadPlan` says by the same names."""
-
-    @property
-    def reads(self) -> bytes: ...
-    @property
-    def objects(self) -> bytes: ...
-    @property
-    def files(self) -> list[str]: ...
-
-
-class PackedReads(_Lazy):
-    """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
-
-    def __init__(
-        self, planner: DcpLoadPlanner, description: Description, plan: PlannedReads, reads: bytes | None = None
-    ) -> None:
-        self._planner = weakref.ref(planner)
-        self.description = description
-        self.plan = plan
-        self.reads = plan.reads if reads is None else reads  #: of tensors: rows of `LoadPlan.reads`
-        self._bytes_alone: dict[bool, int] = {}
-
-    def only(self, reads: bytes) -> PackedReads:
-        """The same targets, filled by other rows of tensors."""
-        planner = self.planner()
-        assert planner is not None
-        return PackedReads(planner, self.description, self.plan, reads)
-
-    def bytes_read_alone(self, verify: bool) -> int:
-        """About as many as this rank reads for the tensors if it is on its own."""
-        if verify not in self._bytes_alone:
-            self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
-        return self._bytes_alone[verify]
-
-    def _build(self) -> list[ReadItem]:
-        return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
-
-    def rows(self) -> Iterator[ReadRow]:
-        reads, at = words(self.reads), 0
-        while at < len(reads):
-            number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
-            at += 7
-            boxes = [tuple(reads[at + i * ndim : at + (i + 1) * ndim]) for i in range(4)]
-            at += 4 * ndim
-            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
-
-    def planner(self) -> DcpLoadPlanner | None:
-        return self._planner()
-
-    def count_tensors(self) -> int:
-        kinds = _C.inventory_kinds(self.description.inventory)
-        return len(kinds) - kinds.count(OBJECT)
-
-    def read_table(self) -> bytes:
-        """The engine's table, where all targets can be used where they are."""
-        description = self.description
-        return _C.read_table(
-            description.inventory, self.reads, description.sources, description.table, description.ready
-        )
-
-    def objects(self) -> Iterator[ReadRow]:
-        table = words(self.plan.objects)
-        for at in range(0, len(table), OBJECT_ROW):
-            item, file, offset, length, crc = table[at : at + OBJECT_ROW]
-            yield ReadRow(item, file, offset, length, crc)
-
-    def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        tensor, local_offset = self.description.source(item)
-        return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
-
-    def item(self, row: ReadRow) -> ReadItem:
-        name, box = self.description.names[row.item], self.description.items[row.item][6]
-        chunk = [a + b - c for a, b, c in zip(box, row.dest_offset, row.storage_offset, strict=True)]
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, box, row.item),
-            dest_offsets=torch.Size(row.dest_offset),
-            storage_index=MetadataIndex(name, chunk),
-            storage_offsets=torch.Size(row.storage_offset),
-            lengths=torch.Size(row.lengths),
-        )
-
-    def object_item(self, item: int) -> ReadItem:
-        index, nothing = MetadataIndex(self.description.names[item]), torch.Size([0])
-        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, ()

@@ -1,4 +1,4 @@
-"""Which of a planner's steps are ours, and which somebody has put in their place."""
+"""Tells whether a planner's method is one of known classes, or a user has overridden it."""
 
 from __future__ import annotations
 
