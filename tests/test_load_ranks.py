@@ -30,9 +30,9 @@ from vescale_ckpt import (
     LoadFailedError,
     MissingKeysError,
     PerRank,
+    read_packed,
 )
 from vescale_ckpt.application import saved_form
-from vescale_ckpt.load import Load
 
 FOREVER = 30.0
 
@@ -209,7 +209,7 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     errors.append(_error(directory, {**state, "w": torch.zeros(3 if mine else 64, 8192)}))
     errors.append(_error(directory, state, rename=(lambda key: "w") if mine else None))
 
-    failing = mock.patch.object(Load, "read_packed", side_effect=OSError(5, "the disk is gone"))
+    failing = mock.patch.object(read_packed, "fill_packed", side_effect=OSError(5, "the disk is gone"))
     with failing if mine else contextlib.nullcontext():
         errors.append(_error(directory, state))
 

@@ -28,7 +28,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
-from vescale_ckpt.item_reads import resolves_views
+from vescale_ckpt.load_planner import item_targets
 
 
 def save_with(path: Path, state: dict[str, Any], planner: AbstractSavePlanner) -> None:
@@ -448,7 +448,7 @@ def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -
 def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
     save(checkpoint, {"w": torch.arange(5), "object": "kept"})
     planner = base()
-    assert resolves_views(planner)
+    assert item_targets(planner).are_views
     filled: dict[str, torch.Tensor] = {}
     decoded = []
     planner.resolve_tensor = lambda item: filled.setdefault(item.dest_index.fqn, torch.zeros(5, dtype=torch.int64))
@@ -456,7 +456,7 @@ def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> N
     state = load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"}, planner)
     assert_same(filled, {"w": torch.arange(5)})
     assert_same(state, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"})
-    assert decoded == ["object"] and not resolves_views(planner), "it must not be left to other ranks"
+    assert decoded == ["object"] and not item_targets(planner).are_views, "it must not be left to other ranks"
 
 
 def test_a_hook_may_be_put_on_a_save_planner_itself(checkpoint: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from vescale_ckpt.item_reads import Record
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -38,7 +39,6 @@ from vescale_ckpt import (
     layout,
     routes,
 )
-from vescale_ckpt.item_reads import Record
 from vescale_ckpt.node import ranks_of_this_node
 from vescale_ckpt.packed import words
 from vescale_ckpt.shared_reading import SharedReading

@@ -28,7 +28,6 @@ class LazyMetadata(Metadata):
 
     planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
     index: _C.Index | None = None  #: what our reader hands to the planner
-    aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
         self._build = build
@@ -65,25 +64,6 @@ class LazyMetadata(Metadata):
         built = self.built()
         others = {name: value for name, value in vars(built).items() if name not in _FIELDS}
         return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
-
-
-def save_id(metadata: Metadata) -> str:
-    """Which save it is of; empty if it does not say."""
-    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        return metadata.index.save_id
-    told = getattr(metadata.storage_meta, "save_id", None)
-    return told if isinstance(told, str) else ""
-
-
-def stored_bytes(metadata: Metadata) -> int:
-    """Bytes of all data files that it names, as far as it knows."""
-    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        try:
-            return sum(metadata.index.file_ends())
-        except _C.EngineError:
-            metadata.index = None  # damaged: `.metadata` rules
-    lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
-    return sum(length for length in lengths if type(length) is int)
 
 
 def _rebuild(build: Callable[..., Metadata], arguments: tuple[Any, ...]) -> LazyMetadata:

@@ -20,7 +20,7 @@ from .arguments import checked_flag, checked_path
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
 from .overlap import GROUP_TENSORS, overlap
-from .safetensors_checkpoint import Box, Contents
+from .safetensors_checkpoint import Box, SafetensorsContents
 
 
 class Damage(NamedTuple):
@@ -339,7 +339,7 @@ def _verify_safetensors(path: str, report: VerifyReport) -> None:
         report.damaged.append(_damage(error, path))
 
     try:
-        contents = Contents.read(path, verify=True, on_error=add)
+        contents = SafetensorsContents.read(path, verify=True, on_error=add)
     except CheckpointError as error:
         add(error)
         return
