@@ -102,7 +102,7 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
     """Of the checkpoint at `path`, or of the part of it that `rank` saved without collectives. Raises `CheckpointError`
     if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
     if rank is None and safetensors_checkpoint.is_one(path):
-        return _of_safetensors(path, SafetensorsContents.read(path, verify))
+        return of_safetensors(path, SafetensorsContents.read(path, verify))
     index = layout.read_index(path, rank) if by_index else None
     if index is None:
         return _of_metadata(path, path, layout.read_metadata(path, rank))
@@ -132,7 +132,7 @@ def unpacked(path: str, message: bytes) -> Contents:
     """What another rank has `packed`, of this very checkpoint. Raises as `read` does."""
     index, metadata, safetensors = unpack(message)
     if safetensors:
-        return _of_safetensors(path, SafetensorsContents.unpack(path, safetensors))
+        return of_safetensors(path, SafetensorsContents.unpack(path, safetensors))
     file = os.path.join(path, layout.METADATA_NAME)
     if not index:
         return _of_metadata(path, path, metadata_file.loads(metadata, file))
@@ -146,7 +146,7 @@ def _of_index(path: str, rank: int | None, index: _C.Index) -> Contents:
     return Contents(path, path, lambda: layout.read_metadata_of(path, rank, index.save_id), index)
 
 
-def _of_safetensors(path: str, found: SafetensorsContents) -> Contents:
+def of_safetensors(path: str, found: SafetensorsContents) -> Contents:
     return Contents(path, found.root, found.metadata, found.index(), True, found.aliases)
 
 

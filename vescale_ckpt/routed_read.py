@@ -14,14 +14,14 @@ import torch
 from . import _C, engine
 from .connections import Connections
 from .device_group import DeviceGroup
-from .device_memory import DeviceMemory
+from .device_memory import DeviceBuffer
 from .engine import CODE_DTYPES
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .packed import PackedReads, narrowed
-from .round_memory import RoundMemory
-from .routes import MEMORIES, Round, Routes
+from .round_memory import NodeBuffer
+from .routes import BUFFERS, Round, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class RoutedRead:
         if not rounds:
             return Outcome.delivered
         self._reader, self._reads = reader, reads
-        sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
+        sizes = [max((of.memory_bytes for of in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
         memory = self._meet(sizes)
         if memory is None:
             return Outcome.stood_down
@@ -103,11 +103,11 @@ class RoutedRead:
         data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
         return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
-    def _meet(self, sizes: list[int]) -> RoundMemory | DeviceMemory | None:
+    def _meet(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
         """Memory for the rounds; None if not all ranks have it, and see what they have to see of each other's."""
         memory, error = None, None
         try:
-            memory = RoundMemory(sizes) if self._devices is None else DeviceMemory(sizes, self._devices)
+            memory = NodeBuffer(sizes) if self._devices is None else DeviceBuffer(sizes, self._devices)
         except Exception as raised:
             error = raised
         if self._exchange.agree([int(memory is not None)], f"{self._phase}: take memory") == [1]:
@@ -176,7 +176,7 @@ class RoutedRead:
                 return
             assert self._reads is not None
             memories = self._memory.swapped(number, of)
-            if isinstance(self._memory, DeviceMemory):
+            if isinstance(self._memory, DeviceBuffer):
                 with self._memory.placing():
                     self._copy_by_torch(of.places, None, memories)
                 return
