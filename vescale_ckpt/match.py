@@ -20,7 +20,7 @@ def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mis
     `cast_hint`: what to say of another dtype; empty if dtypes may differ.
     """
     stored_tensor = isinstance(stored, TensorStorageMetadata)
-    if stored_tensor != (isinstance(value, torch.Tensor) or has_chunks(value)):
+    if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
         return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
     if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
         shape, dtype = value.size(), stored.properties.dtype
@@ -53,7 +53,7 @@ def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.d
         raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
 
 
-def has_chunks(value: Any) -> bool:
+def _has_chunks(value: Any) -> bool:
     """Whether it is no tensor but describes chunks of one, as DCP lets objects do."""
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
 
