@@ -159,6 +159,8 @@ class StorageReader(DcpStorageReader):
         return self._metadata_of(contents.unpacked(self.path, message))
 
     def _begin(self, rank: int | None) -> None:
+        self.contents = None
+        self._is_set_up = False
         self._seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
@@ -168,10 +170,10 @@ class StorageReader(DcpStorageReader):
 
     def _metadata_of(self, found: Contents) -> Metadata:
         """As DCP and its planners want it, who change it: objects are built when somebody looks at them."""
-        # Without the reader: together they would be a cycle that keeps files open.
         self.contents, load_id = found, self._load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
+        # Without the reader: together they would be a cycle that keeps files open.
         metadata = LazyMetadata(build=lambda: _with_load_id(found.metadata, load_id))
         metadata.index = found.index
         return metadata
