@@ -41,7 +41,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt import _C, CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter, layout
+from vescale_ckpt import _C, layout
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 State = dict[str, Any]
 

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter, engine
+from vescale_ckpt import engine
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 KiB = 1 << 10
 MiB = 1 << 20

@@ -13,8 +13,10 @@ from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, MissingKeysError, UntrustedCheckpointError, load, save
+from vescale_ckpt import load
+from vescale_ckpt.api import save
 from vescale_ckpt.conversion.casting import dtype_named
+from vescale_ckpt.errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from vescale_ckpt.selection import suggested
 
 MODEL = torch.nn.Linear(3, 2)

@@ -18,21 +18,14 @@ from states import error_in
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt import (
-    CheckpointError,
-    LoadFailedError,
-    LoadPlanner,
-    SaveFailedError,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    convert,
-    load,
-    prepare,
-    save,
-    settings,
-    verify,
-)
+from vescale_ckpt import load, settings, verify
+from vescale_ckpt.api import prepare, save
+from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.errors import CheckpointError, LoadFailedError, SaveFailedError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 STATE = {"weight": torch.arange(6.0), "step": 3}
 FLAG = "True or False is wanted"

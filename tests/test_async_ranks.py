@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, SaveFailedError, SaveInProgressError
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError
 from vescale_ckpt.staged_part import StagedPart
 
 BOUND = 60.0  # seconds after which something counts as hung

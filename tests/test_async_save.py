@@ -22,16 +22,10 @@ from damage import in_child, load, no_snapshot_is_left, only_named_files, same, 
 from torch import nn
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    SaveFailedError,
-    SaveHandle,
-    SaveInProgressError,
-    SavePlanner,
-    StorageFullError,
-)
-from vescale_ckpt.save_handle import settled
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError, StorageFullError
+from vescale_ckpt.save_handle import SaveHandle, settled
+from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.staged_part import StagedPart
 
 BOUND = 60.0  # seconds after which something counts as hung

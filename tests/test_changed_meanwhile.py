@@ -21,8 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, Gate, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
+from vescale_ckpt import _C
 from vescale_ckpt.data_file import DataFile
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.gate import Gate
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.stager import Stager
+from vescale_ckpt.writer import StorageWriter
 
 BOUND = 60.0
 

@@ -38,18 +38,14 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadPlanner,
-    SavePlanner,
-    SaveStats,
-    StorageReader,
-    StorageWriter,
-    layout,
-)
+from vescale_ckpt import _C, layout
 from vescale_ckpt.data_file import DataFiles
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.stats import SaveStats
+from vescale_ckpt.writer import StorageWriter
 
 # --- What a save touches
 

@@ -23,24 +23,24 @@ from ranks import RanksFailedError, run_ranks
 
 import vescale_ckpt
 from benchmarks import convert as benchmark
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    ConvertReport,
-    CorruptCheckpointError,
-    MissingKeysError,
-    SaveFailedError,
-    StorageFullError,
-    UntrustedCheckpointError,
-    convert,
-)
+from vescale_ckpt import _C
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
 from vescale_ckpt.conversion import run, waves
 from vescale_ckpt.conversion.destination import Format
 from vescale_ckpt.conversion.open_source import open_source
 from vescale_ckpt.conversion.plan import cut
+from vescale_ckpt.conversion.report import ConvertReport
+from vescale_ckpt.conversion.run import convert
 from vescale_ckpt.conversion.source import Read
+from vescale_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MissingKeysError,
+    SaveFailedError,
+    StorageFullError,
+    UntrustedCheckpointError,
+)
 from vescale_ckpt.flatten import flatten
 
 Tensors = dict[str, torch.Tensor]

@@ -36,8 +36,9 @@ from damage import (
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
-from vescale_ckpt.errors import UntrustedCheckpointError
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
 
 BLOCK = 256 << 10  # what a checksum of our table covers
 TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}

@@ -23,16 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointManager,
-    LoadPlanner,
-    Stager,
-    StorageReader,
-    StorageWriter,
-    convert,
-    safetensors,
-    verify,
-)
+from vescale_ckpt import safetensors, verify
+from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.manager import CheckpointManager
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.stager import Stager
+from vescale_ckpt.writer import StorageWriter
 
 BOUND = 60.0
 

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt import _C, CheckpointError, engine
+from vescale_ckpt import _C, engine
 from vescale_ckpt.describe import Describer, Description
+from vescale_ckpt.errors import CheckpointError
 from vescale_ckpt.plan_cache import what_changed
 from vescale_ckpt.tensors import ready_tensors, tensor_table
 

@@ -22,16 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    CorruptCheckpointError,
-    device_group,
-    device_memory,
-    exchange,
-)
+from vescale_ckpt import device_group, device_memory, exchange
 from vescale_ckpt.device_group import DeviceGroup
-from vescale_ckpt.device_memory import DeviceMemory
+from vescale_ckpt.device_memory import DeviceBuffer
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
 from vescale_ckpt.exchange import Exchange
 
 FOREVER = 60.0
@@ -272,7 +266,7 @@ def _fail(directory: Path) -> tuple[list[tuple[type, str]], float]:
             if attempt == 0:
                 error()
         host.slow = mine  # its device does not finish
-        with mock.patch.object(DeviceMemory, "placing", lambda self: contextlib.nullcontext()):
+        with mock.patch.object(DeviceBuffer, "placing", lambda self: contextlib.nullcontext()):
             error()
         host.slow = False
         _load(directory, state)  # over the host's memory from now on

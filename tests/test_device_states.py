@@ -21,8 +21,11 @@ from damage import load, no_snapshot_is_left, same
 from torch import nn
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, Stager, StorageWriter, staged_part
+from vescale_ckpt import _C, staged_part
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.stager import Stager
 from vescale_ckpt.tensors import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
+from vescale_ckpt.writer import StorageWriter
 
 MiB = 1 << 20
 BOUND = 60.0

@@ -42,17 +42,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from vescale_ckpt import (
-    _C,
-    CorruptCheckpointError,
-    IncompatibleStateError,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    UntrustedCheckpointError,
-    engine,
-)
+from vescale_ckpt import _C, engine
+from vescale_ckpt.errors import CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 
 def stock_save(path: Path | str, state: dict[str, Any], **options: Any) -> None:

@@ -13,20 +13,19 @@ import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt import (
-    _C,
+from vescale_ckpt import _C, engine
+from vescale_ckpt.errors import (
     CheckpointError,
     CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
-    LoadPlanner,
     MissingKeysError,
     SaveFailedError,
     StorageFullError,
-    StorageReader,
     UntrustedCheckpointError,
-    engine,
 )
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
 
 ERRORS: dict[str, CheckpointError] = {
     "base": CheckpointError("what happened", key="a", number=7),

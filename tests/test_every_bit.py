@@ -23,7 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, LoadPlanner, StorageReader, engine, layout, metadata_file
+from vescale_ckpt import _C, engine, layout, metadata_file
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
 
 NAMES = ("layer0", "layer1")
 STEP = 8 if not os.environ.get("EVERY_BIT") else 1

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from ranks import TIMEOUT as RUN_TIMEOUT
 from ranks import run_ranks
 
-from vescale_ckpt import (
+from vescale_ckpt import connections
+from vescale_ckpt.errors import (
     CheckpointError,
     CheckpointTimeoutError,
     RankFailedError,
     SaveFailedError,
     StorageFullError,
-    connections,
 )
 from vescale_ckpt.exchange import Exchange
 from vescale_ckpt.node import node_of_this_process

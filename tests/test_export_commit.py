@@ -19,7 +19,8 @@ import safetensors.torch as stock_torch
 import torch
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, export_commit, export_names, layout
+from vescale_ckpt import _C, export_commit, export_names, layout
+from vescale_ckpt.errors import CheckpointError
 
 State = dict[str, torch.Tensor]
 

@@ -38,16 +38,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadPlanner,
-    SavePlanner,
-    StorageFullError,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageFullError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")

@@ -25,7 +25,8 @@ from damage import State, fork, load, only_named_files, outcome, same, save, sta
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt import SavePlanner, StorageWriter
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60"))
 BOUND = 120.0  # seconds after which a process counts as hung

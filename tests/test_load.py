@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import vescale_ckpt
-from vescale_ckpt import (
+from vescale_ckpt import metadata_file
+from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleStateError,
-    LoadPlanner,
     Mismatch,
     MissingKeysError,
     UntrustedCheckpointError,
-    metadata_file,
+    _rebuild,
 )
-from vescale_ckpt.errors import _rebuild
 from vescale_ckpt.flatten import nested
+from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.selection import Selection, renamed, renaming
 
 

@@ -25,17 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CheckpointTimeoutError,
-    LoadFailedError,
-    PerRank,
-    objects,
-    routes,
-)
+from vescale_ckpt import _C, objects, routes
 from vescale_ckpt.application import saved_form
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError
 from vescale_ckpt.fill_planner import FillPlanner
+from vescale_ckpt.per_rank import PerRank
 from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.routed_read import RoutedRead
 

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 import vescale_ckpt
-from vescale_ckpt import LoadPlanner, StorageReader
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
 
 RANKS = 4
 FIRST_SEED = int(os.environ.get("LOAD_MODEL_SEED", "1000"))  # for longer runs by hand

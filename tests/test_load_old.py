@@ -25,8 +25,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CorruptCheckpointError, MissingKeysError, StorageWriter
 from vescale_ckpt.application import saved_form
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, MissingKeysError
+from vescale_ckpt.writer import StorageWriter
 
 # --- FSDP1, whose shards are ShardedTensors, or DTensors if it was given a mesh
 

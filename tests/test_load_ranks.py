@@ -22,17 +22,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
+from vescale_ckpt import read_packed
+from vescale_ckpt.application import saved_form
+from vescale_ckpt.errors import (
     CheckpointError,
     CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
     LoadFailedError,
     MissingKeysError,
-    PerRank,
 )
-from vescale_ckpt.application import saved_form
-from vescale_ckpt.load import Load
+from vescale_ckpt.per_rank import PerRank
 
 FOREVER = 30.0
 
@@ -209,7 +209,7 @@ def _fail_in_all_ways(directory: Path) -> list[tuple[type, str]]:
     errors.append(_error(directory, {**state, "w": torch.zeros(3 if mine else 64, 8192)}))
     errors.append(_error(directory, state, rename=(lambda key: "w") if mine else None))
 
-    failing = mock.patch.object(Load, "read_packed", side_effect=OSError(5, "the disk is gone"))
+    failing = mock.patch.object(read_packed, "fill_packed", side_effect=OSError(5, "the disk is gone"))
     with failing if mine else contextlib.nullcontext():
         errors.append(_error(directory, state))
 

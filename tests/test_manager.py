@@ -29,15 +29,6 @@ from ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import (
     _C,
-    CheckpointError,
-    CheckpointManager,
-    CorruptCheckpointError,
-    IncompatibleStateError,
-    LoadFailedError,
-    LoadPlanner,
-    MissingKeysError,
-    SaveHandle,
-    StorageReader,
     api,
     clean_up,
     directory_lock,
@@ -49,6 +40,17 @@ from vescale_ckpt import (
     step_order,
     verify,
 )
+from vescale_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    LoadFailedError,
+    MissingKeysError,
+)
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.manager import CheckpointManager
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_handle import SaveHandle
 from vescale_ckpt.staged_part import StagedPart
 from vescale_ckpt.step_order import SavedOrder
 

@@ -22,21 +22,13 @@ from ranks import run_ranks
 from test_manager import BOUND, Child, restored, save_steps, steps_in
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CheckpointManager,
-    CheckpointTimeoutError,
-    SaveFailedError,
-    SavePlanner,
-    StorageFullError,
-    api,
-    lane,
-    manager,
-)
+from vescale_ckpt import _C, api, lane, manager
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, SaveFailedError, StorageFullError
 from vescale_ckpt.lane import Lane
+from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.process_groups import PerGroup
 from vescale_ckpt.running_save import RunningSave
+from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.staged_part import StagedPart
 
 

@@ -20,7 +20,8 @@ import torch
 from network import FAULTS, Fault, Network, why_not
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError
+from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.roll_call import GRACE
 
 TIMEOUT = 2.0  # seconds

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import assert_same
 
-from vescale_ckpt import CheckpointError, UntrustedCheckpointError, objects
+from vescale_ckpt import objects
+from vescale_ckpt.errors import CheckpointError, UntrustedCheckpointError
 
 
 class Code:

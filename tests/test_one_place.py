@@ -20,16 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointManager,
-    SavePlanner,
-    StorageFullError,
-    StorageWriter,
-    layout,
-    one_place,
-)
+from vescale_ckpt import layout, one_place
+from vescale_ckpt.errors import CheckpointError, StorageFullError
+from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.one_place import PlaceToken, SeparateDirectoriesError
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 
 class PlansItems(SavePlanner):

@@ -32,17 +32,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    IncompatibleStateError,
-    LoadPlanner,
-    LoadStats,
-    SavePlanner,
-    SaveStats,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError, IncompatibleStateError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.stats import LoadStats, SaveStats
+from vescale_ckpt.writer import StorageWriter
 
 # --- Ways to and from the disk
 

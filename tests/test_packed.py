@@ -10,7 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, describe, save
+from vescale_ckpt import describe
+from vescale_ckpt.api import save
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
 
 
 class Counting:

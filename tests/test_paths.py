@@ -14,8 +14,11 @@ from damage import blank, same, small_state
 from test_manager_async import held
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, layout, verify
+from vescale_ckpt import layout, verify
+from vescale_ckpt.manager import CheckpointManager
+from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
+from vescale_ckpt.writer import StorageWriter
 
 
 @pytest.fixture

@@ -19,16 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AbstractSavePlanner
 
-from vescale_ckpt import (
-    CheckpointError,
-    IncompatibleStateError,
-    LoadPlanner,
-    MissingKeysError,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
-from vescale_ckpt.item_reads import resolves_views
+from vescale_ckpt.errors import CheckpointError, IncompatibleStateError, MissingKeysError
+from vescale_ckpt.load_planner import LoadPlanner, item_targets
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 
 def save_with(path: Path, state: dict[str, Any], planner: AbstractSavePlanner) -> None:
@@ -448,7 +443,7 @@ def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -
 def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
     save(checkpoint, {"w": torch.arange(5), "object": "kept"})
     planner = base()
-    assert resolves_views(planner)
+    assert item_targets(planner).are_views
     filled: dict[str, torch.Tensor] = {}
     decoded = []
     planner.resolve_tensor = lambda item: filled.setdefault(item.dest_index.fqn, torch.zeros(5, dtype=torch.int64))
@@ -456,7 +451,7 @@ def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> N
     state = load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"}, planner)
     assert_same(filled, {"w": torch.arange(5)})
     assert_same(state, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"})
-    assert decoded == ["object"] and not resolves_views(planner), "it must not be left to other ranks"
+    assert decoded == ["object"] and not item_targets(planner).are_views, "it must not be left to other ranks"
 
 
 def test_a_hook_may_be_put_on_a_save_planner_itself(checkpoint: Path) -> None:

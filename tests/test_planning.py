@@ -23,18 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    LoadFailedError,
-    LoadPlanner,
-    PerRank,
-    SaveFailedError,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    api,
-)
+from vescale_ckpt import api
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError, SaveFailedError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.per_rank import PerRank
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 BOUND = 120.0  # seconds after which a run of ranks counts as hung
 WAYS = ("dcp", "ours")

@@ -32,17 +32,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CheckpointTimeoutError,
-    LoadPlanner,
-    PerRank,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt.exchange import Exchange
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.per_rank import PerRank
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 ERRORS = (CheckpointError, CheckpointException)
 

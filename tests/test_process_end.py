@@ -22,7 +22,9 @@ from damage import blank, same, small_state
 from ranks import _forks
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, CheckpointManager
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.staged_part import StagedPart
 
 BOUND = 120.0

@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import vescale_ckpt
-from vescale_ckpt import SavePlanner, StorageWriter, replicas
+from vescale_ckpt import replicas
 from vescale_ckpt.describe import Describer
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 MiB = 1 << 20
 

@@ -25,17 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CheckpointTimeoutError,
-    CorruptCheckpointError,
-    LoadFailedError,
-    round_memory,
-    routed_read,
-    routes,
-)
-from vescale_ckpt.round_memory import RoundMemory
+from vescale_ckpt import _C, round_memory, routed_read, routes
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, LoadFailedError
+from vescale_ckpt.round_memory import NodeBuffer
 
 FOREVER = 60.0
 
@@ -186,11 +178,11 @@ def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, in
     state = {"a": torch.zeros_like(full["a"]), "b": _sharded(torch.zeros_like(full["b"]), Shard(1))}
     taken: list[int] = []
 
-    def memory(sizes: list[int]) -> RoundMemory:
+    def memory(sizes: list[int]) -> NodeBuffer:
         taken.extend(sizes)
-        return RoundMemory(sizes)
+        return NodeBuffer(sizes)
 
-    with mock.patch.object(routed_read, "RoundMemory", memory):
+    with mock.patch.object(routed_read, "NodeBuffer", memory):
         read, _ = _load(directory, state)
     assert_same(state["a"], full["a"])
     _assert_filled(state["b"], full["b"])
@@ -208,7 +200,7 @@ def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
     dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    with mock.patch.object(routed_read, "RoundMemory", wraps=RoundMemory) as memory:
+    with mock.patch.object(routed_read, "NodeBuffer", wraps=NodeBuffer) as memory:
         shared = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.shared_bytes
     assert_same(state, full)
     return sum(memory.call_args.args[0]), shared == full["small"].nbytes
@@ -433,7 +425,7 @@ def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint:
 
 def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:
     """What a number of a process of another machine happens to mean on this one."""
-    memory = RoundMemory([5000, 0, 70])
+    memory = NodeBuffer([5000, 0, 70])
     hello = bytearray(round_memory._HELLO.pack(os.getpid(), memory._file, 3, memory._token))
     sizes = struct.pack("<3q", *memory._sizes)
     opened = round_memory._open(hello + sizes)

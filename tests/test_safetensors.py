@@ -24,15 +24,13 @@ import torch
 from damage import fork, in_child, same
 from test_kill import Shared, kill, wait_until
 
-from vescale_ckpt import (
-    _C,
+from vescale_ckpt import _C, layout, safetensors
+from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     MissingKeysError,
     StorageFullError,
     UntrustedCheckpointError,
-    layout,
-    safetensors,
 )
 
 State = dict[str, torch.Tensor]

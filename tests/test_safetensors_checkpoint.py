@@ -26,18 +26,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
+from vescale_ckpt import safetensors, safetensors_checkpoint
+from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleStateError,
-    LoadPlanner,
     MissingKeysError,
-    StorageReader,
     UntrustedCheckpointError,
-    safetensors,
-    safetensors_checkpoint,
 )
+from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.models import entries_in_checkpoint
+from vescale_ckpt.reader import StorageReader
 
 FOREVER = 60.0
 INDEX = "model.safetensors.index.json"

@@ -26,8 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
-from vescale_ckpt.conversion import Format, convert, folder
+from vescale_ckpt import _C, export_folder, safetensors
+from vescale_ckpt.conversion import folder
+from vescale_ckpt.conversion.destination import Format
+from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.errors import CheckpointError, StorageFullError
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.writer import StorageWriter
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]

@@ -31,20 +31,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    PerRank,
-    SaveFailedError,
-    SavePlanner,
-    StorageFullError,
-    StorageWriter,
-    export_folder,
-    export_names,
-    layout,
-    safetensors,
-)
+from vescale_ckpt import _C, export_folder, export_names, layout, safetensors
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, StorageFullError
+from vescale_ckpt.per_rank import PerRank
+from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.shard_size import shard_bytes
+from vescale_ckpt.writer import StorageWriter
 
 State = dict[str, torch.Tensor]
 

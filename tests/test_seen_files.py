@@ -20,9 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, objects, safetensors
+from vescale_ckpt import objects, read_packed, safetensors
 from vescale_ckpt.conversion import dcp_source, raw_source
-from vescale_ckpt.load import Load
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.records import RecordReader
 
 
 def state(number: int) -> dict[str, Any]:
@@ -122,13 +125,13 @@ def test_safetensors_files_that_are_overwritten(checkpoint: Path, monkeypatch: p
     tensors = {name: value for name, value in state(1).items() if name != "step"}
     file = checkpoint / "model.safetensors"
     safetensors.save_file(tensors, file)
-    original = Load.read_packed
+    original = read_packed.fill_packed
 
-    def read_packed(self: Any, *args: Any) -> None:
-        original(self, *args)
+    def fill_packed(*args: Any) -> None:
+        original(*args)
         file.write_bytes(file.read_bytes())
 
-    monkeypatch.setattr(Load, "read_packed", read_packed)
+    monkeypatch.setattr(read_packed, "fill_packed", fill_packed)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was read"):
         vescale_ckpt.load(checkpoint, {name: torch.zeros_like(value) for name, value in tensors.items()})
 
@@ -164,7 +167,7 @@ def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
     if first:
         save_stock(directory, 1)
     dist.barrier()
-    objects_of = Load._objects
+    objects_of = RecordReader.objects
 
     def overwrite_first(self: Any, *args: Any) -> Any:
         found = [*objects_of(self, *args)]
@@ -173,9 +176,9 @@ def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
         dist.barrier()
         return found
 
-    Load._objects = overwrite_first  # type: ignore[method-assign]
+    RecordReader.objects = overwrite_first  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
     finally:
-        Load._objects = objects_of  # type: ignore[method-assign]
+        RecordReader.objects = objects_of  # type: ignore[method-assign]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vescale_ckpt import StorageReader, StorageWriter, engine, settings
+from vescale_ckpt import engine, settings
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.writer import StorageWriter
 
 NUMBERS = [name for name, setting in settings.SETTINGS.items() if isinstance(setting.default, int)]
 CHOICES = [name for name, setting in settings.SETTINGS.items() if setting.choices]

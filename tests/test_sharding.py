@@ -20,7 +20,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt import CheckpointError, sharding, stock
+from vescale_ckpt import sharding, stock
+from vescale_ckpt.errors import CheckpointError
 from vescale_ckpt.sharding import Piece, local_shape, pieces, pieces_of
 from vescale_ckpt.stock import DTensorLayout
 

@@ -28,18 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import (
-    _C,
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadPlanner,
-    PerRank,
-    StorageReader,
-    layout,
-    routes,
-)
-from vescale_ckpt.item_reads import Record
+from vescale_ckpt import _C, layout, routes
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.node import ranks_of_this_node
+from vescale_ckpt.per_rank import PerRank
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.records import Record
 from vescale_ckpt.rows import words
 from vescale_ckpt.shared_reading import SharedReading
 

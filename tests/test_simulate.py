@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt import _C, metadata_file, save
+from vescale_ckpt import _C, metadata_file
+from vescale_ckpt.api import save
 from vescale_ckpt.cli import main
 from vescale_ckpt.describe import Describer
 from vescale_ckpt.models import (

@@ -21,7 +21,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, CheckpointError, SavePlanner, Stager, StorageWriter
+from vescale_ckpt import _C
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.save_planner import SavePlanner
+from vescale_ckpt.stager import Stager
+from vescale_ckpt.writer import StorageWriter
 
 BOUND = 60.0
 

@@ -12,17 +12,15 @@ import torch.distributed.checkpoint as dcp
 from states import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from vescale_ckpt import (
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    UntrustedCheckpointError,
-    convert,
-    load,
-    save,
-)
+from vescale_ckpt import load
+from vescale_ckpt.api import save
+from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.errors import UntrustedCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.structure import Structure
+from vescale_ckpt.writer import StorageWriter
 
 
 class Color(enum.Enum):

@@ -48,17 +48,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadPlanner,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    UntrustedCheckpointError,
-    metadata_file,
-)
+from vescale_ckpt import metadata_file
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.stock import MemoryFormatEncoding, StorageInfo
+from vescale_ckpt.writer import StorageWriter
 
 MiB = 1 << 20
 ENOUGH = 150 * MiB  # of memory for any small checkpoint, whatever it says of itself

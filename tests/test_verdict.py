@@ -16,8 +16,9 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointTimeoutError, SavePlanner, StorageFullError
+from vescale_ckpt.errors import CheckpointTimeoutError, StorageFullError
 from vescale_ckpt.exchange import Exchange
+from vescale_ckpt.save_planner import SavePlanner
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT

@@ -32,7 +32,9 @@ from ranks import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 
 import vescale_ckpt
-from vescale_ckpt import _C, StorageReader, VerifyReport, verify
+from vescale_ckpt import _C, verify
+from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.stats import VerifyReport
 
 
 @pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])

@@ -1,8 +1,9 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
 from . import safetensors
-from .api import prepare, save
-from .conversion import ConvertReport, convert
+from .api import load, prepare, save
+from .conversion.report import ConvertReport
+from .conversion.run import convert
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -19,15 +20,14 @@ from .errors import (
 )
 from .gate import Gate
 from .load_planner import LoadPlanner
-from .loading import load
 from .manager import CheckpointManager
 from .per_rank import PerRank
 from .reader import StorageReader
 from .save_handle import SaveHandle
 from .save_planner import SavePlanner
 from .stager import Stager
-from .stats import LoadReport, LoadStats, SaveStats
-from .verify import VerifyReport, verify
+from .stats import LoadReport, LoadStats, SaveStats, VerifyReport
+from .verify import verify
 from .writer import StorageWriter
 
 __all__ = [

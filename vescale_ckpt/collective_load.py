@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C
 from .application import Application
+from .contents import Contents
+from .contents import packed as packed_contents
 from .errors import (
     CheckpointError,
     IncompatibleStateError,
@@ -27,7 +28,6 @@ from .fill_planner import FillPlanner
 from .flatten import flatten, nested, place
 from .lazy_metadata import LazyMetadata
 from .memory import tied, with_memory
-from .metadata_file import save_id
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring, counted
 from .reader import StorageReader
@@ -108,11 +108,11 @@ class CollectiveLoad:
         """Fills `state`."""
         filling = _Filling(state, renaming(rename), rename is None)
         try:
-            metadata = self._metadata()
-            if rename is None and self._reader.safetensors is not None:
+            metadata, contents = self._metadata()
+            if rename is None and contents.safetensors:
                 filling.names_below_the_empty_one()
             with counted(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: filling.plan(metadata, self._selection, allow_cast))
+                planner, fit = self._plan(lambda: filling.plan(metadata, contents, self._selection, allow_cast))
             stats = self._read(planner)
             self._together(lambda: filling.hand_over(planner), "hand over")
         except BaseException:
@@ -122,8 +122,8 @@ class CollectiveLoad:
 
     def all(self) -> dict[str, Any]:
         """New tensors and objects, nested as they were saved."""
-        metadata = self._metadata()
-        planner, _ = self._plan(lambda: _plan_all(metadata, self._selection))
+        metadata, contents = self._metadata()
+        planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection))
         self._read(planner)
 
         def result() -> dict[str, Any]:
@@ -137,8 +137,9 @@ class CollectiveLoad:
 
         return self._together(result, "hand over")
 
-    def _metadata(self) -> Metadata:
-        """Read by the coordinator for all ranks, if all see the same file. Raises on all ranks if one has none."""
+    def _metadata(self) -> tuple[Metadata, Contents]:
+        """What planners are told, and what is behind it. Read by the coordinator for all ranks, if all see the same
+        file. Raises on all ranks if one has none."""
         exchange, reader = self._exchange, self._reader
         try:
             mark = reader.mark()
@@ -155,22 +156,23 @@ class CollectiveLoad:
             packed = b""
             if exchange.is_coordinator:
                 with suppress(Exception):  # each rank reads it by itself below, and all raise what is wrong
-                    packed = reader.pack_metadata()
+                    packed = packed_contents(reader.path, reader.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
 
-        def read() -> Metadata:
+        def read() -> tuple[Metadata, Contents]:
             metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
             reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
-            return metadata
+            assert reader.contents is not None
+            return metadata, reader.contents
 
-        metadata = self._together(read, "read metadata")
+        metadata, contents = self._together(read, "read metadata")
         if (
             not shared
             and all_have_it
-            and not exchange.all_have(save_id(metadata).encode(), self._phase("compare metadata"))
+            and not exchange.all_have(contents.save_id.encode(), self._phase("compare metadata"))
         ):
             raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
-        return metadata
+        return metadata, contents
 
     def _own_metadata(self) -> Metadata:
         try:
@@ -236,8 +238,10 @@ class _Filling:
         """What stands under "" has its own names, as exports give them."""
         self._checkpoint_key = renaming({"": ""})
 
-    def plan(self, metadata: Metadata, selection: Selection, allow_cast: bool) -> tuple[FillPlanner, _Fit]:
-        stored = _stored_keys(metadata)
+    def plan(
+        self, metadata: Metadata, contents: Contents, selection: Selection, allow_cast: bool
+    ) -> tuple[FillPlanner, _Fit]:
+        stored = contents.keys()
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
         if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
@@ -259,7 +263,7 @@ class _Filling:
             planner.leave_out(set(self._tied))
             missing = [name for name in missing if name not in self._tied]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        told = wanted.keys() | _aliases(metadata)
+        told = wanted.keys() | contents.aliases
         unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
         closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
@@ -285,22 +289,9 @@ def _without_empty_name(key: str) -> str:
     return key.removeprefix(".")
 
 
-def _stored_keys(metadata: Metadata) -> list[str]:
-    if isinstance(metadata, LazyMetadata) and metadata.index is not None:
-        try:
-            return metadata.index.keys()
-        except _C.EngineError:
-            metadata.index = None  # damaged: `.metadata` rules
-    return list(metadata.state_dict_metadata)
-
-
-def _aliases(metadata: Metadata) -> frozenset[str]:
-    return metadata.aliases if isinstance(metadata, LazyMetadata) else frozenset()
-
-
-def _plan_all(metadata: Metadata, selection: Selection) -> tuple[FillPlanner, _Fit]:
+def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> tuple[FillPlanner, _Fit]:
     wanted: dict[str, Any] = {}
-    unasked = frozenset() if selection.names is not None else _aliases(metadata)
+    unasked = frozenset() if selection.names is not None else contents.aliases
     for key, stored in metadata.state_dict_metadata.items():
         if key not in selection or key in unasked:
             continue

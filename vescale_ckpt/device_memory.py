@@ -15,7 +15,7 @@ from .routes import Round
 _PAGE = 4096
 
 
-class DeviceMemory:
+class DeviceBuffer:
     """This rank's memories, one for each of `sizes`, on the host (each starts at a page) and on its device."""
 
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:

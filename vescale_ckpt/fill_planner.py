@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from . import _C
 from .errors import Mismatch
-from .load_planner import LoadPlanner, has_chunks, not_all_there
+from .load_planner import LoadPlanner
+from .match import check_all_there, mismatch, mismatches_on_index
 
 _CASTS = "(allow_cast=True converts)"
 
@@ -59,34 +58,17 @@ class FillPlanner(LoadPlanner):
         if description.other:
             return None
         plan = index.plan_load(description.inventory, self.allow_cast)
-        names = description.names
-        if plan.uncovered:
-            raise not_all_there(names[plan.uncovered[0]])
-        missing = dict.fromkeys(names[item] for item in plan.missing)
-        mismatched = dict.fromkeys(
-            Mismatch(names[item], wanted, f"{stored} {_CASTS}" if stored.startswith("dtype") else stored)
-            for item, wanted, stored in plan.mismatched
-        )
+        check_all_there(description, plan)
+        missing = dict.fromkeys(description.names[item] for item in plan.missing)
+        mismatched = dict.fromkeys(mismatches_on_index(description, plan, _CASTS))
         if not missing and not mismatched:
             self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
         return list(missing), list(mismatched)
 
     def _misfits_in_metadata(self) -> tuple[list[str], list[Mismatch]]:
         assert self.metadata is not None
-        missing, mismatched = [], []
-        for key, value in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(key)
-            if stored is None:
-                missing.append(key)
-                continue
-            stored_tensor = isinstance(stored, TensorStorageMetadata)
-            if stored_tensor != (isinstance(value, torch.Tensor) or has_chunks(value)):
-                kinds = ("an object", "a tensor") if stored_tensor else ("a tensor", "an object")
-                mismatched.append(Mismatch(key, *kinds))
-            elif isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor | ShardedTensor):
-                shape, dtype = value.size(), stored.properties.dtype
-                if shape != stored.size:
-                    mismatched.append(Mismatch(key, f"shape {tuple(shape)}", f"shape {tuple(stored.size)}"))
-                elif value.dtype != dtype and not self.allow_cast:
-                    mismatched.append(Mismatch(key, f"dtype {value.dtype}", f"dtype {dtype} {_CASTS}"))
-        return missing, mismatched
+        stored, hint = self.metadata.state_dict_metadata, "" if self.allow_cast else _CASTS
+        missing = [key for key in self.state_dict if key not in stored]
+        there = ((key, value) for key, value in self.state_dict.items() if key in stored)
+        found = (mismatch(key, value, stored[key], hint) for key, value in there)
+        return missing, [entry for entry in found if entry is not None]

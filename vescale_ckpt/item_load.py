@@ -1,21 +1,48 @@
-"""A load by plans of DCP's items, for planners of others: the steps of `dcp.load`, over our exchanges, for their bounds
-and their errors."""
+"""Loads by planners of others: the steps of `dcp.load`, over our exchanges, for their bounds and their errors."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from .application import Application
 from .errors import CheckpointError, LoadFailedError
 from .exchange import Exchange
+from .flatten import flatten, place
 from .per_rank import counted
 from .reader import StorageReader
+from .stats import LoadReport
 
 
-def load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
+def load_by_planner(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: MutableMapping[str, Any]
+) -> LoadReport:
+    """Fills `state`, with modules, optimizers and what else restores itself. Raises on all ranks if one has failed."""
+    application = Application(state)
+
+    def hand_over() -> None:
+        values, paths = flatten(application.form)
+        for key, value in values.items():
+            if not application.owns(paths[key]):
+                place(state, paths[key], value)
+        application.restore(set(values))
+
+    try:
+        exchange.together(application.prepare, _phase(reader, "prepare"), LoadFailedError)
+        _load_items(exchange, reader, planner, application.form)
+        exchange.together(hand_over, _phase(reader, "hand over"), LoadFailedError)
+    except BaseException:
+        application.abandon()
+        raise
+    assert reader.last_stats is not None
+    return LoadReport([], [], [], reader.last_stats)
+
+
+def _load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
     """Fills `state`. Raises on all ranks if one has failed."""
     with counted(exchange.rank, exchange.size):
         plan, packed = exchange.together(

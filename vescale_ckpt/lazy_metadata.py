@@ -13,22 +13,21 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from . import metadata_file
-from .metadata_file import IndexedMetadata
+from . import _C, metadata_file
 from .rows import PART_ROW, PLACE_ROW
 from .save_plan import GlobalSavePlan
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
-class LazyMetadata(IndexedMetadata):
+class LazyMetadata(Metadata):
     """Looks like the `Metadata` that `build` returns, and calls it at the first look.
 
     `reduce` says what a copy in another process is made from; by default it is made from the fields.
     """
 
     planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
-    aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
+    index: _C.Index | None = None  #: what our reader hands to the planner
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
         self._build = build

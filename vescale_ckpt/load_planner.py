@@ -11,23 +11,26 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from . import _C, objects
 from .arguments import checked_flag
 from .describe import Describer
 from .engine import is_plain_tensor
-from .errors import CorruptCheckpointError, IncompatibleStateError, MissingKeysError
+from .errors import IncompatibleStateError, MissingKeysError
 from .flatten import flatten, place
 from .lazy_metadata import LazyMetadata
+from .match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
 from .overrides import is_method_of
 from .pause import garbage_collector_paused
 from .per_rank import PerRank, Restoring
+from .read_items import ItemTargets
 from .read_plan import PackedReads
 
-_CASTS = " (LoadPlanner(allow_cast=True) casts)"
+_CASTS = "(LoadPlanner(allow_cast=True) casts)"
+_FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")  # what gives and takes tensors
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -131,26 +134,19 @@ class LoadPlanner(DefaultLoadPlanner):
             plan = index.plan_load(description.inventory, self.allow_cast)
             if plan.missing:
                 return None
-            if plan.mismatched:
-                item, wanted, stored = plan.mismatched[0]
-                hint = _CASTS if stored.startswith("dtype") else ""
-                raise IncompatibleStateError(description.names[item], wanted, stored + hint)
-            if plan.uncovered:
-                raise not_all_there(description.names[plan.uncovered[0]])
+            for found in mismatches_on_index(description, plan, _CASTS):
+                raise IncompatibleStateError(*found)
+            check_all_there(description, plan)
             self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
         return PackedReads(self, description, plan)
 
     def _packs(self) -> bool:
-        names = (
-            "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor", "commit_tensor",
-            "lookup_tensor", "transform_tensor",
-        )  # fmt: skip
+        names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)
         return all(is_method_of(self, name, LoadPlanner) for name in names)
 
     def _fills_the_state_itself(self) -> bool:
         """Whether what is filled are the state's own tensors, not what a subclass gives in their place."""
-        names = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
-        return all(is_method_of(self, name, LoadPlanner) for name in names)
+        return all(is_method_of(self, name, LoadPlanner) for name in _FILLS)
 
     def _try_old_names(self) -> None:
         """Lets the default planner find out if keys are named as before torch 2.4: it changes `state_dict` then."""
@@ -165,27 +161,21 @@ class LoadPlanner(DefaultLoadPlanner):
     def _plan(self, state: dict[str, Any]) -> LoadPlan:
         assert self.metadata is not None
         items: list[ReadItem] = []
-        checks_dtype = not self.allow_cast and self._fills_the_state_itself()
+        hint = _CASTS if not self.allow_cast and self._fills_the_state_itself() else ""
         for key, value in state.items():
             stored = self.metadata.state_dict_metadata[key]
-            stored_tensor, wants_tensor = isinstance(stored, TensorStorageMetadata), isinstance(value, torch.Tensor)
-            if stored_tensor != (wants_tensor or has_chunks(value)):
-                names = ("an object", "a tensor") if stored_tensor else ("a tensor", "an object")
-                raise IncompatibleStateError(key, *names)
-            if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-                if stored.size != value.size():
-                    raise IncompatibleStateError(key, f"shape {tuple(value.size())}", f"shape {tuple(stored.size)}")
-                if checks_dtype and value.dtype != (dtype := stored.properties.dtype):
-                    # Stock readers would convert it without a word.
-                    raise IncompatibleStateError(key, f"dtype {value.dtype}", f"dtype {dtype}{_CASTS}")
-                if is_plain_tensor(value) and len(stored.chunks) == 1 and stored.chunks[0].sizes == stored.size:
-                    items.append(_whole_item(key, stored))
-                    continue
+            # Stock readers would convert another dtype without a word.
+            if (found := mismatch(key, value, stored, hint)) is not None:
+                raise IncompatibleStateError(*found)
+            if is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
+                items.append(whole)
+                continue
             with _on_the_host():
-                found = create_default_local_load_plan({key: value}, self.metadata).items
-            if stored_tensor and sum(item.lengths.numel() for item in found) != wanted_elements(value):
+                planned = create_default_local_load_plan({key: value}, self.metadata).items
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+            if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(value):
                 raise not_all_there(key)
-            items.extend(found)
+            items.extend(planned)
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -231,32 +221,28 @@ def _needs_stock_set_up(value: Any) -> bool:
     return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
-def has_chunks(value: Any) -> bool:
-    """Whether it is no tensor but describes chunks of one, as DCP lets objects do."""
-    return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
-
-
-def not_all_there(key: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{key}: the checkpoint does not hold all of it that this rank needs", key=key, file=""
+def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
+    """How a planner, ours or not, takes what is read for its items."""
+    views = isinstance(planner, DefaultLoadPlanner) and all(
+        is_method_of(planner, name, DefaultLoadPlanner, LoadPlanner) for name in _FILLS
     )
+    if not isinstance(planner, LoadPlanner):
+        return ItemTargets(planner, views)
+    # Ours take the object itself, unless a subclass wants to decode the bytes.
+    put = planner.set_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
+    return ItemTargets(planner, views, True, put)
 
 
-def wanted_elements(value: Any) -> int:
-    """Elements that this rank holds of a tensor, and so must get."""
-    if isinstance(value, DTensor):
-        mesh_member = value.device_mesh.get_coordinate() is not None
-        return value.to_local().numel() if mesh_member else 0
-    if isinstance(value, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in value.local_shards())
-    if hasattr(value, "__create_chunk_list__"):
-        return sum(chunk.sizes.numel() for chunk in value.__create_chunk_list__())
-    return int(value.numel())
-
-
-def _whole_item(key: str, stored: TensorStorageMetadata) -> ReadItem:
-    index = MetadataIndex(key, stored.chunks[0].offsets, 0)
+def _whole_item(key: str, stored: STORAGE_TYPES) -> ReadItem | None:
+    """Reads all of a tensor that is stored in one chunk. None if it is stored otherwise."""
+    if (
+        not isinstance(stored, TensorStorageMetadata)
+        or len(stored.chunks) != 1
+        or stored.chunks[0].sizes != stored.size
+    ):
+        return None
     origin = stored.chunks[0].offsets
+    index = MetadataIndex(key, origin, 0)
     return ReadItem(
         type=LoadItemType.TENSOR,
         dest_index=index,

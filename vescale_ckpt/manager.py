@@ -24,7 +24,6 @@ from .errors import CheckpointError, CorruptCheckpointError, some
 from .exchange import Exchange, digest
 from .gate import Gate
 from .lane import Lane
-from .loading import load
 from .preemption import SignalFlag
 from .process_groups import check_alone_on_purpose, resolved
 from .retention import BestMode, Retention
@@ -375,7 +374,7 @@ class CheckpointManager:
             logger.warning("the next save has to plan: %s", error)
 
     def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
-        load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
+        api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
 
     def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
         def find() -> int | None:

@@ -289,28 +289,3 @@ def dumps(metadata: Metadata) -> bytes:
         _MetadataPickler(buffer).dump(metadata)
     pickled = buffer.getvalue()
     return pickled + _trailer(pickled, len(pickled))
-
-
-class IndexedMetadata(Metadata):
-    """Metadata of a checkpoint whose index was read instead, by which most questions are answered without it."""
-
-    index: _C.Index | None = None
-
-
-def save_id(metadata: Metadata) -> str:
-    """Which save it is of; empty if it does not say."""
-    if isinstance(metadata, IndexedMetadata) and metadata.index is not None:
-        return metadata.index.save_id
-    told = getattr(metadata.storage_meta, "save_id", None)
-    return told if isinstance(told, str) else ""
-
-
-def stored_bytes(metadata: Metadata) -> int:
-    """Bytes of all data files that it names, as far as it knows."""
-    if isinstance(metadata, IndexedMetadata) and metadata.index is not None:
-        try:
-            return sum(metadata.index.file_ends())
-        except _C.EngineError:
-            metadata.index = None  # damaged: `.metadata` rules
-    lengths = (getattr(info, "length", 0) for info in metadata.storage_data.values())
-    return sum(length for length in lengths if type(length) is int)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from . import layout, safetensors_checkpoint
+from . import contents, layout
 from .engine import DTYPE_CODES
 from .rows import MOST_BYTES
 
@@ -130,17 +130,12 @@ def _is_size(value: object) -> bool:
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:
     """The state that a checkpoint holds, from its metadata alone, or from the headers of safetensors files. Raises
     `CheckpointError` if it has none to trust."""
-    path = layout.local_path(directory)
-    aliases: frozenset[str] = frozenset()
-    if safetensors_checkpoint.is_one(path):
-        contents = safetensors_checkpoint.Contents.read(path, verify=True)
-        metadata, aliases = contents.metadata(), contents.aliases
-    else:
-        metadata = layout.read_metadata(path)
+    found = contents.read(layout.local_path(directory), None, verify=True, by_index=False)
+    metadata = found.metadata
     lengths = {index.fqn: info.length for index, info in (metadata.storage_data or {}).items()}
     entries = []
     for name, stored in metadata.state_dict_metadata.items():
-        if name in aliases:
+        if name in found.aliases:
             continue
         if isinstance(stored, BytesStorageMetadata):
             entries.append(Entry(name, bytes=lengths.get(name, 0)))

@@ -1,4 +1,4 @@
-"""The form of a stored tensor that is not a plain one (transposed, say), mostly without its elements."""
+"""Reads and checks records of tensors that are not plain contiguous ones (transposed, say): stock DCP keeps strides."""
 
 from __future__ import annotations
 
@@ -12,10 +12,27 @@ import torch
 from . import _C
 
 
-def crc_of_values(tensor: torch.Tensor) -> int:
+def _crc_of_values(tensor: torch.Tensor) -> int:
     """CRC-32 of its elements in order, as saves of ours note it."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
+
+
+def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tensor:
+    """The tensor of shape `sizes` in a record. `crc`: that of its elements, -1 if it is not known or not looked at.
+
+    Raises ValueError, which says what the record does, for anything else.
+    """
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a strange pickle raises nearly anything
+        raise ValueError(f"cannot be read: {error}") from error
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != torch.Size(sizes):
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"holds {found}, where metadata promises shape {tuple(sizes)}")
+    if crc >= 0 and crc != _crc_of_values(tensor):
+        raise ValueError("holds other values than were saved")
+    return tensor
 
 
 def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
@@ -32,7 +49,7 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
     wanted = f"{dtype} {tuple(sizes)}"
     if found != wanted:
         return f"the metadata promises {wanted}, the record holds {found}"
-    return "" if crc < 0 or crc_of_values(tensor) == crc else "it holds other values than were saved"
+    return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
 
 
 class _Slice(io.RawIOBase):

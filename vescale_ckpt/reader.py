@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,24 +14,27 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint, settings
+from . import contents, directory_lock, engine, layout, settings
 from .arguments import checked_count, checked_flag, checked_path
+from .contents import Contents
 from .errors import CheckpointError, CorruptCheckpointError
 from .exchange import Exchange
+from .filling import Filling
 from .lazy_metadata import LazyMetadata
-from .load import Load
-from .message import pack, unpack
+from .load_planner import LoadPlanner as OurLoadPlanner
+from .load_planner import item_targets
 from .pause import garbage_collector_paused
 from .process_groups import resolved
-from .safetensors_checkpoint import Contents
+from .read_items import ItemLoad
+from .read_packed import load_packed
+from .read_plan import PackedReads
+from .records import ReadOptions, RecordReader
 from .seen_files import SeenFiles
 from .settings import MOST_THREADS, Broadcast, DirectIO
 from .shared_reading import SharedReading
 from .stats import LoadStats
 
 logger = logging.getLogger(__name__)
-
-_MOST_INDEX_BYTES = 16 << 20  # of larger ones each rank reads the few pages that it needs
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ class StorageReader(DcpStorageReader):
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
-        self._metadata: Metadata | None = None
+        self.contents: Contents | None = None  #: of what is read
         self._metadata_error: CheckpointError | None = None
-        self.safetensors: Contents | None = None  #: what is read, if it is of this kind
-        self.seen = SeenFiles()  #: what the files of this load are
+        self._is_set_up = False
+        self._seen = SeenFiles()  # what the files of this load are
         self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,19 +113,14 @@ class StorageReader(DcpStorageReader):
             self.path = layout.local_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
-        self._metadata = None
+        self.contents = None
+        self._is_set_up = False
         self._metadata_error = None
-        self.safetensors = None
         self._load_id = uuid.uuid4().hex
 
     @property
     def checkpoint_id(self) -> str:
         return self.path
-
-    @property
-    def directory(self) -> str:
-        """The directory that names of files are relative to."""
-        return self.path if self.safetensors is None else self.safetensors.root
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP asks for `.metadata`, swallows whatever goes wrong, asks for the rank's own file, and then only says that
@@ -146,81 +142,57 @@ class StorageReader(DcpStorageReader):
         return metadata
 
     def _read_metadata(self, rank: int | None) -> Metadata:
-        self.safetensors = None
         self._begin(rank)
-        if rank is None and safetensors_checkpoint.is_one(self.path):
-            return self._on_safetensors(Contents.read(self.path, self.verify))
         self._lock_checkpoint(rank)
-        index = layout.read_index(self.path, rank) if type(self) is StorageReader else None
-        if index is None:
-            return _whole_metadata(self.path, rank, self._load_id)
-        return self._on_index(index, rank)
+        found = contents.read(self.path, rank, self.verify, by_index=type(self) is StorageReader)
+        return self._metadata_of(found)
 
     def mark(self) -> str:
-        """Tells this checkpoint's metadata from that of another, cheaply; empty if there is none. Raises OSError."""
+        """Tells this checkpoint's contents from those of another, cheaply; empty if there is none. Raises OSError."""
         self._begin(None)
-        if safetensors_checkpoint.is_one(self.path):
-            return safetensors_checkpoint.mark(self.path)
-        return layout.metadata_mark(self.path)
-
-    def pack_metadata(self) -> bytes:
-        """The checkpoint's metadata for readers of other ranks: its index, or all of it if it has none. Empty if it is
-        better that each reads what it needs of it."""
-        if safetensors_checkpoint.is_one(self.path):
-            return pack(b"", b"", Contents.read(self.path, self.verify).pack())
-        with suppress(OSError):
-            if os.stat(os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)).st_size > _MOST_INDEX_BYTES:
-                return b""
-        index = layout.index_bytes(self.path)
-        return pack(b"", layout.metadata_bytes(self.path, None), b"") if index is None else pack(index, b"", b"")
+        return contents.mark(self.path)
 
     def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata that another rank has packed, of this very checkpoint. Raises as `read_metadata` does."""
-        index, whole, safetensors = unpack(message)
-        if safetensors:
-            return self._on_safetensors(Contents.unpack(self.path, safetensors))
-        self.safetensors = None
+        """The metadata of what another rank has packed (`contents.packed`) after `mark` found the same checkpoint here.
+        Raises as `read_metadata` does."""
         self._lock_checkpoint(None)
-        if not index:
-            path = os.path.join(self.path, layout.METADATA_NAME)
-            return _with_load_id(metadata_file.loads(whole, path), self._load_id)
-        path = os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)
-        with engine.named_errors(str, path):  # it was sound when it was sent
-            return self._on_index(_C.Index.from_bytes(index, f"{path}, as the coordinator sent it,"), None)
+        return self._metadata_of(contents.unpacked(self.path, message))
 
     def _begin(self, rank: int | None) -> None:
-        self.seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
+        self.contents = None
+        self._is_set_up = False
+        self._seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
+        """Not of safetensors, which have no file of that name."""
         self._unlock()
         self._lock = directory_lock.while_reading(self.path, rank)
 
-    def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
+    def _metadata_of(self, found: Contents) -> Metadata:
+        """As DCP and its planners want it, who change it: objects are built when somebody looks at them."""
+        self.contents, load_id = found, self._load_id
+        if found.index is None:
+            return _with_load_id(found.metadata, load_id)
         # Without the reader: together they would be a cycle that keeps files open.
-        metadata = LazyMetadata(build=partial(_metadata_of, self.path, rank, self._load_id, index.save_id))
-        metadata.index = index
-        return metadata
-
-    def _on_safetensors(self, contents: Contents) -> Metadata:
-        self.safetensors = contents
-        load_id = self._load_id
-        metadata = LazyMetadata(build=lambda: _with_load_id(contents.metadata(), load_id))
-        metadata.index = contents.index()
-        metadata.aliases = contents.aliases
+        metadata = LazyMetadata(build=lambda: _with_load_id(found.metadata, load_id))
+        metadata.index = found.index
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         settings.check()
         if self._metadata_error is not None:
             raise self._metadata_error
-        planned_on_index = isinstance(metadata, LazyMetadata) and metadata.index is not None
-        if not planned_on_index and not isinstance(metadata.storage_data, dict):
+        index = metadata.index if isinstance(metadata, LazyMetadata) else None
+        if index is None and not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(
                 f"the metadata of {self.path} does not say where anything is stored",
                 key=None,
                 file=self.path,
             )
-        self._metadata = metadata
+        # Of what others may have made of what this reader read.
+        found = self.contents or Contents(self.path, self.path, lambda: metadata)
+        self.contents = replace(found, read_metadata=lambda: metadata, index=index)
+        self._is_set_up = True
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -252,11 +224,29 @@ class StorageReader(DcpStorageReader):
 
     def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: SharedReading | None) -> None:
         """The same, with the ranks of `sharing` if they read for each other."""
-        if self._metadata is None:
+        if self.contents is None or not self._is_set_up:
             raise CheckpointError("read_data was called before set_up_storage_reader")
+        options = ReadOptions(
+            self.thread_count,
+            self.verify,
+            self.weights_only,
+            self.direct_io,
+            bool(getattr(planner, "allow_cast", False)),
+            self.timeout,
+        )
+        filling = Filling(RecordReader(self.contents, options, self._seen))
         try:
             with garbage_collector_paused():
-                Load(self, self._metadata, planner).run(plan.items, sharing)
+                items = plan.items
+                if (
+                    isinstance(items, PackedReads)
+                    and items.planner() is planner
+                    and isinstance(planner, OurLoadPlanner)
+                ):
+                    stats = load_packed(filling, items, planner.state_dict, planner.put_object, sharing)
+                else:
+                    stats = ItemLoad(filling, item_targets(planner)).run(items, sharing)
+                self.last_stats = stats
         finally:
             self._unlock()
 
@@ -264,15 +254,6 @@ class StorageReader(DcpStorageReader):
         if self._lock is not None:
             self._lock.release()
         self._lock = None
-
-
-def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:
-    return _with_load_id(layout.read_metadata(directory, rank), load_id)
-
-
-def _metadata_of(directory: str, rank: int | None, load_id: str, save_id: str) -> Metadata:
-    """Of the save that the index is of: other ranks may go by that, while a later save takes its place."""
-    return _with_load_id(layout.read_metadata_of(directory, rank, save_id), load_id)
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

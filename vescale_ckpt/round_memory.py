@@ -22,7 +22,7 @@ _PAGE = 4096
 _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
 
 
-class RoundMemory:
+class NodeBuffer:
     """This rank's memories, one for each of `sizes`, and those of its neighbours on the node. Each starts at a page."""
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -7,30 +7,45 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from . import _C, engine
 from .connections import Connections
 from .device_group import DeviceGroup
-from .device_memory import DeviceMemory
+from .device_memory import DeviceBuffer
 from .engine import CODE_DTYPES
 from .errors import LoadFailedError
 from .exchange import Exchange
 from .message import pack, unpack
 from .read_plan import PackedReads
-from .round_memory import RoundMemory
-from .routes import MEMORIES, Round, Routes
+from .round_memory import NodeBuffer
+from .routes import BUFFERS, Round, Routes
 from .tensors import narrowed
-
-if TYPE_CHECKING:
-    from .load import Load
 
 logger = logging.getLogger(__name__)
 
 # A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
 _ROUNDS_BETWEEN_LOOKS = 16
+
+
+class PieceReader(Protocol):
+    """Reads what this rank sends to others, or puts in place from the memory of a round."""
+
+    @property
+    def threads(self) -> int:
+        """Of the engine."""
+
+    def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
+        """Fills what the engine's table says; which of its rows hold no plain tensors and were left unread. `key_of`
+        names a row in errors."""
+
+    def read_piece_from_archive(
+        self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
+    ) -> None:
+        """Fills `piece` with what starts at `start` in a chunk of `sizes`; `record`: file, offset, length, CRC-32 and
+        dtype code of one that was left unread."""
 
 
 class Outcome(enum.Enum):
@@ -59,16 +74,15 @@ class RoutedRead:
         self._own_only = own_only
         self._error: BaseException | None = None
 
-    def deliver(self, load: Load, reads: PackedReads | None) -> Outcome:
+    def deliver(self, reader: PieceReader, reads: PackedReads | None) -> Outcome:
         """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
         if self._own_only:
             return Outcome.stood_down
         rounds = self.routes.rounds
         if not rounds:
             return Outcome.delivered
-        self._load, self._reads = load, reads
-        self._threads = engine.thread_count(load.reader.thread_count)
-        sizes = [max((of.memory_bytes for of in rounds[first::MEMORIES]), default=0) for first in range(MEMORIES)]
+        self._reader, self._reads = reader, reads
+        sizes = [max((of.memory_bytes for of in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
         memory = self._meet(sizes)
         if memory is None:
             return Outcome.stood_down
@@ -90,11 +104,11 @@ class RoutedRead:
         data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
         return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
-    def _meet(self, sizes: list[int]) -> RoundMemory | DeviceMemory | None:
+    def _meet(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
         """Memory for the rounds; None if not all ranks have it, and see what they have to see of each other's."""
         memory, error = None, None
         try:
-            memory = RoundMemory(sizes) if self._devices is None else DeviceMemory(sizes, self._devices)
+            memory = NodeBuffer(sizes) if self._devices is None else DeviceBuffer(sizes, self._devices)
         except Exception as raised:
             error = raised
         if self._exchange.agree([int(memory is not None)], f"{self._phase}: take memory") == [1]:
@@ -147,7 +161,7 @@ class RoutedRead:
             if len(of.staged):
                 self._read_pieces(of, memory)
             if len(of.packs):
-                _C.copy_boxes(_C.pack_table(of.packs, memory.data_ptr(), len(memory)), self._threads)
+                _C.copy_boxes(_C.pack_table(of.packs, memory.data_ptr(), len(memory)), self._reader.threads)
 
         self._guarded(read)
 
@@ -163,7 +177,7 @@ class RoutedRead:
                 return
             assert self._reads is not None
             memories = self._memory.swapped(number, of)
-            if isinstance(self._memory, DeviceMemory):
+            if isinstance(self._memory, DeviceBuffer):
                 with self._memory.placing():
                     self._copy_by_torch(of.places, None, memories)
                 return
@@ -172,7 +186,7 @@ class RoutedRead:
                 table.extend((peer, memory.data_ptr(), len(memory)))
             state = self._reads.description
             copies, rest = _C.place_table(state.inventory, of.places, state.sources, state.table, state.ready, table)
-            _C.copy_boxes(copies, self._threads)
+            _C.copy_boxes(copies, self._reader.threads)
             if rest:
                 self._copy_by_torch(of.places, set(rest), memories)
 
@@ -186,10 +200,8 @@ class RoutedRead:
                 self._error = error
 
     def _read_pieces(self, of: Round, memory: torch.Tensor) -> None:
-        load = self._load
         assert self._reads is not None
         names = self._reads.description.names
-        table = _C.staging_table(of.staged, memory.data_ptr(), len(memory))
         rows: list[list[int]] = []
 
         def row_at(number: int) -> list[int]:
@@ -197,14 +209,12 @@ class RoutedRead:
                 rows.extend(_rows(of.staged, 8, 3))
             return rows[number]
 
-        with engine.named_errors(lambda number: names[row_at(number)[1]], load.reader.path):
-            report = load.read_tensors(table)
-        load.count_read(report)
-        for number in report["unread"]:
+        table = _C.staging_table(of.staged, memory.data_ptr(), len(memory))
+        for number in self._reader.read_pieces(table, lambda number: names[row_at(number)[1]]):
             offset, item, *record, ndim = row_at(number)[:8]
             chunk, start, size = _lists(row_at(number)[8:], ndim, 3)
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
-            load.read_odd_piece(names[item], record, chunk, start, piece)
+            self._reader.read_piece_from_archive(names[item], record, chunk, start, piece)
 
     def _copy_by_torch(self, places: memoryview, wanted: set[int] | None, memories: dict[int, torch.Tensor]) -> None:
         """To tensors on other devices, or of another dtype than the stored one. `wanted`: which rows, None: all."""

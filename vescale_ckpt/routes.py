@@ -20,7 +20,7 @@ from .node import memory_domain
 from .read_plan import PlannedReads
 from .rows import OBJECT_ROW, words
 
-MEMORIES = 3  #: of a rank: a round is read, another one travels, and another is put in place
+BUFFERS = 3  #: of a rank: a round is read, another one travels, and another is put in place
 _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 5  # words of packed routes
@@ -146,7 +146,7 @@ def _plan_for(gathered: list[bytes], verify: bool, budget: int) -> list[bytes]:
         _numbered(domains),
         verify,
         whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
-        budget_bytes=budget // MEMORIES,
+        budget_bytes=budget // BUFFERS,
     )
     number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
     common = _common_objects(list(zip(objects, names, groups, strict=True)))

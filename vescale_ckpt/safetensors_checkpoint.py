@@ -79,7 +79,7 @@ def mark(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Contents:
+class SafetensorsContents:
     """What such a checkpoint holds. Equal bytes mean equal headers."""
 
     root: str  #: the directory that `files` are relative to
@@ -89,7 +89,7 @@ class Contents:
     aliases: frozenset[str]  #: names under which a file has no tensor, but says which of its tensors they stand for
 
     @classmethod
-    def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> Contents:
+    def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> SafetensorsContents:
         """Reads the headers. `on_error` takes what is wrong with one file, and the others are gone on with.
 
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
@@ -118,7 +118,7 @@ class Contents:
         raise CheckpointError(f"{path}: exports into it follow each other faster than it can be read", path=path)
 
     @classmethod
-    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> Contents:
+    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:
         names = os.listdir(path)
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
@@ -141,7 +141,7 @@ class Contents:
         return pack(self.inventory, self.places, rest)
 
     @classmethod
-    def unpack(cls, path: str, message: bytes) -> Contents:
+    def unpack(cls, path: str, message: bytes) -> SafetensorsContents:
         inventory, places, rest = unpack(message)
         files, aliases = json.loads(rest)
         root = os.path.dirname(path) if os.path.isfile(path) else path
@@ -223,7 +223,7 @@ class _Reading:
         self.files: list[str] = []
         self.wanted: dict[str, list[str]] = {}  # by file, as the index has it
 
-    def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> Contents:
+    def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> SafetensorsContents:
         for name in files:
             layout.check_relative(name, name)
         self.files = files
@@ -294,7 +294,7 @@ class _Reading:
                 raise self._contradiction(key, stored, number, "of another dtype or number of dimensions")
             stored.boxes.append((offset, size, (number, at, length, header.crc)))
 
-    def _packed(self, aliases: Mapping[str, str]) -> Contents:
+    def _packed(self, aliases: Mapping[str, str]) -> SafetensorsContents:
         names: list[str] = []
         rows: list[bytes] = []
         places = engine.int_table()
@@ -317,7 +317,7 @@ class _Reading:
                 rows.append(packed_row(kind, stored.code, False, item_bytes, Piece(offset, size, ()), shape))
                 places.extend(place)
         inventory = _C.pack_inventory(names, b"".join(rows), 0)
-        return Contents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases))
+        return SafetensorsContents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases))
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """The boxes that hold something. Raises if two overlap."""

@@ -1,8 +1,9 @@
-"""What a save or load did: times, bytes and the way they took."""
+"""What saves, loads and checks report: times, bytes and the way they took, what fits and what is damaged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .errors import Mismatch
 
@@ -57,3 +58,35 @@ class LoadReport:
     unexpected: list[str]  #: in the checkpoint, and selected, but asked for by no rank
     mismatched: list[Mismatch]  #: of another shape, dtype or kind in the checkpoint
     stats: LoadStats
+
+
+class Damage(NamedTuple):
+    """One thing that is wrong. Where it is among `VerifyReport.damaged`, a load of `key` raises."""
+
+    key: str | None  #: name of the tensor or object; None: it concerns all of the file
+    file: str
+    offset: int  #: bytes from the start of the file
+    reason: str
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+    quick: bool
+    damaged: list[Damage] = field(default_factory=list)
+    keys: int = 0  #: tensors and objects that the metadata names
+    files: int = 0  #: data files that it names, or safetensors files
+    bytes: int = 0  #: of records that were read
+    unverified_bytes: int = 0  #: of these, written without checksums or in a form that nothing here can check
+    #: what is damaged, though every load gives what was saved: loads do without the index, the tables of checksums of
+    #: blocks and what a record repeats. Not looked for with `quick`.
+    harmless: list[Damage] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  #: what has nothing that it could be checked against, in words
+    indexed: bool = False  #: an index that belongs to the metadata lies beside it; without one loads begin slower
+
+    @property
+    def ok(self) -> bool:
+        """Whether loads give what was saved, as far as that can be checked."""
+        return not self.damaged

@@ -12,12 +12,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .. import _C, directory_lock, engine, layout
+from ..contents import Contents
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..fill_planner import FillPlanner
-from ..load import Load
-from ..load_planner import not_all_there
+from ..filling import Filling
+from ..load_planner import item_targets
+from ..match import not_all_there
 from ..pause import garbage_collector_paused
-from ..reader import StorageReader
+from ..read_items import ItemLoad
+from ..records import ReadOptions, RecordReader
 from ..seen_files import SeenFiles
 from ..structure import Path, structure_of
 from .source import Read, TensorInfo, parts_of
@@ -85,9 +88,9 @@ class DcpSource:
                 self._load(boxes, boxes.items, verify)
 
     def _load(self, planner: LoadPlanner, items: list[ReadItem], verify: bool) -> None:
-        reader = StorageReader(self._path, verify=verify)
-        reader.seen = self._seen
-        Load(reader, self._metadata, planner).run(items)
+        contents = Contents(self._path, self._path, lambda: self._metadata)
+        filling = Filling(RecordReader(contents, ReadOptions(verify=verify), self._seen))
+        ItemLoad(filling, item_targets(planner)).run(items)
 
     def _pieces(self, read: Read) -> Iterator[tuple[ChunkStorageMetadata, ReadItem, torch.Tensor]]:
         """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import _C, engine
-from ..load_planner import not_all_there
-from ..safetensors_checkpoint import Box, Contents
+from ..match import not_all_there
+from ..safetensors_checkpoint import Box, SafetensorsContents
 from ..seen_files import SeenFiles
 from ..structure import Path
 from .source import Read, TensorInfo, parts_of
@@ -22,7 +22,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, path: str) -> None:
-        contents = Contents.read(path, verify=True)
+        contents = SafetensorsContents.read(path, verify=True)
         self._where = path
         self._paths = [os.path.join(contents.root, name) for name in contents.files]
         self._seen = SeenFiles()
