@@ -13,13 +13,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from . import _C, memory_budget, settings, stock
-from .data_file import write_table
 from .engine import DTYPE_CODES, as_host_tensor, dtype_code, int_table, is_plain_tensor
 from .errors import CheckpointError
 from .pause import garbage_collector_paused
 from .tensors import NOT_READY, device_number, ready_tensors, tensor_table
 from .watch import Watch, changed_meanwhile, tensors_of
-from .waves import new_snapshot
+from .waves import new_snapshot, write_table
 
 
 class Stager(AsyncStager):
