@@ -33,9 +33,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import _C
+from vescale_ckpt.data_file import DataFiles
 from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt.exchange import Exchange
 from vescale_ckpt.load_planner import LoadPlanner
+from vescale_ckpt.native_save import NativeSave
 from vescale_ckpt.per_rank import PerRank
 from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.save_planner import SavePlanner
@@ -405,17 +407,17 @@ def _die(directory: str, phase: str, who: int) -> None:
         if phase == "agree":
             Exchange.agree = die  # type: ignore[method-assign]
         elif phase == "write":
-            StorageWriter.write_data = die  # type: ignore[method-assign]
+            NativeSave.files = die  # type: ignore[method-assign]
         elif phase == "written":
-            original = StorageWriter.write_data
+            original = DataFiles.finish
 
             def write_and_die(*args: Any) -> Any:
                 original(*args)
                 die()
 
-            StorageWriter.write_data = write_and_die  # type: ignore[method-assign]
+            DataFiles.finish = write_and_die  # type: ignore[method-assign]
         elif phase == "commit":
-            StorageWriter.commit = die  # type: ignore[method-assign]
+            NativeSave.commit = die  # type: ignore[method-assign]
     with pytest.raises(CheckpointTimeoutError) as caught:
         vescale_ckpt.save(path, replicated(2), planner=planner, timeout=10 * BOUND)
     assert caught.value.late_ranks == [who], caught.value

@@ -172,8 +172,16 @@ def test_a_writer_can_be_pickled_and_used_again(checkpoint: Path) -> None:
         dcp.save(model(k), storage_writer=writer, checkpoint_id=checkpoint)
         assert same(read(checkpoint), model(k)) and len(files(checkpoint)) > 1
         writer = pickle.loads(pickle.dumps(writer))
-    assert type(writer) is type(StorageWriter(checkpoint, format="safetensors"))
-    assert type(writer) is not type(StorageWriter(checkpoint))
+
+
+def test_a_writer_derived_from_ours_saves_in_each_format(checkpoint: Path) -> None:
+    class Derived(StorageWriter):
+        pass
+
+    dcp.save(model(0), storage_writer=Derived(checkpoint / "files", format="safetensors"))
+    assert same(read(checkpoint / "files"), model(0))
+    dcp.save(model(0), storage_writer=Derived(checkpoint / "dcp"))
+    assert sorted(os.listdir(checkpoint / "dcp"))[0] == ".metadata"
 
 
 def test_the_header_says_torch_or_what_was_asked_for(checkpoint: Path) -> None:

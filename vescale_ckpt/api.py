@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
-from . import _C, memory_budget, settings
+from . import _C, layout, memory_budget, settings
 from .application import check_is_mapping, saved_form
 from .arguments import checked_flag, checked_path
 from .collective_export import CollectiveExport
 from .collective_load import CollectiveLoad
+from .collective_native import CollectiveNativeSave
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
 from .errors import CheckpointTimeoutError, SaveInProgressError
@@ -24,7 +25,6 @@ from .exchange import Exchange
 from .gate import Gate
 from .item_load import load_by_planner
 from .lane import ON_BUSY, Lane, OnBusy
-from .layout import local_path
 from .local_export import LocalExport
 from .pause import garbage_collector_paused
 from .process_groups import PerGroup
@@ -112,7 +112,7 @@ def save(
         )
     check_format(format, metadata)
     shard_bytes(max_shard_size)
-    where = local_path(path)  # whatever the working directory is later
+    where = layout.local_path(path)  # whatever the working directory is later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     lane = Lane.of(process_group)
     with lane.lock:
@@ -132,13 +132,13 @@ def save(
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
+        doing = f"saving to {os.fspath(path)}"
         save: CollectiveSave
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
-            save = kind(exchange, planner, path, overwrite, process_group, max_shard_size, metadata)
+            save = kind(exchange, planner, where, doing, overwrite, max_shard_size, metadata)
         else:
-            save = CollectiveSave(exchange, planner, path, overwrite, process_group)
-        save.path = where
+            save = CollectiveNativeSave(exchange, planner, where, doing, overwrite)
         try:
             with garbage_collector_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
@@ -152,8 +152,8 @@ def save(
             return lane.go_on(save)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
-        assert save.writer.last_stats is not None
-        return SaveHandle.of_finished(save.writer.last_stats)
+        assert save.stats is not None
+        return SaveHandle.of_finished(save.stats)
 
 
 @overload

@@ -1,22 +1,20 @@
-"""One save of all ranks as safetensors files: as `CollectiveSave`, and between planning and writing the layout of the
-files, which is kept with the plan."""
+"""`CollectiveExport` is a save of all ranks as safetensors files, whose layout is made between planning and writing and
+is kept with the plan."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
-
-import torch.distributed as dist
 
 from . import _C
 from .collective_plan import CollectivePlan
 from .collective_save import CollectiveSave
 from .exchange import Exchange
-from .export_names import file_names
-from .export_writer import SafetensorsWriter, Targets
+from .export_writer import ExportFiles, ExportSave, Targets
 from .message import pack, unpack
+from .safetensors_header import checked_metadata
 from .save_planner import SavePlanner
+from .shard_size import shard_bytes
 from .tied import empty_twins, tied_names
 from .writer import StorageWriter
 
@@ -24,22 +22,22 @@ from .writer import StorageWriter
 class CollectiveExport(CollectiveSave):
     """Used as `CollectiveSave`."""
 
-    writer: SafetensorsWriter
-
     def __init__(
         self,
         exchange: Exchange,
         planner: SavePlanner,
-        path: str | os.PathLike[str],
+        path: str,
+        doing: str,
         overwrite: bool,
-        process_group: dist.ProcessGroup | None,
         max_shard_size: int | str,
         metadata: Mapping[str, str] | None,
     ) -> None:
-        super().__init__(exchange, planner, path, overwrite, process_group)
+        super().__init__(exchange, planner, path, doing, overwrite)
         self._max_shard_size = max_shard_size
         self._metadata = metadata
         self._tied: dict[str, str] = {}
+        self._targets: Targets | None = None  # of this rank, when files are laid out
+        self._written: ExportFiles | None = None
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
         if not super().begin(state, error, gated):
@@ -47,12 +45,35 @@ class CollectiveExport(CollectiveSave):
         try:
             self._lay_out()
         except BaseException:
-            self.writer.end()
+            self._export.end()
             raise
         return True
 
-    def _make_writer(self) -> StorageWriter:
-        return SafetensorsWriter(
+    def _new_save(self) -> ExportSave:
+        metadata = {"format": "pt"} if self._metadata is None else dict(self._metadata)
+        self._export = ExportSave(
+            self._options(),
+            overwrite=self.overwrite,
+            most_file_bytes=shard_bytes(self._max_shard_size),
+            texts=checked_metadata(metadata),
+        )
+        return self._export
+
+    def _clean_up(self) -> None:
+        pass  # the coordinator does, when it makes the files
+
+    def _files(self) -> ExportFiles:
+        assert self._targets is not None
+        self._written = self._export.files(self._targets)
+        return self._written
+
+    def _blocks(self) -> bytes:
+        """What this rank adds to the checksums of the files, when it has written."""
+        assert self._written is not None
+        return self._written.blocks
+
+    def _writer(self) -> StorageWriter:
+        return StorageWriter(
             self.path,
             format="safetensors",
             overwrite=self.overwrite,
@@ -60,12 +81,8 @@ class CollectiveExport(CollectiveSave):
             metadata=self._metadata,
         )
 
-    def _clean_up(self) -> None:
-        pass  # the coordinator does, when it makes the files
-
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
-        values = _without_empty_name(values)
-        plan.describe(values, self.writer.storage_meta())
+        values = super()._describe(plan, _without_empty_name(values))
         if plan.description is not None:
             self._tied = tied_names(plan.description)
             if left_out := self._tied.keys() | empty_twins(plan.description):
@@ -76,7 +93,7 @@ class CollectiveExport(CollectiveSave):
         """Where all ranks write what. The layout of the save before is taken if all ranks still have it."""
         exchange, items = self.exchange, self._items
         assert items is not None
-        known, tied, table = items.exports.get(self.writer.wanted, ("0", {}, None))
+        known, tied, table = items.exports.get(self._export.wanted, ("0", {}, None))
         have = int(known, 16) if tied == self._tied else 0
         least, not_most, none_tied = exchange.agree([have, ~have, int(not self._tied)], self._phase("agree on files"))
         all_have = known if least == ~not_most and least != 0 else ""
@@ -94,22 +111,22 @@ class CollectiveExport(CollectiveSave):
         token, count, places = unpack(answer)
         if places:
             table = _C.export_targets(items.description.inventory, items.part, unpack(places)[0])
-            items.exports[self.writer.wanted] = token.decode(), self._tied, table
+            items.exports[self._export.wanted] = token.decode(), self._tied, table
         assert table is not None
-        self.writer.targets = Targets(file_names(int(count)), token.decode(), table)
+        self._targets = Targets.of(int(count), token.decode(), table)
 
     def _make_files(self, answers: list[bytes], all_have: str, tied: list[dict[str, str]]) -> None:
         """`all_have`: the token of the export for which the layout was made that all ranks have, empty if they have no
         such one. A save that failed may have left a newer one with some of them."""
-        planned, writer = self._of_all, self.writer
+        planned, export = self._of_all, self._export
         assert planned is not None
-        name, made = planned.exports.get(writer.wanted, ("", None))
+        name, made = planned.exports.get(export.wanted, ("", None))
         known = made is not None and name == all_have
         if made is None or not known:
-            made = writer.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
-        token = writer.begin(made)
+            made = export.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
+        token = export.make_files(made)
         if not known:
-            planned.exports[writer.wanted] = token, made
+            planned.exports[export.wanted] = token, made
         count = str(len(made.file_bytes)).encode()
         for rank in range(len(answers)):
             answers[rank] = pack(token.encode(), count, b"" if known else pack(made.places(rank)))
@@ -118,13 +135,13 @@ class CollectiveExport(CollectiveSave):
         message = b""
         try:
             self._write()
-            message = pack(self.writer.blocks)
+            message = pack(self._blocks())
         except Exception as error:
             self.error = error
         gathered = self.exchange.gather(message, self._phase("write"))
         with self._commit_in_doubt():
             if gathered is not None and all(gathered):
-                self._keep_error(self._commit, self.writer.commit_export, [unpack(data)[0] for data in gathered])
+                self._keep_error(self._commit, self._export.commit, [unpack(data)[0] for data in gathered])
             self.exchange.fail_together(self.error, self._phase("commit"))
 
 

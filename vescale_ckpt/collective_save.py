@@ -1,29 +1,26 @@
-"""One save of all ranks: agree, plan where needed, write, commit. Over exchanges of our own."""
+"""`CollectiveSave` is one save of all ranks: agree, plan where needed, write, commit, over exchanges of our own."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from . import settings
 from .application import saved_form
 from .collective_plan import CollectivePlan
 from .engine import of_system
 from .exchange import Exchange
 from .gate import Gate
-from .message import pack, unpack
-from .node import node_of_this_process
+from .local_plan import write_packed
+from .native_save import new_save_id
 from .one_place import PlaceToken
 from .per_rank import counted
+from .rank_files import FileOptions, RankFiles
 from .save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .save_planner import SavePlanner
 from .staged_part import StagedPart
@@ -31,29 +28,34 @@ from .stats import SaveStats
 from .writer import StorageWriter
 
 
-class CollectiveSave:
+class RankSave(Protocol):
+    """What saves of all formats have on a rank."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class CollectiveSave(ABC):
     """One save of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it.
 
     `begin`, then `stage` if it is to go on in the background, then `finish`, which any thread may call.
+
+    Args:
+        path: of the directory, absolute.
+        doing: the save in words that are the same on all ranks.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        planner: SavePlanner,
-        path: str | os.PathLike[str],
-        overwrite: bool,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, planner: SavePlanner, path: str, doing: str, overwrite: bool) -> None:
         self.exchange = exchange
         self.planner = planner
         self.path = path
         self.overwrite = overwrite
-        self.process_group = process_group
         self.placement = planner.placement
-        self._doing = f"saving to {os.fspath(path)}"
+        self.save_id = new_save_id()
         self.error: BaseException | None = None
         self.part: StagedPart | None = None
+        self.stats: SaveStats | None = None  # of this rank, when it has written
+        self._doing = doing
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
         self._place: PlaceToken | None = None
@@ -68,12 +70,12 @@ class CollectiveSave:
         try:
             if error is not None:
                 raise error
-            self.writer = self._make_writer()
+            self._save = self._new_save()
             self._place = self._place_token()
             # Ranks that save to different places, or are a save apart, are told so.
             plan = CollectivePlan(self.exchange, self.planner, self._doing, self._place, on_devices=not gated)
             values = saved_form(state)
-            self._set_up_writer()
+            self._set_up()
             values = self._describe(plan, values)
         except Exception as failure:
             error = failure
@@ -90,7 +92,7 @@ class CollectiveSave:
         """Copies what this rank will write: afterwards the state may change, as far as no gate guards it."""
         assert self._items is not None
         try:
-            self.part = StagedPart(self.writer, self._items, self.planner, gate)
+            self.part = StagedPart(self._files(), self._items, gate)
         except Exception as error:
             self.error = error
 
@@ -105,32 +107,51 @@ class CollectiveSave:
         try:
             self._write_and_commit()
         finally:
-            self.writer.end()
-        assert self.writer.last_stats is not None
-        return self.writer.last_stats
+            self._save.end()
+        assert self.stats is not None
+        return self.stats
 
-    def _make_writer(self) -> StorageWriter:
-        return StorageWriter(self.path, overwrite=self.overwrite)
+    # --- What depends on the format
+
+    @abstractmethod
+    def _new_save(self) -> RankSave:
+        """This rank's part."""
+
+    @abstractmethod
+    def _clean_up(self) -> None:
+        """On the coordinator: nobody writes before the plan is made."""
+
+    @abstractmethod
+    def _files(self) -> RankFiles:
+        """What this rank writes to, when that is planned. Called once."""
+
+    @abstractmethod
+    def _writer(self) -> StorageWriter:
+        """What does the same in the steps of `dcp.save`."""
+
+    @abstractmethod
+    def _write_and_commit(self) -> None: ...
 
     def _place_token(self) -> PlaceToken | None:
         """None where ranks need not write to one directory."""
-        return PlaceToken(self.writer.path)
+        return PlaceToken(self.path)
 
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
         """Returns what is saved, should DCP have to plan it."""
-        plan.describe(values, self.writer.storage_meta())
+        plan.describe(values, StorageMeta(checkpoint_id=self.path, save_id=self.save_id))
         return values
 
-    def _clean_up(self) -> None:
-        self.writer.prepare_global_plan([])
+    # --- Steps of all formats
 
-    def _set_up_writer(self) -> None:
-        exchange, writer = self.exchange, self.writer
-        self.save_id = str(writer.storage_meta().save_id)
-        writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
-        writer.prepare_local_plan(SavePlan([]))
+    def _options(self) -> FileOptions:
+        return FileOptions(self.path, self.exchange.rank)
+
+    def _set_up(self) -> None:
+        exchange = self.exchange
+        settings.check()
+        self._save.begin()
         if exchange.is_coordinator:
-            self._clean_up()  # nobody writes before the plan is made
+            self._clean_up()
             if self._place is not None and exchange.size > 1 and self.placement != "local":
                 self._leave_token(self._place)
 
@@ -143,33 +164,15 @@ class CollectiveSave:
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
 
-    def _write(self) -> list[WriteResult] | PackedResults:
+    def _write(self) -> PackedResults:
         if self.error is not None:
             raise self.error
         if self.part is not None:
-            return self.part.write()
-        assert self._items is not None
-        return self.writer.write_data(SavePlan(self._items), self.planner).value()  # type: ignore[arg-type]
-
-    def _write_and_commit(self) -> None:
-        planned = self._of_all
-        message = b""
-        try:
-            results = self._write()
-            assert isinstance(results, PackedResults)
-            node = _number(node_of_this_process())
-            message = pack(node, results.places, *(name.encode() for name in results.names))
-        except Exception as error:
-            self.error = error
-        gathered = self.exchange.gather(message, self._phase("write"))
-        results_of_all = [_result(data) for data in gathered] if gathered is not None and all(gathered) else None
-        with self._commit_in_doubt():
-            if self.placement == "local":
-                self._commit_on_nodes(planned, results_of_all)
-            elif results_of_all is not None:
-                assert planned is not None
-                self._keep_error(self._commit_plan, planned, results_of_all)
-            self.exchange.fail_together(self.error, self._phase("commit"))
+            results, self.stats = self.part.write()
+        else:
+            assert self._items is not None
+            results, self.stats = write_packed(self._files(), self._items)
+        return results
 
     def _commit_in_doubt(self) -> AbstractContextManager[None]:
         return self.exchange.commit_in_doubt(lambda: self._committed)
@@ -180,46 +183,15 @@ class CollectiveSave:
         step(*arguments)
         self._committed = True
 
-    def _commit_plan(self, planned: GlobalSavePlan, results: list[_Result]) -> None:
-        files = self._files(planned, results, 0)
-        self._commit(self.writer.commit, *files)
-
-    def _commit_on_nodes(self, planned: GlobalSavePlan | None, results: list[_Result] | None) -> None:
-        """The first rank of each node commits there: metadata that names the node's own files."""
-        contents: list[bytes] | None = None
-        if self.exchange.is_coordinator:
-            contents = [b""] * self.exchange.size
-            if results is not None:
-                assert planned is not None
-                self._keep_error(self._fill_contents, contents, planned, results)
-        mine = self.exchange.scatter(contents, self._phase("metadata"))
-        if mine:
-            self._keep_error(self._commit, self.writer.commit, *unpack(mine))
-
-    def _fill_contents(self, contents: list[bytes], planned: GlobalSavePlan, results: list[_Result]) -> None:
-        leaders: dict[int, int] = {}
-        for rank, result in enumerate(results):
-            leaders.setdefault(result.node, rank)
-        for number, node in enumerate(sorted(leaders)):  # as plans number nodes
-            contents[leaders[node]] = pack(*self._files(planned, results, number))
-
-    def _files(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
-        return planned.files(
-            [result.places for result in results],
-            [result.names for result in results],
-            self.writer.path,
-            self.save_id,
-            node,
-        )
-
     # --- A save of DCP's items, in the steps of `dcp.save`
 
     def _save_items(self, values: dict[str, Any]) -> None:
         """Over our exchanges, for their bounds and their errors."""
-        exchange, writer, planner = self.exchange, self.writer, self.planner
+        exchange, writer, planner = self.exchange, self._writer(), self.planner
         plan: Any = None
         metadata: Metadata | None = None
         try:
+            writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
             with counted(exchange.rank, exchange.size):
                 planner.set_up_planner(values, writer.storage_meta(), exchange.is_coordinator)
                 plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -241,7 +213,7 @@ class CollectiveSave:
             plan = pickle.loads(answer) if plans is None else plans[0]
             written = writer.write_data(planner.finish_plan(plan), planner)
             written.wait()
-            results = written.value()
+            results, self.stats = written.value(), writer.last_stats
         except Exception as error:
             self.error = error
         of_all = self._gather(results, "write")
@@ -269,21 +241,3 @@ class CollectiveSave:
             step(*arguments)
         except Exception as error:
             self.error = error
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What a rank has written: where, in which files, and on which node."""
-
-    node: int
-    places: bytes
-    names: list[str]
-
-
-def _number(value: int) -> bytes:
-    return struct.pack("<q", value)
-
-
-def _result(message: bytes) -> _Result:
-    node, places, *names = unpack(message)
-    return _Result(struct.unpack("<q", node)[0], places, [name.decode() for name in names])

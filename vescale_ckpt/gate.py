@@ -1,4 +1,4 @@
-"""Makes the steps of optimizers wait until a save has copied what they change, while forward and backward run."""
+"""`Gate` makes optimizer steps wait until parameters and state were copied, while forward and backward run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .engine import is_plain_tensor
 from .errors import CheckpointError, CheckpointTimeoutError
 from .rows import PART_ROW, words
 from .save_plan import PackedItems
-from .watch import Watch
+from .tensors import PLAIN_TYPES
+from .watch import Watch, storages_of
 
 # What each optimizer has to wait for before its next step. Hooks stay: one that is removed while hooks run breaks them.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
 _copies: set[Future[None]] = set()  # of this process, while they go on
-_layout, _is_meta = operator.attrgetter("layout"), operator.attrgetter("is_meta")
 
 
 class Gate:
@@ -74,11 +74,11 @@ class GatedCopy:
             if place in places:
                 by_address.setdefault(address, []).append(tensor)
         description = items.description
-        storages = _storages(description.tensors)
+        storages = _places(description.tensors)
         counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
         guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
         part = words(items.part)
-        rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int | None, str]()
+        rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
             item = part[row * PART_ROW]
             number = description.tensor_number(item)
@@ -104,20 +104,15 @@ class GatedCopy:
     def _own_tensors(self) -> list[tuple[int, torch.Tensor, int]]:
         """Of the optimizers, each with its storage and address. A DTensor and what it holds here count each alone."""
         tensors = list(chain.from_iterable(map(_tensors, self._optimizers)))
-        local = list(map(_local, tensors)) if _holds_dtensor(tensors) else tensors
-        storages = _storages(local)
-        own = [
-            (place, tensor, tensor.data_ptr())
-            for place, tensor in zip(storages, local, strict=True)
-            if place is not None
+        local = tensors
+        if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
+            local = [stock.local_tensors([tensor])[0] if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [
+            (place, part, here.data_ptr())
+            for place, tensor, here in zip(_places(local), tensors, local, strict=True)
+            if place
+            for part in ((here,) if tensor is here else (here, tensor))
         ]
-        if local is not tensors:
-            own += [
-                (place, tensor, here.data_ptr())
-                for place, tensor, here in zip(storages, tensors, local, strict=True)
-                if place is not None and tensor is not here
-            ]
-        return own
 
     def close(self, staged: Future[None]) -> None:
         """Lets steps, and loads of this process, wait for `staged`."""
@@ -169,30 +164,12 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return stock.local_tensors([tensor])[0] if isinstance(tensor, DTensor) else tensor
-
-
-def _holds_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
-
-
-def _storages(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Which memory each lies in. None where that cannot be known: of sparse tensors and subclasses."""
-    ordinary = (
-        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and set(map(_layout, tensors)) <= {torch.strided}
-        and not any(map(_is_meta, tensors))
-    )
-    if ordinary:
-        return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
-    return list(map(_storage, tensors))
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    return tensor.untyped_storage().data_ptr()
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The address of the memory that each lies in; 0 where that cannot be known: of sparse tensors and subclasses."""
+    places = list(map(torch.UntypedStorage.data_ptr, storages_of(tensors)))
+    if set(map(type, tensors)) <= set(PLAIN_TYPES):
+        return places
+    return [place if is_plain_tensor(tensor) else 0 for place, tensor in zip(places, tensors, strict=True)]
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

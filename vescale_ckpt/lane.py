@@ -82,7 +82,7 @@ class Lane:
         result: Future[SaveStats] = Future()
         staged = save.part.staged if save.part is not None else settled(error=save.error)
         handle = SaveHandle(result, staged, progress_of(save))
-        self._last, self._save, self._path = handle, save, os.fspath(save.path)
+        self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
         _going_on.add(self)
         at_exit.see_to(handle.notice, _finish_before_exit)

@@ -1,5 +1,7 @@
-"""Exports of ranks that share no folder (`placement="local"`): each writes one file with what it has, in the way of
-torch's HuggingFaceStorageWriter, whose reader puts the boxes together again when all files are in one folder."""
+"""`LocalExport` saves ranks that share no folder (`placement="local"`) as safetensors: each one file with what it has.
+
+torch's HuggingFaceStorageWriter does the same, and its reader puts the boxes together when all files are in one folder.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,17 @@ class LocalExport(CollectiveExport):
         self.exchange.fail_together(self.error, self._phase("make files"))
 
     def _make_file(self) -> None:
-        items, writer, name = self._items, self.writer, name_of_rank(self.exchange.rank)
+        items, export, name = self._items, self._export, name_of_rank(self.exchange.rank)
         assert items is not None
         inventory, offsets = _boxes_as_tensors(items)
         try:
             plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NO_LIMIT)
-            texts = [*with_ties(writer.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
+            texts = [*with_ties(export.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
             made = _C.ExportLayout(plan.catalog(), NO_LIMIT, texts, list(self._tied.items()))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
         table = _C.export_targets(inventory, plan.part(0), made.places(0))
-        writer.targets = Targets([name], writer.begin(made, [name]), table)
+        self._targets = Targets([name], export.make_files(made, [name]), table)
 
     def _write_and_commit(self) -> None:
         self._together("write", self._write_file)
@@ -55,14 +57,15 @@ class LocalExport(CollectiveExport):
 
     def _make_way(self) -> None:
         self.exchange.may_commit()
-        self.writer.folder.make_way()
+        self._export.folder.make_way()
 
     def _give_names(self) -> None:
-        self._commit(self.writer.folder.give_names)
+        self._commit(self._export.folder.give_names)
 
     def _write_file(self) -> None:
         self._write()
-        self.writer.folder.complete(self.writer.heads([self.writer.blocks]), self.writer.sync_files)
+        export = self._export
+        export.folder.complete(export.heads([self._blocks()]), export.options.sync_files)
 
 
 def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, list[int]]]]:

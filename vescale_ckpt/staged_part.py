@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from . import _C, engine, memory_budget, objects
-from .data_file import DataFile, write_table
 from .gate import Gate, GatedCopy
+from .rank_files import RankFile, RankFiles
 from .rows import PART_ROW, in_first_file, words
 from .save_plan import PackedItems, PackedResults
-from .save_planner import SavePlanner
+from .stats import SaveStats
 from .tensors import NOT_READY
-from .waves import converted, new_snapshot, write_rows
-from .writer import StorageWriter
+from .waves import converted, new_snapshot, write_rows, write_table
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +39,12 @@ class StagedPart:
     Made by the thread that trains; then `write` is called once, by any thread.
     """
 
-    def __init__(self, writer: StorageWriter, items: PackedItems, planner: SavePlanner, gate: Gate | None) -> None:
+    def __init__(self, files: RankFiles, items: PackedItems, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
         self._guarded: _C.Snapshot | None = None  # its copying goes on after this constructor has returned
         self._gate = None if gate is None else GatedCopy(gate)  # holds what is copied: goes after the copying
-        self._writer = writer
-        self._threads = engine.thread_count(writer.thread_count)
+        self._files = files
+        self._threads = engine.thread_count(files.options.thread_count)
         self._budget = memory_budget.snapshot_bytes()
         self._part, self._names = words(items.part), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
@@ -55,11 +54,10 @@ class StagedPart:
         self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
-        self._file: DataFile | None = None
-        self._files = writer.data_files()
+        self._file: RankFile | None = None
         with self._files:
             try:
-                self._copy_all(items, planner)
+                self._copy_all(items)
             except BaseException as error:
                 self.staged.set_exception(error)  # steps may wait for it
                 self._release()
@@ -84,8 +82,8 @@ class StagedPart:
     def written_bytes(self) -> int:
         return 0 if self._file is None else self._file.progress()
 
-    def write(self) -> PackedResults:
-        """Writes what the snapshots hold, and the objects. Raises as `StorageWriter.write_data` does."""
+    def write(self) -> tuple[PackedResults, SaveStats]:
+        """Writes what the snapshots hold, and the objects. Raises as `write_packed` does."""
         try:
             return self._write()
         finally:
@@ -97,7 +95,7 @@ class StagedPart:
             copy.snapshot.release()
         self._copies.clear()
 
-    def _write(self) -> PackedResults:
+    def _write(self) -> tuple[PackedResults, SaveStats]:
         with self._files:
             try:
                 self._wait_until_copied()
@@ -105,8 +103,7 @@ class StagedPart:
                 self.staged.set_exception(error)
                 raise
             if not self._part:
-                self._writer.last_stats = self._files.finish(0, 0)
-                return PackedResults(b"", [])
+                return PackedResults(b"", []), self._files.finish(0, 0)
             file = self._open(in_background=True)
             while self._copies:  # each frees its memory when it is written
                 copy = self._copies.pop(0)
@@ -115,8 +112,9 @@ class StagedPart:
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += file.write_contents(self._objects, self._object_keys)
             file.finish()
-            self._writer.last_stats = self._files.finish(self._tensors, len(self._objects))
-        return PackedResults(in_first_file(placed), [file.name])
+            return PackedResults(in_first_file(placed), [file.name]), self._files.finish(
+                self._tensors, len(self._objects)
+            )
 
     def cancel(self) -> None:
         """Lets `write`, in another thread, fail soon."""
@@ -127,45 +125,45 @@ class StagedPart:
 
     # --- Copying
 
-    def _copy_all(self, items: PackedItems, planner: SavePlanner) -> None:
+    def _copy_all(self, items: PackedItems) -> None:
         where_they_are: Sequence[int] = range(self._tensors)
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]
-            self._copy_after_conversion(items, planner, [row for row, flag in enumerate(ready) if flag == NOT_READY])
+            self._copy_after_conversion(items, [row for row, flag in enumerate(ready) if flag == NOT_READY])
         guarded = self._gate.rows(items, where_they_are) if self._gate is not None else []
         waiting = set(guarded)
         at_once = [row for row in where_they_are if row not in waiting] if guarded else where_they_are
         if at_once:
-            snapshot = self._copy_where_they_are(items, planner, at_once)
+            snapshot = self._copy_where_they_are(items, at_once)
             with self._named_errors(at_once):
                 snapshot.copy()
         if guarded:
             assert self._gate is not None
             self._gate.close(self.staged)
-            self._guarded = self._copy_where_they_are(items, planner, guarded)
+            self._guarded = self._copy_where_they_are(items, guarded)
             self._guarded_rows = guarded
         items.check_unchanged()
         if self._guarded is not None:
             with self._named_errors(self._guarded_rows):
                 self._guarded.start()
 
-    def _copy_where_they_are(self, items: PackedItems, planner: SavePlanner, rows: Sequence[int]) -> _C.Snapshot:
+    def _copy_where_they_are(self, items: PackedItems, rows: Sequence[int]) -> _C.Snapshot:
         """A snapshot, yet to be filled, of rows in host memory or on CUDA devices."""
         table, devices = (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         early = rows[: snapshot.first]
         if early:
-            for some, placed in write_rows(self._open(in_background=False), items, planner, early, self._threads):
+            for some, placed in write_rows(self._open(in_background=False), items, early, self._threads):
                 self._keep(some, placed)
         self._add(snapshot, rows)
         return snapshot
 
-    def _copy_after_conversion(self, items: PackedItems, planner: SavePlanner, rows: Sequence[int]) -> None:
+    def _copy_after_conversion(self, items: PackedItems, rows: Sequence[int]) -> None:
         """Of rows that neither the engine nor a snapshot can use where they are."""
-        for some, tensors in converted(items, planner, rows):
-            snapshot = _C.Snapshot(write_table(tensors), self._budget, self._threads)
+        for some, tensors in converted(items, rows):
+            snapshot = new_snapshot(write_table(tensors), b"", self._budget, self._threads)
             early = some[: snapshot.first]
             if early:
                 table = write_table(tensors[: len(early)])
@@ -188,11 +186,11 @@ class StagedPart:
             self.staged.set_result(None)
 
     def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        return engine.named_errors(self._key_of(rows), self._writer.path)
+        return engine.named_errors(self._key_of(rows), self._files.options.path)
 
     # --- Writing
 
-    def _open(self, *, in_background: bool) -> DataFile:
+    def _open(self, *, in_background: bool) -> RankFile:
         """What training has to wait for is written at full speed, and what follows in the same file, too."""
         if self._file is None:
             self._file = self._files.open(self._body_bytes, in_background=in_background)

@@ -1,4 +1,4 @@
-"""`Stager`: snapshots for `dcp.async_save`, in the memory that asynchronous saves of this package use."""
+"""`Stager` makes snapshots for `dcp.async_save`, in the memory that asynchronous saves of this package use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from . import _C, memory_budget, settings, stock
-from .data_file import write_table
 from .engine import DTYPE_CODES, as_host_tensor, dtype_code, int_table, is_plain_tensor
 from .errors import CheckpointError
 from .pause import garbage_collector_paused
 from .tensors import NOT_READY, device_number, ready_tensors, tensor_table
-from .watch import Watch, changed_meanwhile, tensors_of
-from .waves import new_snapshot
+from .watch import Watch, changed_meanwhile, local_parts, tensors_of
+from .waves import new_snapshot, write_table
 
 
 class Stager(AsyncStager):
@@ -46,7 +45,7 @@ class Stager(AsyncStager):
         watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
         watch = Watch([tensor for _, tensor in watched])
         known: dict[int, Any] = {}  # what stands for each in the deep copy of the containers
-        parts = {number: _local_parts(value) for number, value in values.items()}
+        parts = {number: local_parts(value) for number, value in values.items()}
         found = [part for of_value in parts.values() for part in of_value]
         flags = iter(ready_tensors(found, tensor_table(found)))
         ready: list[int] = []
@@ -135,12 +134,6 @@ def _key_of(state: Any, wanted: Any) -> str:
 def _is_without_memory(part: torch.Tensor) -> bool:
     """Of a tensor that is nothing but its memory: what torch would copy of it is not there."""
     return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
-
-
-def _local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    return stock.local_tensors([value]) if isinstance(value, DTensor) else [value]
 
 
 def _like(value: torch.Tensor | ShardedTensor, parts: list[torch.Tensor]) -> torch.Tensor | ShardedTensor:

@@ -1,4 +1,4 @@
-"""Finds tensors that were changed while a save read them."""
+"""`Watch` tells whether tensors that are read for a while were changed meanwhile, for saves and loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watch:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._storages = _storages(tensors)
+        self._storages = storages_of(tensors)
         self._versions, self._places = stock.versions(tensors), self._places_now()
 
     def changed(self) -> list[int]:
@@ -56,11 +56,16 @@ class WatchedState:
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:
     """What changes when the value does: a DTensor counts for itself, and what it holds on this rank, too."""
+    if isinstance(value, DTensor):
+        return value, *local_parts(value)
+    return local_parts(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else ()
+
+
+def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    """What a tensor holds on this rank."""
     if isinstance(value, ShardedTensor):  # which calls itself a tensor
         return [shard.tensor for shard in value.local_shards()]
-    if isinstance(value, DTensor):
-        return value, *stock.local_tensors([value])
-    return (value,) if isinstance(value, torch.Tensor) else ()
+    return stock.local_tensors([value]) if isinstance(value, DTensor) else [value]
 
 
 def changed_meanwhile(key: str) -> CheckpointError:
@@ -71,7 +76,7 @@ def changed_meanwhile(key: str) -> CheckpointError:
     )
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
     """One for each; an empty one where there is none to speak of: of sparse tensors, and of some subclasses."""
     try:
         storages = list(map(torch.Tensor.untyped_storage, tensors))

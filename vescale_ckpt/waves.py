@@ -1,29 +1,40 @@
-"""Writing what the engine cannot use where it is: copied to host memory a wave at a time, one written while the next is
-copied."""
+"""Host batches bring tensors that the engine cannot use where they are to host memory, for a rank that writes them: one
+batch is written while the next is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 
 from . import _C, engine, settings
-from .data_file import DataFile, groups, write_table
 from .errors import CheckpointError
-from .overlap import overlap
+from .overlap import GROUP_TENSORS, overlap
+from .rank_files import RankFile
 from .rows import NO_LIMIT, words
 from .save_plan import PackedItems
 from .tensors import NOT_READY, ON_HOST
 
 
 @dataclass
-class _Wave:
+class _Batch:
+    """Rows of a rank's part that are written together."""
+
     rows: Sequence[int]
     table: Any
     memory: _C.Snapshot | list[torch.Tensor] | None  #: what the table points into, unless it is the state's own
+
+
+@dataclass
+class ItemBatch:
+    """DCP's items that are written together, and their tensors in memory that the engine can use."""
+
+    items: list[WriteItem] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
@@ -36,26 +47,33 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
     return _C.Snapshot(table, budget, threads, devices, producers)
 
 
+def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
+    """The engine's table of tensors, which must live until they are written."""
+    table = engine.int_table()
+    for tensor in tensors:
+        shape = tensor.shape
+        table.extend((engine.DTYPE_CODES[tensor.dtype], tensor.data_ptr(), len(shape), *shape, *tensor.stride()))
+    return table
+
+
 def write_rows(
-    file: DataFile, items: PackedItems, planner: SavePlanner, rows: Sequence[int], threads: int
+    file: RankFile, items: PackedItems, rows: Sequence[int], threads: int
 ) -> Iterator[tuple[Sequence[int], list[int]]]:
     """Writes those rows of a part, wherever they are. Yields some of them at a time, and for each offset, length and
-    CRC-32. Two waves are in memory at most, which share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
+    CRC-32. Two batches are in memory at most, which share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
 
-    def write(wave: _Wave) -> list[int]:
+    def write(batch: _Batch) -> list[int]:
         try:
-            return file.write_table(wave.table, lambda row: items.key(wave.rows[row]), wave.rows)
+            return file.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
         finally:
-            if isinstance(wave.memory, _C.Snapshot):
-                wave.memory.release()
+            if isinstance(batch.memory, _C.Snapshot):
+                batch.memory.release()
 
-    for wave, placed in overlap(_waves(file, items, planner, rows, threads), write):
-        yield wave.rows, placed
+    for batch, placed in overlap(_batches(file, items, rows, threads), write):
+        yield batch.rows, placed
 
 
-def _waves(
-    file: DataFile, items: PackedItems, planner: SavePlanner, rows: Sequence[int], threads: int
-) -> Iterator[_Wave]:
+def _batches(file: RankFile, items: PackedItems, rows: Sequence[int], threads: int) -> Iterator[_Batch]:
     if items.description.all_ready:
         on_host, on_devices, not_ready = rows, [], []
     else:
@@ -64,25 +82,23 @@ def _waves(
         on_devices = [row for row in rows if ready[row] > ON_HOST]
         not_ready = [row for row in rows if ready[row] == NOT_READY]
     if on_host:
-        yield _Wave(on_host, items.write_table(on_host), None)
+        yield _Batch(on_host, items.write_table(on_host), None)
     for some in _bounded(on_devices, items) if on_devices else ():
         with engine.named_errors(items.key, file.path):
             snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads)
             if snapshot.first:
                 raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
             snapshot.copy()
-        yield _Wave(some, snapshot.table(), snapshot)
-    yield from (_Wave(some, write_table(tensors), tensors) for some, tensors in converted(items, planner, not_ready))
+        yield _Batch(some, snapshot.table(), snapshot)
+    yield from (_Batch(some, write_table(tensors), tensors) for some, tensors in converted(items, not_ready))
 
 
-def converted(
-    items: PackedItems, planner: SavePlanner, rows: Sequence[int]
-) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
+def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
     """Some rows at a time, and copies of them that the engine can use: of other devices, of lazy conjugates."""
     start = 0
-    for group in groups([items[row] for row in rows], planner):
-        yield rows[start : start + len(group.items)], group.tensors
-        start += len(group.items)
+    for batch in item_batches([items[row] for row in rows], lambda item: items.resolve(item.index)):
+        yield rows[start : start + len(batch.items)], batch.tensors
+        start += len(batch.items)
 
 
 def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
@@ -94,3 +110,42 @@ def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]
             start, held = number, 0
         held += sizes[row]
     yield rows[start:]
+
+
+def item_batches(
+    items: Sequence[WriteItem], resolve: Callable[[WriteItem], object], makes_tensors: bool = False
+) -> Iterator[ItemBatch]:
+    """Cuts a rank's tensors into batches, by number, and by bytes where tensors are not the state's own memory: copies
+    from a device, and what a planner makes up (`makes_tensors`), live until they are written, two batches at a time."""
+    budget = settings.number("arena_bytes") // 2
+    batch, held = ItemBatch(), 0
+    for item in items:
+        tensor, own_memory = _in_host_memory(item, resolve(item))
+        engine.dtype_code(tensor.dtype, item.index.fqn)  # raises for those that cannot be stored
+        batch.items.append(item)
+        batch.tensors.append(tensor)
+        if own_memory or makes_tensors:
+            held += tensor.nbytes
+        if held >= budget or len(batch.items) == GROUP_TENSORS:
+            yield batch
+            batch, held = ItemBatch(), 0
+    if batch.items:
+        yield batch
+
+
+def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool]:
+    """What an item was resolved to, where the engine can use it, and whether it has memory of its own there."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
+        )
+    wanted = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
+            key=item.index.fqn,
+        )
+    try:
+        return engine.as_host_tensor(tensor)
+    except CheckpointError as error:
+        raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error

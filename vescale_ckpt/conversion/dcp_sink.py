@@ -7,16 +7,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan
-
 from .. import _C, engine, objects
-from ..data_file import DataFile, DataFiles, write_table
 from ..items import packed_row
 from ..message import pack, unpack
+from ..native_save import NativeSave, new_save_id
+from ..rank_files import FileOptions, RankFile
 from ..rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_first_file, words
 from ..sharding import Piece as Box
 from ..structure import Path
-from ..writer import StorageWriter
+from ..waves import write_table
 from .plan import Output
 from .source import Source
 from .waves import Buffers, Piece, Wave, convey, pieces_of
@@ -40,12 +39,11 @@ class DcpPart:
     """What one rank writes: a data file, made durable but named by no metadata yet."""
 
     def __init__(self, directory: str, rank: int) -> None:
-        self.writer = StorageWriter(directory)
-        self.writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        self.writer.prepare_local_plan(SavePlan([]))
+        self._save = NativeSave(FileOptions(directory, rank))
+        self._save.begin()
         if rank == 0:
-            self.writer.prepare_global_plan([])
-        self._files = DataFiles(self.writer)
+            self._save.clean_up()
+        self._files = self._save.files()
 
     def write(
         self,
@@ -81,22 +79,22 @@ class DcpPart:
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
-            save_id = str(self.writer.storage_meta().save_id)
+            save_id = new_save_id()
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
-        self.writer.commit(content, index)
+        self._save.commit(content, index)
 
     def discard(self) -> None:
         """Removes what was written: it will not be committed."""
         self._files.discard()
 
     def end(self) -> None:
-        self.writer.end()
+        self._save.end()
 
 
 class _Written:
     """A data file, and where it has put what."""
 
-    def __init__(self, file: DataFile) -> None:
+    def __init__(self, file: RankFile) -> None:
         self._file = file
         self.placed: list[int] = []
 
