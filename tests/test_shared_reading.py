@@ -294,7 +294,7 @@ def _many_objects(directory: Path) -> int:
     objects = {f"object{i}": i for i in range(60)}
     vescale_ckpt.save(directory, dict(objects))
     state: dict[str, Any] = dict.fromkeys(objects)
-    with mock.patch("vescale_ckpt.load.Record", wraps=Record) as made:
+    with mock.patch("vescale_ckpt.records.Record", wraps=Record) as made:
         vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
     assert state == objects
     return made.call_count
@@ -441,7 +441,7 @@ def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordina
 
 
 def _large_index(directory: Path) -> tuple[int, ...]:
-    with mock.patch("vescale_ckpt.reader._MOST_INDEX_BYTES", 100):
+    with mock.patch("vescale_ckpt.contents._MOST_INDEX_BYTES", 100):
         return _counted(directory, "us")
 
 
