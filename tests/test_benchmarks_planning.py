@@ -20,9 +20,9 @@ from benchmarks.timing import STOCK, Sample, alternate, first_call, summarize, t
 from vescale_ckpt import _C
 from vescale_ckpt.describe import Describer
 from vescale_ckpt.items import OBJECT
-from vescale_ckpt.models import Entry, with_adam
-from vescale_ckpt.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate import planned
+from vescale_ckpt.simulate.models import Entry, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import planned
 
 ENTRIES = with_adam(
     [

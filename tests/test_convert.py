@@ -36,11 +36,11 @@ from vescale_ckpt import (
 )
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
-from vescale_ckpt.conversion import run, waves
-from vescale_ckpt.conversion.destination import Format
-from vescale_ckpt.conversion.open_source import open_source
-from vescale_ckpt.conversion.plan import cut
-from vescale_ckpt.conversion.source import Read
+from vescale_ckpt.convert import run, waves
+from vescale_ckpt.convert.destination import Format
+from vescale_ckpt.convert.open_source import open_source
+from vescale_ckpt.convert.plan import cut
+from vescale_ckpt.convert.source import Read
 from vescale_ckpt.flatten import flatten
 
 Tensors = dict[str, torch.Tensor]
@@ -131,6 +131,12 @@ def test_every_format_becomes_every_other(
             assert made.objects(made.object_names) == OBJECTS
             assert made.paths["model.blocks.1.w"] == ("model", "blocks", 1, "w")
     assert [entry.name for entry in tmp_path.iterdir()] == [NAMES[format]]  # nothing is left beside it
+
+
+def test_the_function_has_the_name_of_its_package() -> None:
+    import vescale_ckpt.convert.plan
+
+    assert vescale_ckpt.convert is convert and callable(convert)
 
 
 # --- What others read, and have written

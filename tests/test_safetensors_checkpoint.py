@@ -37,7 +37,7 @@ from vescale_ckpt import (
     safetensors,
     safetensors_checkpoint,
 )
-from vescale_ckpt.models import entries_in_checkpoint
+from vescale_ckpt.simulate.models import entries_in_checkpoint
 
 FOREVER = 60.0
 INDEX = "model.safetensors.index.json"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import _C, CheckpointError, SavePlanner, StorageFullError, StorageWriter, export_folder, safetensors
-from vescale_ckpt.conversion import Format, convert, folder
+from vescale_ckpt.convert import Format, convert, folder
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, objects, safetensors
-from vescale_ckpt.conversion import dcp_source, raw_source
+from vescale_ckpt.convert import dcp_source, raw_source
 from vescale_ckpt.load import Load
 
 

@@ -2,7 +2,7 @@
 
 from . import safetensors
 from .api import prepare, save
-from .conversion import ConvertReport, convert
+from .convert import ConvertReport, convert
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from . import layout, safetensors_checkpoint
-from .engine import DTYPE_CODES
+from .. import layout, safetensors_checkpoint
+from ..engine import DTYPE_CODES
 
 _OBJECT_BYTES = 1024  # what torch.save makes of a number
 _MOST_DIMS = 64  # torch's own limit
