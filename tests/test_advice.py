@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MissingKeysError, UntrustedCheckpointError, load, save
-from vescale_ckpt.convert.casting import dtype_named
+from vescale_ckpt.convert.plan import dtype_named
 from vescale_ckpt.selection import suggested
 
 MODEL = torch.nn.Linear(3, 2)

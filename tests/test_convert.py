@@ -36,9 +36,8 @@ from vescale_ckpt import (
 )
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
-from vescale_ckpt.convert import run, waves
-from vescale_ckpt.convert.destination import Format
-from vescale_ckpt.convert.open_source import open_source
+from vescale_ckpt.convert import pipeline, run
+from vescale_ckpt.convert.formats import Format, open_source
 from vescale_ckpt.convert.plan import cut
 from vescale_ckpt.convert.source import Read
 from vescale_ckpt.flatten import flatten
@@ -485,9 +484,9 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     values = {"large": torch.randn(3, 2000, 300), "line": torch.arange(1_000_000), "small": torch.ones(3)}
     path = saved(tmp_path / "a.pt", values)
     taken: list[list[int]] = []
-    take, give_back = waves.Buffers.take, waves.Buffers.give_back
+    take, give_back = pipeline.Buffers.take, pipeline.Buffers.give_back
 
-    class Counting(waves.Buffers):
+    class Counting(pipeline.Buffers):
         def __init__(self) -> None:
             super().__init__()
             self.out = 0
@@ -589,10 +588,10 @@ def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, forma
 
     def child() -> None:
         os.environ["VESCALE_CKPT_CONVERT_BYTES"] = SMALLEST
-        buffers = waves.Buffers
+        buffers = pipeline.Buffers
         left = [4]
 
-        def take(self: waves.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
+        def take(self: pipeline.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

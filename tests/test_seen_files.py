@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, objects, safetensors
-from vescale_ckpt.convert import dcp_source, raw_source
+from vescale_ckpt.convert import dcp_source, raw_files
 from vescale_ckpt.load import Load
 
 
@@ -140,7 +140,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_source.RawFiles}[source]
+    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_files.RawFiles}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:

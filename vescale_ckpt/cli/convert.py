@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from ..convert.destination import Format, format_of
+from ..convert.formats import Format, format_of
 from ..convert.run import Objects, convert
 
 DESCRIPTION = """\

@@ -5,8 +5,7 @@ they are made; a *sink* writes them to files. Between the two, *waves* of tensor
 before is converted and the one before that is written.
 """
 
-from .destination import Format
-from .report import ConvertReport
-from .run import Objects, convert
+from .formats import Format
+from .run import ConvertReport, Objects, convert
 
 __all__ = ["ConvertReport", "Format", "Objects", "convert"]

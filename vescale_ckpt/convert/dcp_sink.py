@@ -17,9 +17,9 @@ from ..message import pack, unpack
 from ..packed import PART_ROW, PLACE_ROW, in_first_file, words
 from ..sharding import Piece as Box
 from ..writer import StorageWriter
+from .pipeline import Buffers, Piece, Wave, convey, pieces_of
 from .plan import Output
 from .source import Source
-from .waves import Buffers, Piece, Wave, convey, pieces_of
 
 _NEVER_SPLIT = 1 << 62
 

@@ -9,12 +9,12 @@ from urllib.parse import quote
 import numpy as np
 
 from ..errors import CheckpointError
-from .archive_layout import ArchiveLayout, Member
+from .archive import ArchiveLayout, Member
 from .numpy_dtypes import DTYPES_NAME, dump_dtypes, numpy_dtype
 from .numpy_source import SUFFIX
+from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
-from .waves import Piece
 
 _LONGEST_NAME = 255  # bytes, of files
 

@@ -16,10 +16,10 @@ import torch
 from .. import _C
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..flatten import Path
+from .archive import Entry, damage_named, entries
 from .numpy_dtypes import DTYPES_NAME, load_dtypes, torch_dtype
-from .raw_source import Area, RawFiles, RawTensor
+from .raw_files import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo
-from .zip_file import Entry, damage_named, entries
 
 SUFFIX = ".npy"
 _FARTHEST = 1 << 59  # elements; of any dtype these are fewer bytes than 63 bits count

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from .. import _C, engine
 from ..export_names import INDEX_NAME, file_names
 from ..safetensors import STORABLE, with_ties
+from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
-from .waves import Piece
 
 
 class SafetensorsLayout:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from .. import _C, engine
 from ..whole_file import WholeFile
+from .pipeline import PAGE, Buffers, Filling, Part, Piece, Wave, convey, memory_of, pieces_of
 from .plan import Output
 from .source import Source
-from .waves import PAGE, Buffers, Filling, Part, Piece, Wave, convey, memory_of, pieces_of
 
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 

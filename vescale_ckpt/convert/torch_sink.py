@@ -18,10 +18,9 @@ from ..errors import CheckpointError
 from ..flatten import Path, flatten
 from ..nesting import nested
 from ..structure import Structure
-from .archive_layout import ArchiveLayout, Member
+from .archive import ArchiveLayout, Entry, Member, entries
 from .plan import Output
 from .torch_source import tensors_in
-from .zip_file import Entry, entries
 
 _ALIGNMENT = 64
 

@@ -16,10 +16,10 @@ from .. import _C
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..flatten import flatten, flatten_with_structure
 from ..stock import checkpoint_offset
-from .raw_source import Area, RawFiles, RawTensor
+from .archive import Entry, damage_named, entries
+from .raw_files import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo
 from .torch_pickle import unpickled
-from .zip_file import Entry, damage_named, entries
 
 
 class TorchSource:
