@@ -48,7 +48,7 @@ NAMES: dict[Format, str] = {
     "dcp": "dcp", "safetensors": "one.safetensors", "torch": "one.pt", "npz": "one.npz", "npy": "npy"
 }  # fmt: skip
 FORMATS = list(NAMES)
-SMALLEST = str(1 << 20)  # bytes under way: waves of a third, pieces of a sixth
+SMALLEST = str(1 << 20)  # bytes under way: batches of a third, pieces of a sixth
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +65,7 @@ def state() -> dict[str, Any]:
             **{f"{dtype}": bits((5, 8), dtype) for dtype in dtypes},
             "scalar": torch.tensor(0.5),
             "empty": torch.empty(0, 3),
-            "large": torch.randn(700, 1000),  # more than one wave of the smallest
+            "large": torch.randn(700, 1000),  # more than one batch of the smallest
             "blocks": [{"w": torch.randn(3)}, {"w": torch.randn(3)}],
         },
         "optimizer": {"step": torch.tensor(7), "betas": (0.9, 0.95), "names": ["a", "b"]},

@@ -89,7 +89,7 @@ class ArchiveLayout:
         self._filling = b""
         self._number = -1
 
-    def sealed(self, piece: Piece, address: int) -> None:
+    def add_checksum(self, piece: Piece, address: int) -> None:
         crc = _C.crc32_of_memory(address, piece.bytes)
         if self._crcs and self._crcs[-1][0] is piece.output:
             before = self._crcs.pop()[1]

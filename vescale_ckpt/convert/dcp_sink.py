@@ -17,7 +17,7 @@ from ..message import pack, unpack
 from ..packed import PART_ROW, PLACE_ROW, in_first_file, words
 from ..sharding import Piece as Box
 from ..writer import StorageWriter
-from .pipeline import Buffers, Piece, Wave, convey, pieces_of
+from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
 from .source import Source
 
@@ -65,7 +65,7 @@ class DcpPart:
                 return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
             file = files.open(array("q", [piece.bytes for piece in pieces]))
             written = _Written(file)
-            convey(pieces, source, written, buffers)
+            transfer(pieces, source, written, buffers)
             placed = written.placed + file.write_contents(contents, list(values))
             file.finish()
             files.finish(len(pieces), len(values))
@@ -102,10 +102,10 @@ class _Written:
         self._file = file
         self.placed: list[int] = []
 
-    def seal(self, wave: Wave) -> None: ...
+    def prepare(self, batch: Batch) -> None: ...
 
-    def write(self, wave: Wave) -> None:
-        places = wave.places
+    def write(self, batch: Batch) -> None:
+        places = batch.places
         names = [place.part.output.name for place in places if isinstance(place.part, Piece)]
         if places:
             table, rows = write_table([place.target for place in places]), range(len(places))

@@ -34,7 +34,7 @@ class NpyLayout:
         self.bodies = [Body(output, len(self._header))]
         self.length = len(self._header) + output.bytes
 
-    def sealed(self, piece: Piece, address: int) -> None: ...
+    def add_checksum(self, piece: Piece, address: int) -> None: ...
 
     def filling(self, number: int) -> bytes:
         return self._header

@@ -37,7 +37,7 @@ class SafetensorsLayout:
         self._blocks: list[int] = []
         self._of: Output | None = None  # whose block the last one is
 
-    def sealed(self, piece: Piece, address: int) -> None:
+    def add_checksum(self, piece: Piece, address: int) -> None:
         row = (address, piece.bytes, piece.file_offset)
         found = memoryview(_C.crc32_of_cells(engine.int_table(row))).cast("q").tolist()
         crcs, lengths = found[::2], found[1::2]
