@@ -166,8 +166,8 @@ def npz_file(outputs: Sequence[Output]) -> Files:
 
 def npy_files(outputs: Sequence[Output]) -> Files:
     with numpy_needed():
-        from .numpy_dtypes import DTYPES_NAME
         from .numpy_sink import NpyLayout, dtypes_to_tell, file_name
+        from .numpy_source import DTYPES_NAME
     files = [
         OutputFile(file_name(output.name), output.bytes, lambda output=output: NpyLayout(output))  # type: ignore[misc]
         for output in outputs
