@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 import vescale_ckpt
 from vescale_ckpt import load
 from vescale_ckpt.api import save
-from vescale_ckpt.conversion.casting import dtype_named
+from vescale_ckpt.convert.plan import dtype_named
 from vescale_ckpt.errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from vescale_ckpt.selection import suggested
 

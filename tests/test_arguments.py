@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_ckpt import load, settings, verify
 from vescale_ckpt.api import prepare, save
-from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.convert.run import convert
 from vescale_ckpt.errors import CheckpointError, LoadFailedError, SaveFailedError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.reader import StorageReader

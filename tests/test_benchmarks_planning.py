@@ -19,10 +19,10 @@ from benchmarks.planning.simulated_rank import in_new_process, simulated_rank, s
 from benchmarks.timing import STOCK, Sample, alternate, first_call, summarize, table
 from vescale_ckpt import _C
 from vescale_ckpt.describe import Describer
-from vescale_ckpt.models import Entry, with_adam
-from vescale_ckpt.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.rows import OBJECT
-from vescale_ckpt.simulate import planned
+from vescale_ckpt.simulate.models import Entry, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import planned
 
 ENTRIES = with_adam(
     [

@@ -26,13 +26,11 @@ from benchmarks import convert as benchmark
 from vescale_ckpt import _C
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
-from vescale_ckpt.conversion import run, waves
-from vescale_ckpt.conversion.destination import Format
-from vescale_ckpt.conversion.open_source import open_source
-from vescale_ckpt.conversion.plan import cut
-from vescale_ckpt.conversion.report import ConvertReport
-from vescale_ckpt.conversion.run import convert
-from vescale_ckpt.conversion.source import Read
+from vescale_ckpt.convert import pipeline, run
+from vescale_ckpt.convert.formats import Format, open_source
+from vescale_ckpt.convert.plan import cut
+from vescale_ckpt.convert.run import ConvertReport, convert
+from vescale_ckpt.convert.source import Read
 from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -49,7 +47,7 @@ NAMES: dict[Format, str] = {
     "dcp": "dcp", "safetensors": "one.safetensors", "torch": "one.pt", "npz": "one.npz", "npy": "npy"
 }  # fmt: skip
 FORMATS = list(NAMES)
-SMALLEST = str(1 << 20)  # bytes under way: waves of a third, pieces of a sixth
+SMALLEST = str(1 << 20)  # bytes under way: batches of a third, pieces of a sixth
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -66,7 +64,7 @@ def state() -> dict[str, Any]:
             **{f"{dtype}": bits((5, 8), dtype) for dtype in dtypes},
             "scalar": torch.tensor(0.5),
             "empty": torch.empty(0, 3),
-            "large": torch.randn(700, 1000),  # more than one wave of the smallest
+            "large": torch.randn(700, 1000),  # more than one batch of the smallest
             "blocks": [{"w": torch.randn(3)}, {"w": torch.randn(3)}],
         },
         "optimizer": {"step": torch.tensor(7), "betas": (0.9, 0.95), "names": ["a", "b"]},
@@ -131,6 +129,12 @@ def test_every_format_becomes_every_other(
             assert made.objects(made.object_names) == OBJECTS
             assert made.paths["model.blocks.1.w"] == ("model", "blocks", 1, "w")
     assert [entry.name for entry in tmp_path.iterdir()] == [NAMES[format]]  # nothing is left beside it
+
+
+def test_the_function_has_the_name_of_its_package() -> None:
+    import vescale_ckpt.convert.plan
+
+    assert vescale_ckpt.convert is convert and callable(convert)
 
 
 # --- What others read, and have written
@@ -479,9 +483,9 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     values = {"large": torch.randn(3, 2000, 300), "line": torch.arange(1_000_000), "small": torch.ones(3)}
     path = saved(tmp_path / "a.pt", values)
     taken: list[list[int]] = []
-    take, give_back = waves.Buffers.take, waves.Buffers.give_back
+    take, give_back = pipeline.Buffers.take, pipeline.Buffers.give_back
 
-    class Counting(waves.Buffers):
+    class Counting(pipeline.Buffers):
         def __init__(self) -> None:
             super().__init__()
             self.out = 0
@@ -583,10 +587,10 @@ def test_a_kill_leaves_nothing_of_that_name(sources: Path, tmp_path: Path, forma
 
     def child() -> None:
         os.environ["VESCALE_CKPT_CONVERT_BYTES"] = SMALLEST
-        buffers = waves.Buffers
+        buffers = pipeline.Buffers
         left = [4]
 
-        def take(self: waves.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
+        def take(self: pipeline.Buffers, take: Callable[..., torch.Tensor] = buffers.take) -> torch.Tensor:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import safetensors, verify
-from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.convert.run import convert
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.reader import StorageReader

@@ -35,8 +35,8 @@ from vescale_ckpt.errors import (
     UntrustedCheckpointError,
 )
 from vescale_ckpt.load_planner import LoadPlanner
-from vescale_ckpt.models import entries_in_checkpoint
 from vescale_ckpt.reader import StorageReader
+from vescale_ckpt.simulate.models import entries_in_checkpoint
 
 FOREVER = 60.0
 INDEX = "model.safetensors.index.json"

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import _C, export_folder, safetensors
-from vescale_ckpt.conversion import folder
-from vescale_ckpt.conversion.destination import Format
-from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.convert import folder
+from vescale_ckpt.convert.formats import Format
+from vescale_ckpt.convert.run import convert
 from vescale_ckpt.errors import CheckpointError, StorageFullError
 from vescale_ckpt.save_planner import SavePlanner
 from vescale_ckpt.writer import StorageWriter

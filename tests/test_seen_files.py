@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import objects, read_packed, safetensors
-from vescale_ckpt.conversion import dcp_source, raw_source
+from vescale_ckpt.convert import dcp_source, raw_files
 from vescale_ckpt.errors import CheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.reader import StorageReader
@@ -143,7 +144,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_source.RawFiles}[source]
+    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_files.RawFiles}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:
@@ -155,6 +156,32 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     monkeypatch.setattr(of, "read", read)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.npz", "folder of .npy"])
+def test_conversions_of_what_is_cut_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As torch.save does with a file before it writes over it. Reading mapped memory of it would end the process."""
+    path, arrays = checkpoint / name, {"weight": np.ones((300, 4)), "bias": np.ones(7)}
+    path.parent.mkdir()
+    if name.endswith(".pt"):
+        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, path)
+    elif name.endswith(".npz"):
+        np.savez(path, **arrays)
+    else:
+        path.mkdir()
+        for key, array in arrays.items():
+            np.save(path / key, array)
+    original = raw_files.RawFiles.read
+
+    def read(self: Any, *args: Any) -> None:
+        for file in self.paths:
+            os.truncate(file, 0)
+        original(self, *args)
+
+    monkeypatch.setattr(raw_files.RawFiles, "read", read)
+    with pytest.raises(CheckpointError, match=str(checkpoint)):
+        vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
+    assert not (checkpoint / "out.safetensors").exists()
 
 
 @pytest.mark.parametrize("broadcast", [True, False, "auto"])

@@ -24,7 +24,7 @@ from vescale_ckpt import _C, metadata_file
 from vescale_ckpt.api import save
 from vescale_ckpt.cli import main
 from vescale_ckpt.describe import Describer
-from vescale_ckpt.models import (
+from vescale_ckpt.simulate.models import (
     MODELS,
     Entry,
     dtype_named,
@@ -32,8 +32,8 @@ from vescale_ckpt.models import (
     entries_in_json,
     with_adam,
 )
-from vescale_ckpt.parallelism import Parallelism, SimulatedState, coordinate
-from vescale_ckpt.simulate import metadata_files, planned, simulate, written
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState, coordinate
+from vescale_ckpt.simulate.simulation import metadata_files, planned, simulate, written
 
 SMALL = [
     Entry("model.embed_tokens.weight", (50, 8), torch.bfloat16),

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from vescale_ckpt import load
 from vescale_ckpt.api import save
-from vescale_ckpt.conversion.run import convert
+from vescale_ckpt.convert.run import convert
 from vescale_ckpt.errors import UntrustedCheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.reader import StorageReader

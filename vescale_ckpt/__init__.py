@@ -2,8 +2,7 @@
 
 from . import safetensors
 from .api import load, prepare, save
-from .conversion.report import ConvertReport
-from .conversion.run import convert
+from .convert.run import ConvertReport, convert
 from .errors import (
     CheckpointError,
     CheckpointTimeoutError,

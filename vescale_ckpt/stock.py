@@ -40,7 +40,6 @@ __all__ = [
     "Store",
     "StridedShard",
     "bump_versions",
-    "checkpoint_offset",
     "clone_of",
     "dtensor_layouts",
     "dtensor_over",
@@ -158,9 +157,3 @@ def weights_only_globals() -> dict[str, Any]:
     """By name, what torch's restricted unpickler builds."""
     allowed: dict[str, Any] = _weights_only_unpickler._get_allowed_globals()
     return allowed
-
-
-def checkpoint_offset(storage: torch.UntypedStorage) -> int | None:
-    """Where in its file a storage lies that torch.load has read under a FakeTensorMode. None if torch does not say."""
-    offset = getattr(storage, "_checkpoint_offset", None)
-    return offset if isinstance(offset, int) else None

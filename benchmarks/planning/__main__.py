@@ -14,7 +14,7 @@ from benchmarks import cache, report, timing
 from benchmarks.__main__ import _names
 from benchmarks.planning import balance, coordinator, local, reading, steady
 from benchmarks.planning.simulated_rank import in_new_process
-from vescale_ckpt.parallelism import Parallelism
+from vescale_ckpt.simulate.parallelism import Parallelism
 
 DESCRIPTION = """\
 Time planning, ours and stock DCP's on the same items, alternated in random order. The processes of one machine

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.planning import stock
-from vescale_ckpt.models import MODELS, Entry, with_adam
-from vescale_ckpt.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate import planned
+from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import planned
 
 _TABLE = (128256, 8192)
 

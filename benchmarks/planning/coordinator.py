@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.planning.stock import Coordinator
 from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
-from vescale_ckpt.models import Entry
-from vescale_ckpt.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate import Written, metadata_files, planned, written
+from vescale_ckpt.simulate.models import Entry
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import Written, metadata_files, planned, written
 
 _EVERY_SO_MANY_REPLICATED = 50
 

@@ -20,8 +20,8 @@ import vescale_ckpt
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate, first_call
 from vescale_ckpt import _C
-from vescale_ckpt.models import MODELS, with_adam
-from vescale_ckpt.parallelism import Parallelism
+from vescale_ckpt.simulate.models import MODELS, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism
 
 _SHAPES = ((256,), (16, 16), (4, 64), (2, 8, 16))  # 1 KiB each
 

@@ -18,9 +18,9 @@ from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import collector_off
 from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
 from vescale_ckpt import layout
-from vescale_ckpt.models import Entry
-from vescale_ckpt.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate import metadata_files, planned, written
+from vescale_ckpt.simulate.models import Entry
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import metadata_files, planned, written
 
 
 def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from . import _C
+from .. import _C
+from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
-from .settings import Placement
 
 _PART_WORDS = 4  # item, dim, start, length (csrc/plan/parts.h)
 _PLACE_WORDS = 4  # file, offset, length, CRC-32

@@ -1,4 +1,4 @@
-"""Tensors whose bytes lie in files as they are: what sources of torch.save's and numpy's files share."""
+"""Reads tensors whose bytes lie in files as they are, for the sources of torch.save's and numpy's files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ class Area:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """Where a contiguous tensor lies."""
+    """Where a tensor lies."""
 
     info: TensorInfo
     offset: int  #: of its first byte in the file
     area: Area  #: that it lies in
+    mapped: torch.Tensor | None = None  #: where its bytes are not those of a contiguous tensor: it, mapped to memory
 
 
 class RawFiles:
     """Reads boxes of raw tensors. What is read as a whole is verified while it is read; the area around a part is
-    verified once, before."""
+    verified once, before.
+
+    Contiguous tensors are not read through mapped memory: there a file that is cut short meanwhile, or a disk that
+    fails, ends the process without an error.
+    """
 
     def __init__(self, paths: Sequence[str], where: str) -> None:
         self.paths = list(paths)
@@ -53,10 +58,14 @@ class RawFiles:
         whole: list[tuple[Read, Area]] = []
         for read in reads:
             tensor, length = tensor_of(read.key), read.target.nbytes
+            area = tensor.area
             if length == 0:
                 continue
-            offset = tensor.offset + _start(tensor.info, read.offsets)
-            area = tensor.area
+            if tensor.mapped is not None:
+                self.verify(area, read.key)
+                read.target.copy_(_box(tensor.mapped, read))
+                continue
+            offset = tensor.offset + byte_offset(tensor.info, read.offsets)
             if (offset, length) != (area.offset, area.bytes):
                 self.verify(area, read.key)
             else:
@@ -99,7 +108,13 @@ class RawFiles:
             _C.read_bytes(self.paths, table, self._options)
 
 
-def _start(info: TensorInfo, offsets: Sequence[int]) -> int:
+def byte_offset(info: TensorInfo, offsets: Sequence[int]) -> int:
     """Bytes before the element at `offsets`."""
     elements = sum(offset * prod(info.shape[dim + 1 :]) for dim, offset in enumerate(offsets))
     return elements * info.dtype.itemsize
+
+
+def _box(tensor: torch.Tensor, read: Read) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(read.offsets, read.target.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor.detach()

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from .. import _C, engine
 from ..whole_file import WholeFile
+from .pipeline import PAGE, Batch, Buffers, Filling, Part, Piece, memory_of, pieces_of, transfer
 from .plan import Output
 from .source import Source
-from .waves import PAGE, Buffers, Filling, Part, Piece, Wave, convey, memory_of, pieces_of
 
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 
@@ -35,12 +35,12 @@ class Layout(Protocol):
     def length(self) -> int:
         """Of the file, bytes."""
 
-    def sealed(self, piece: Piece, address: int) -> None:
-        """A piece lies in memory as it will lie in the file. Pieces come in order."""
+    def add_checksum(self, piece: Piece, address: int) -> None:
+        """Of a piece that lies in memory as it will lie in the file. Pieces come in order."""
 
     def filling(self, number: int) -> bytes:
-        """The bytes before the body of that number; those at the end come after all bodies. All pieces before them were
-        sealed."""
+        """The bytes before the body of that number; those at the end come after all bodies. The
+        checksums of all pieces before them were added."""
 
     def head(self) -> bytes:
         """What the file begins with, over its first filling; all were written before."""
@@ -64,7 +64,7 @@ def write_file(directory: str, create: Create, layout: Layout, source: Source, b
         engine.check_space(directory, layout.length)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
-        convey(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
+        transfer(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
         writer.finish_bytes(layout.head(), sync=True)
 
 
@@ -83,28 +83,28 @@ def _filling(number: int, begin: int, end: int, most_bytes: int) -> Iterator[Fil
 
 
 class _Streamed:
-    """Writes waves by whole pages: what is left over goes with the next one."""
+    """Writes batches by whole pages: what is left over goes with the next one."""
 
     def __init__(self, layout: Layout, writer: _C.FileWriter) -> None:
         self._layout = layout
         self._writer = writer
         self._rest = b""  # bytes from the last page's border on
 
-    def seal(self, wave: Wave) -> None:
-        for place in wave.places:
+    def prepare(self, batch: Batch) -> None:
+        for place in batch.places:
             part = place.part
             if isinstance(part, Piece):
-                self._layout.sealed(part, place.target.data_ptr())
+                self._layout.add_checksum(part, place.target.data_ptr())
             else:
                 content = self._layout.filling(part.number)[part.begin : part.end]
                 memory_of(place.target)[:] = content
 
-    def write(self, wave: Wave) -> None:
-        image = memory_of(wave.buffer)
+    def write(self, batch: Batch) -> None:
+        image = memory_of(batch.buffer)
         image[: len(self._rest)] = self._rest
-        last = wave.places[-1] if wave.places else None
+        last = batch.places[-1] if batch.places else None
         end = 0 if last is None else last.at + last.target.nbytes
-        whole = end if wave.last else end // PAGE * PAGE
+        whole = end if batch.last else end // PAGE * PAGE
         self._rest = bytes(image[whole:end])
         if whole:
-            self._writer.write_bytes(wave.buffer.data_ptr(), whole, wave.file_offset)
+            self._writer.write_bytes(batch.buffer.data_ptr(), whole, batch.file_offset)

@@ -16,9 +16,9 @@ from ..rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_firs
 from ..sharding import Piece as Box
 from ..structure import Path
 from ..waves import write_table
+from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
 from .source import Source
-from .waves import Buffers, Piece, Wave, convey, pieces_of
 
 
 def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
@@ -61,7 +61,7 @@ class DcpPart:
                 return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
             file = files.open(array("q", [piece.bytes for piece in pieces]))
             written = _Written(file)
-            convey(pieces, source, written, buffers)
+            transfer(pieces, source, written, buffers)
             placed = written.placed + file.write_contents(contents, list(values))
             file.finish()
             files.finish(len(pieces), len(values))
@@ -98,10 +98,10 @@ class _Written:
         self._file = file
         self.placed: list[int] = []
 
-    def seal(self, wave: Wave) -> None: ...
+    def prepare(self, batch: Batch) -> None: ...
 
-    def write(self, wave: Wave) -> None:
-        places = wave.places
+    def write(self, batch: Batch) -> None:
+        places = batch.places
         names = [place.part.output.name for place in places if isinstance(place.part, Piece)]
         if places:
             table, rows = write_table([place.target for place in places]), range(len(places))

@@ -12,8 +12,8 @@ from typing import get_args
 
 import torch.distributed as dist
 
-from .destination import Format, format_of
-from .run import Objects, convert
+from ..convert.formats import Format, format_of
+from ..convert.run import Objects, convert
 
 DESCRIPTION = """\
 Write a checkpoint as another one: DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on

@@ -1,4 +1,4 @@
-"""The command line: `python -m vescale_ckpt`, or `vescale-ckpt`."""
+"""`vescale-ckpt plan`."""
 
 from __future__ import annotations
 
@@ -6,52 +6,24 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
 
-from . import models
-from .conversion import command
-from .errors import CheckpointError
-from .models import MODELS, Entry
-from .parallelism import Parallelism
-from .settings import Placement
-from .simulate import Simulation, simulate
+from ..settings import Placement
+from ..simulate import models
+from ..simulate.models import MODELS, Entry
+from ..simulate.parallelism import Parallelism
+from ..simulate.simulation import Simulation, simulate
 
-_PLAN = """\
+DESCRIPTION = """\
 Plan a save on any number of ranks from shapes alone: how many bytes each rank would write, and what planning it
 costs. Dimension 0 is cut by --fsdp, the dimension of a layer's role (known by the usual names) by --tp, stacked
 experts by --ep; what is left of --ranks are replicas."""
+MODEL_NAMES = f"models: {', '.join(MODELS)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="vescale-ckpt", description="Checkpoints of PyTorch jobs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="simulate planning a save",
-        description=_PLAN,
-        epilog=f"models: {', '.join(MODELS)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_plan_arguments(plan)
-    plan.set_defaults(run=_plan)
-    about = "write a checkpoint in another format"
-    convert = commands.add_parser("convert", help=about, description=command.DESCRIPTION)
-    command.add_arguments(convert)
-    convert.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except (ValueError, TypeError, OSError, CheckpointError) as error:
-        print(f"{parser.prog} {options.command}: {error}", file=sys.stderr)
-        return 1
-
-
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model below, a JSON file of names and shapes, or a checkpoint's directory")
     add("--ranks", type=_positive, metavar="N", help="all of them (default: replicas x fsdp x tp)")
@@ -75,7 +47,8 @@ def _positive(text: str) -> int:
     return number
 
 
-def _plan(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Raises `ValueError` and what checkpoints raise."""
     parallelism = _parallelism(options)
     entries = _entries(options.model, models.dtype_named(options.dtype))
     if options.optimizer == "adam":

@@ -1,20 +1,22 @@
-"""Files of numpy: an archive `.npz`, or a folder of `.npy`."""
+"""Lays out files of numpy for conversions: an archive `.npz`, or a folder of `.npy`."""
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import torch
 
 from ..errors import CheckpointError
-from .archive_layout import ArchiveLayout, Member
-from .numpy_dtypes import DTYPES_NAME, dump_dtypes, numpy_dtype
-from .numpy_source import SUFFIX
+from .archive import ArchiveLayout, Member
+from .numpy_source import DTYPES_NAME, SUFFIX, UNSIGNED
+from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
-from .waves import Piece
 
 _LONGEST_NAME = 255  # bytes, of files
 
@@ -34,7 +36,7 @@ class NpyLayout:
         self.bodies = [Body(output, len(self._header))]
         self.length = len(self._header) + output.bytes
 
-    def sealed(self, piece: Piece, address: int) -> None: ...
+    def add_checksum(self, piece: Piece, address: int) -> None: ...
 
     def filling(self, number: int) -> bytes:
         return self._header
@@ -44,7 +46,7 @@ class NpyLayout:
 
 
 def npy_header(output: Output) -> bytes:
-    dtype, _ = numpy_dtype(output.dtype, output.name)
+    dtype, _ = _numpy_dtype(output.dtype, output.name)
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": output.shape}
     text = io.BytesIO()
     np.lib.format.write_array_header_1_0(text, fields)
@@ -53,8 +55,21 @@ def npy_header(output: Output) -> bytes:
 
 def dtypes_to_tell(outputs: Sequence[Output]) -> bytes:
     """The text that names the dtypes that numpy does not have. Empty if there are none."""
-    dtypes = {output.name: output.dtype for output in outputs if not numpy_dtype(output.dtype, output.name)[1]}
-    return dump_dtypes(dtypes) if dtypes else b""
+    dtypes = {output.name: output.dtype for output in outputs if not _numpy_dtype(output.dtype, output.name)[1]}
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return (json.dumps(names, indent=1, ensure_ascii=False) + "\n").encode() if names else b""
+
+
+def _numpy_dtype(dtype: torch.dtype, name: str) -> tuple[np.dtype[Any], bool]:
+    """The dtype to store one of torch's as, and whether that is the same. Raises `CheckpointError` where there is
+    none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, True
+    except (TypeError, RuntimeError):
+        pass
+    if dtype.itemsize not in UNSIGNED:
+        raise CheckpointError(f"{name}: numpy has no place for {dtype}", key=name)
+    return np.dtype(UNSIGNED[dtype.itemsize]), False
 
 
 def file_name(name: str) -> str:

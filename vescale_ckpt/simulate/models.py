@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from . import contents, layout
-from .engine import DTYPE_CODES
-from .rows import MOST_BYTES
+from .. import contents, layout
+from ..engine import DTYPE_CODES
+from ..rows import MOST_BYTES
 
 _OBJECT_BYTES = 1024  # what torch.save makes of a number
 _MOST_DIMS = 64  # torch's own limit

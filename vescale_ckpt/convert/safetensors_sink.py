@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from .. import _C, engine
 from ..export_names import INDEX_NAME, file_names
 from ..safetensors_header import STORABLE, with_ties
+from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
-from .waves import Piece
 
 
 class SafetensorsLayout:
@@ -37,7 +37,7 @@ class SafetensorsLayout:
         self._blocks: list[int] = []
         self._of: Output | None = None  # whose block the last one is
 
-    def sealed(self, piece: Piece, address: int) -> None:
+    def add_checksum(self, piece: Piece, address: int) -> None:
         row = (address, piece.bytes, piece.file_offset)
         found = memoryview(_C.crc32_of_cells(engine.int_table(row))).cast("q").tolist()
         crcs, lengths = found[::2], found[1::2]

@@ -1,4 +1,4 @@
-"""Tensors on their way from a source to a file: read, converted and written a wave at a time, all three at once."""
+"""Moves tensors from a source to a file in batches: one is read while another is converted and a third is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plan import Output, cut
 from .source import Source
 
 PAGE = 4096
-_AT_ONCE = 3  # waves: one that is read, one that is converted, one that is written
+_AT_ONCE = 3  # batches: one that is read, one that is converted, one that is written
 _LARGE, _LARGE_AT, _ALIGNMENT = 2 << 20, 64, 64  # where in a page a large tensor may be written from (docs/format.md)
 
 
@@ -56,7 +56,7 @@ Part = Piece | Filling
 
 @dataclass
 class Place:
-    """A part in the memory of its wave."""
+    """A part in the memory of its batch."""
 
     part: Part
     at: int  #: in the buffer
@@ -65,7 +65,7 @@ class Place:
 
 
 @dataclass
-class Wave:
+class Batch:
     """Some parts in one buffer. Those of files that do not decide themselves lie there as in the file."""
 
     buffer: torch.Tensor
@@ -75,16 +75,16 @@ class Wave:
 
 
 class File(Protocol):
-    """What waves are written to, in order."""
+    """What batches are written to, in order."""
 
-    def seal(self, wave: Wave) -> None:
-        """Its tensors are as they will be written: now the file computes checksums and fills in its own bytes."""
+    def prepare(self, batch: Batch) -> None:
+        """Computes checksums and fills in the file's own bytes. The batch's tensors are as they will be written."""
 
-    def write(self, wave: Wave) -> None: ...
+    def write(self, batch: Batch) -> None: ...
 
 
 class Buffers:
-    """Memory for waves, used again and again. Together within the setting `convert_bytes`."""
+    """Memory for batches, used again and again. Together within the setting `convert_bytes`."""
 
     def __init__(self) -> None:
         self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
@@ -92,7 +92,7 @@ class Buffers:
 
     @property
     def most_bytes(self) -> int:
-        """Of a piece, with the memory to convert it: several fit in a wave, whatever lies between them."""
+        """Of a piece, with the memory to convert it: several fit in a batch, whatever lies between them."""
         return self.bytes // 2 - PAGE
 
     def take(self) -> torch.Tensor:
@@ -124,80 +124,80 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def convey(parts: Iterable[Part], source: Source, file: File, buffers: Buffers) -> None:
+def transfer(parts: Iterable[Part], source: Source, file: File, buffers: Buffers) -> None:
     """Moves all parts from the source to the file. Raises what they raise, after both have stopped."""
 
-    def filled() -> Iterator[Wave]:
-        for wave in _waves(parts, buffers):
+    def filled() -> Iterator[Batch]:
+        for batch in _batches(parts, buffers):
             source.read(
                 [
                     read
-                    for place in wave.places
+                    for place in batch.places
                     if isinstance(place.part, Piece)
                     for read in place.part.output.reads(place.part.offsets, place.stored)
                 ]
             )
-            yield wave
+            yield batch
 
-    def seal(wave: Wave) -> None:
-        for place in wave.places:
+    def prepare(batch: Batch) -> None:
+        for place in batch.places:
             if place.stored is not place.target:
                 place.target.copy_(place.stored)
-        file.seal(wave)
+        file.prepare(batch)
 
-    def write(wave: Wave) -> None:
-        file.write(wave)
-        buffer, wave.places = wave.buffer, []
+    def write(batch: Batch) -> None:
+        file.write(batch)
+        buffer, batch.places = batch.buffer, []
         buffers.give_back(buffer)
 
-    for _ in overlap((wave for wave, _ in overlap(filled(), seal)), write):
+    for _ in overlap((batch for batch, _ in overlap(filled(), prepare)), write):
         pass
 
 
-def _waves(parts: Iterable[Part], buffers: Buffers) -> Iterator[Wave]:
-    """Cuts parts into waves. The last one is marked; if there are no parts it is empty."""
-    wave: Wave | None = None
+def _batches(parts: Iterable[Part], buffers: Buffers) -> Iterator[Batch]:
+    """Cuts parts into batches. The last one is marked; if there are no parts it is empty."""
+    batch: Batch | None = None
     end = 0  # of what is placed, from the buffer's begin on
     beside = 0  # bytes at the buffer's end for what is converted
     for part in parts:
-        if wave is not None:
-            at = _place_behind(part, end, wave)
+        if batch is not None:
+            at = _place_behind(part, end, batch)
             size = part.bytes if isinstance(part, Piece) else part.end - part.begin
             stored = part.stored_bytes if isinstance(part, Piece) else 0
             if at + size + beside + stored + _ALIGNMENT > buffers.bytes:
-                yield wave
-                wave = None
-        if wave is None:
-            wave, end, beside = Wave(buffers.take(), max(part.file_offset, 0) // PAGE * PAGE), 0, 0
-            at = _place_behind(part, end, wave)
-        end, beside = _add(wave, part, at, beside)
-    wave = wave or Wave(buffers.take())
-    wave.last = True
-    yield wave
+                yield batch
+                batch = None
+        if batch is None:
+            batch, end, beside = Batch(buffers.take(), max(part.file_offset, 0) // PAGE * PAGE), 0, 0
+            at = _place_behind(part, end, batch)
+        end, beside = _add(batch, part, at, beside)
+    batch = batch or Batch(buffers.take())
+    batch.last = True
+    yield batch
 
 
-def _place_behind(part: Part, end: int, wave: Wave) -> int:
+def _place_behind(part: Part, end: int, batch: Batch) -> int:
     if part.file_offset >= 0:
-        return part.file_offset - wave.file_offset
+        return part.file_offset - batch.file_offset
     assert isinstance(part, Piece)
     if part.bytes >= _LARGE:
         return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _add(wave: Wave, part: Part, at: int, beside: int) -> tuple[int, int]:
+def _add(batch: Batch, part: Part, at: int, beside: int) -> tuple[int, int]:
     """Where its bytes end, and how many bytes at the buffer's end are taken then."""
     if isinstance(part, Filling):
         end = at + part.end - part.begin
-        target = wave.buffer[at:end]
-        wave.places.append(Place(part, at, target, target))
+        target = batch.buffer[at:end]
+        batch.places.append(Place(part, at, target, target))
         return end, beside
-    target = stored = _view(wave.buffer, at, part.sizes, part.output.dtype)
+    target = stored = _view(batch.buffer, at, part.sizes, part.output.dtype)
     if part.output.converts:
-        begin = (len(wave.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
-        stored = _view(wave.buffer, begin, part.sizes, part.output.stored_dtype)
-        beside = len(wave.buffer) - begin
-    wave.places.append(Place(part, at, target, stored))
+        begin = (len(batch.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
+        stored = _view(batch.buffer, begin, part.sizes, part.output.stored_dtype)
+        beside = len(batch.buffer) - begin
+    batch.places.append(Place(part, at, target, stored))
     return at + part.bytes, beside
 
 

@@ -17,10 +17,9 @@ from .. import objects
 from ..errors import CheckpointError
 from ..flatten import flatten, nested
 from ..structure import Path, Structure
-from .archive_layout import ArchiveLayout, Member
+from .archive import ArchiveLayout, Entry, Member
 from .plan import Output
-from .torch_source import tensors_in
-from .zip_file import Entry, entries
+from .torch_source import MappedState
 
 _ALIGNMENT = 64
 
@@ -43,10 +42,13 @@ def torch_layout(
                 torch.save(state, path)
         except Exception as error:
             raise CheckpointError(f"torch.save does not store this: {type(error).__name__}: {error}") from error
-        found = entries(path)
-        state, places = tensors_in(path, found)
-        kept = flatten(state)[0]
-        at: dict[int, Output | bytes] = {places[id(kept[output.name])].entry.offset: output for output in outputs}
+        written = MappedState(path)
+        found, kept = written.entries, flatten(written.values)[0]
+        at: dict[int, Output | bytes] = {}
+        for output in outputs:
+            entry = written.entry_of(kept[output.name])
+            assert entry is not None
+            at[entry.offset] = output
         rest = [entry for entry in found if _is_storage(entry) and entry.offset not in at]
         at.update(_storages_of_objects(rest, [values[key] for key in kept if key in values]))
         with zipfile.ZipFile(path) as archive:

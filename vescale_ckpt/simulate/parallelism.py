@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from . import _C
-from .engine import dtype_code
-from .items import packed_row
+from .. import _C
+from ..engine import dtype_code
+from ..items import packed_row
+from ..rows import OBJECT, SHARD, TENSOR
+from ..sharding import Piece, pieces
+from ..stock import DTensorLayout, StridedShard
 from .models import Entry
-from .rows import OBJECT, SHARD, TENSOR
-from .sharding import Piece, pieces
-from .stock import DTensorLayout, StridedShard
 
 # Which dimension tensor parallelism cuts, by what a component of the key is called.
 _TENSOR_DIMS = {

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
@@ -15,27 +16,34 @@ from .. import engine, settings
 from ..arguments import checked_flag, checked_path
 from ..errors import CheckpointError, some
 from ..exchange import Exchange
+from ..layout import local_path
 from ..shard_size import shard_bytes
-from . import destination, files_sink
-from .casting import DTypes
+from . import formats
 from .dcp_sink import DcpPart, share
-from .destination import Format
-from .files_sink import Files
 from .folder import WholeFolder, put_back
-from .open_source import open_source
-from .plan import Plan, plan
-from .renaming import RenameRules
-from .report import ConvertReport
+from .formats import Files, Format, open_source
+from .pipeline import Buffers
+from .plan import DTypes, Plan, RenameRules, Stack, plan
 from .source import Source
-from .stacking import Stack
 from .streamed_file import write_file_in, write_whole_file
-from .waves import Buffers
 
 logger = logging.getLogger(__name__)
 
 Objects = Literal["warn", "drop", "error"]
 _KEEPS_OBJECTS = ("dcp", "torch")
 _Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did, of all ranks together."""
+
+    seconds: float
+    tensors: int
+    objects: int
+    bytes: int  #: of tensors, as they were written
+    files: int  #: that hold tensors
+    left_out: list[str] = field(default_factory=list)  #: objects that the format has no place for
 
 
 def convert(
@@ -133,10 +141,10 @@ class _Conversion:
             settings.check()
             self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
-            source_path, self._path = destination.local(self._src), destination.local(self._dst)
+            source_path, self._path = local_path(self._src), local_path(self._dst)
             self._source = open_source(source_path)
             self._closing.callback(self._source.close)
-            destination.check(source_path, self._path, self._format, overwrite)
+            formats.check_destination(source_path, self._path, self._format, overwrite)
             self.made = make(self._source)
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
@@ -145,8 +153,8 @@ class _Conversion:
             return most_bytes
 
         def repair() -> None:
-            if self._exchange.is_coordinator and destination.is_folder(os.fspath(self._dst), self._format):
-                put_back(destination.local(self._dst))
+            if self._exchange.is_coordinator and formats.is_folder(os.fspath(self._dst), self._format):
+                put_back(local_path(self._dst))
 
         self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")
@@ -171,17 +179,17 @@ class _Conversion:
     def _files_of(self, most_bytes: int) -> Files | None:
         outputs = self.made.outputs
         if self._format == "safetensors":
-            return files_sink.safetensors_files(outputs, destination.is_folder(self._path, self._format), most_bytes)
+            return formats.safetensors_files(outputs, formats.is_folder(self._path, self._format), most_bytes)
         if self._format == "torch":
-            return files_sink.torch_file(outputs, self._values, self.made.paths, self.made.structure)
+            return formats.torch_file(outputs, self._values, self.made.paths, self.made.structure)
         if self._format == "npz":
-            return files_sink.npz_file(outputs)
-        return files_sink.npy_files(outputs) if self._format == "npy" else None
+            return formats.npz_file(outputs)
+        return formats.npy_files(outputs) if self._format == "npy" else None
 
     def write(self) -> int:
         """Returns how many files have tensors."""
-        in_place = self._together(lambda: destination.goes_into_place(self._path, self._format), "look")
-        folder = WholeFolder(self._path) if destination.is_folder(self._path, self._format) and not in_place else None
+        in_place = self._together(lambda: formats.goes_into_place(self._path, self._format), "look")
+        folder = WholeFolder(self._path) if formats.is_folder(self._path, self._format) and not in_place else None
         directory = self._path
         try:
             if folder is not None:
@@ -198,7 +206,7 @@ class _Conversion:
                 folder.end()
 
     def _write_files(self, files: Files, directory: str) -> int:
-        ranks = files_sink.shared_out(files.files, self._exchange.size)
+        ranks = formats.shared_out(files.files, self._exchange.size)
 
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):

@@ -1,0 +1,201 @@
+"""Which format a checkpoint has and what reads it; which files it becomes, and what they may replace."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .. import _C, engine, layout
+from ..errors import CheckpointError
+from ..other_formats import kind_of_file
+from ..structure import Path
+from .archive import entries
+from .dcp_source import DcpSource
+from .plan import Output
+from .safetensors_sink import SafetensorsLayout, shards, write_index
+from .safetensors_source import SafetensorsSource
+from .source import Source
+from .streamed_file import Layout
+from .torch_sink import torch_layout
+from .torch_source import TorchSource
+
+Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
+_SUFFIXES: dict[str, Format] = {
+    ".safetensors": "safetensors", ".npz": "npz", ".pt": "torch", ".pth": "torch", ".bin": "torch"
+}  # fmt: skip
+_OF_FORMAT = {
+    "safetensors": re.compile(r".*\.safetensors|.*\.safetensors\.index\.json"),
+    "npy": re.compile(r".*\.npy|torch_dtypes\.json"),
+}
+
+
+def format_of(path: str) -> Format | None:
+    """What the name of a destination stands for."""
+    return _SUFFIXES.get(os.path.splitext(path)[1])
+
+
+def is_folder(path: str, format: Format) -> bool:
+    """Whether a destination is a folder rather than a file."""
+    return format in ("dcp", "npy") or (format == "safetensors" and not path.endswith(".safetensors"))
+
+
+def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
+    """Raises `CheckpointError` if what is there must not be replaced. With `overwrite`, one file may be by another, a
+    checkpoint by the next, and a folder by another of the same format if nothing else is in it."""
+    if not os.path.lexists(path):
+        return
+    if os.path.exists(path) and os.path.samefile(source, path):
+        raise CheckpointError(f"{path} would be converted onto itself", path=path)
+    if os.path.isdir(path) != is_folder(path, format):
+        kinds = ("a file", "a folder") if is_folder(path, format) else ("a folder", "a file")
+        raise CheckpointError(f"{path} is {kinds[0]}, where {kinds[1]} would be written", path=path)
+    names = os.listdir(path) if os.path.isdir(path) else [""]
+    if names and not overwrite:
+        raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
+    pattern = _OF_FORMAT.get(format) if os.path.isdir(path) else None
+    others = sorted(name for name in names if pattern is not None and not pattern.fullmatch(name))
+    if others:
+        raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
+
+
+def goes_into_place(path: str, format: Format) -> bool:
+    """Whether a new checkpoint takes the place of one in the same directory, as saves do, or of what else is there."""
+    return format == "dcp" and os.path.isdir(path) and bool(os.listdir(path))
+
+
+# --- What is read
+
+
+def open_source(path: str) -> Source:
+    """Opens a checkpoint of any format that is known, told by what is there.
+
+    Raises `CheckpointError` if nothing is, or it is something else, and what the formats' sources raise.
+    """
+    if os.path.isdir(path):
+        if layout.has_metadata(path, None):
+            return DcpSource(path)
+        names = os.listdir(path)
+        if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+            return SafetensorsSource(path)
+        if any(name.endswith(".npy") for name in names):
+            return _numpy_source(path)
+        raise CheckpointError(
+            f"{path} has no .metadata, no .safetensors and no .npy files: not a checkpoint, or one whose save did not "
+            "finish",
+            path=path,
+        )
+    try:
+        kind = kind_of_file(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+    if kind == "pickle":
+        raise CheckpointError(
+            f"{path} seems to be a file of torch.save before torch 1.6: load it and save it again", path=path
+        )
+    if kind == "other":
+        return SafetensorsSource(path)
+    if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
+        return TorchSource(path)
+    return _numpy_source(path)
+
+
+def _numpy_source(path: str) -> Source:
+    with numpy_needed():
+        from .numpy_source import NumpySource
+    return NumpySource(path)
+
+
+@contextmanager
+def numpy_needed() -> Iterator[None]:
+    """Around the import of a module that imports numpy, which only its own formats need. Raises `CheckpointError` where
+    it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise CheckpointError(
+            "the formats .npz and .npy need numpy, which is not installed: pip install numpy"
+        ) from None
+
+
+# --- What is written
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to write."""
+
+    name: str  #: in its folder; empty for a destination that is one file
+    bytes: int  #: of its tensors
+    layout: Callable[[], Layout]
+
+
+@dataclass(frozen=True)
+class Files:
+    """All of them, and what is done in their folder when they are written."""
+
+    files: list[OutputFile]
+    finish: Callable[[str], None] | None = None  #: None for a destination that is one file
+
+
+def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
+    if not in_folder:
+        return _one(outputs, lambda: SafetensorsLayout(outputs))
+    parts = shards(outputs, most_bytes)
+    layouts = {name: SafetensorsLayout(part) for name, part in parts}  # now, to raise before anything is written
+    files = [OutputFile(name, _bytes(part), lambda name=name: layouts[name]) for name, part in parts]  # type: ignore[misc]
+    return Files(files, lambda directory: write_index(directory, parts) if len(parts) > 1 else None)
+
+
+def torch_file(
+    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
+) -> Files:
+    return _one(outputs, lambda: torch_layout(outputs, values, paths, structure))
+
+
+def npz_file(outputs: Sequence[Output]) -> Files:
+    with numpy_needed():
+        from .numpy_sink import npz_layout
+    return _one(outputs, lambda: npz_layout(outputs))
+
+
+def npy_files(outputs: Sequence[Output]) -> Files:
+    with numpy_needed():
+        from .numpy_sink import NpyLayout, dtypes_to_tell, file_name
+        from .numpy_source import DTYPES_NAME
+    files = [
+        OutputFile(file_name(output.name), output.bytes, lambda output=output: NpyLayout(output))  # type: ignore[misc]
+        for output in outputs
+    ]
+    dtypes = dtypes_to_tell(outputs)
+
+    def finish(directory: str) -> None:
+        if dtypes:
+            with engine.named_errors(str, directory, len(dtypes)):
+                _C.commit_file(directory, DTYPES_NAME, dtypes)
+
+    return Files(files, finish)
+
+
+def _one(outputs: Sequence[Output], layout: Callable[[], Layout]) -> Files:
+    return Files([OutputFile("", _bytes(outputs), layout)])
+
+
+def _bytes(outputs: Sequence[Output]) -> int:
+    return sum(output.bytes for output in outputs)
+
+
+def shared_out(files: Sequence[OutputFile], ranks: int) -> list[int]:
+    """For each file the rank that writes it: the largest first, to whoever has the least."""
+    held = [0] * ranks
+    of = [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda number: -files[number].bytes):
+        rank = min(range(ranks), key=held.__getitem__)
+        of[number] = rank
+        held[rank] += files[number].bytes + 1
+    return of

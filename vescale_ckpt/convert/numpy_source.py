@@ -1,0 +1,200 @@
+"""Reads files of numpy for conversions: an archive `.npz`, or a folder of `.npy`.
+
+Tensors of dtypes that numpy does not have (bfloat16, float8, ...) are stored as unsigned integers of the same size. A
+text beside them, in an archive or a folder, maps their names to torch's names of their dtypes:
+`{"model.norm": "bfloat16"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import IO, Any
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+
+from .. import _C
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..structure import Path
+from .archive import Entry, damage_named, entries
+from .raw_files import Area, RawFiles, RawTensor, byte_offset
+from .source import Read, TensorInfo
+
+SUFFIX = ".npy"
+DTYPES_NAME = "torch_dtypes.json"
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_FARTHEST = 1 << 59  # elements; of any dtype these are fewer bytes than 63 bits count
+_CHUNK_BYTES = 4 << 20  # that are decompressed at a time
+
+
+@dataclass(frozen=True)
+class _Header:
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+    bytes: int  #: of the header
+    crc: int  #: CRC-32 of these
+
+    @property
+    def data_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether its elements lie in another order than C's."""
+        return self.fortran and sum(size != 1 for size in self.shape) > 1 and self.data_bytes > 0
+
+
+class NumpySource:
+    """Arrays in rows, as C has them, are read from where they lie; those in columns are mapped to memory. Members of an
+    archive that are compressed are decompressed as they are read: in order, once.
+
+    An archive's checksums are compared. A folder of `.npy` has none.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        self.object_names: list[str] = []
+        self.paths: dict[str, Path] = {}
+        self._raw: dict[str, RawTensor] = {}
+        self._compressed: dict[str, tuple[str, int]] = {}  # member, and where its data begin
+        self._archive: zipfile.ZipFile | None = None
+        self._member: IO[bytes] | None = None  # the compressed one that is being read
+        self._files = self._open_folder() if os.path.isdir(path) else self._open_archive()
+
+    def _open_folder(self) -> RawFiles:
+        names = sorted(name for name in os.listdir(self._path) if name.endswith(SUFFIX))
+        files = RawFiles([os.path.join(self._path, name) for name in names], self._path)
+        dtypes: dict[str, str] = {}
+        beside = os.path.join(self._path, DTYPES_NAME)
+        if os.path.exists(beside):
+            with open(beside, "rb") as file:
+                dtypes = _loaded_dtypes(file.read(), beside)
+        for number, (name, path) in enumerate(zip(names, files.paths, strict=True)):
+            with open(path, "rb") as file:
+                header = _header(file, path)
+                length = file.seek(0, os.SEEK_END)
+            entry = Entry(name, 0, length, 0, True)
+            self._add(unquote(name.removesuffix(SUFFIX)), number, path, header, entry, dtypes)
+        return files
+
+    def _open_archive(self) -> RawFiles:
+        files = RawFiles([self._path], self._path)
+        found = entries(self._path)
+        with damage_named(self._path):
+            archive = self._archive = zipfile.ZipFile(self._path)
+            has_dtypes = any(entry.name == DTYPES_NAME for entry in found)
+            dtypes = _loaded_dtypes(archive.read(DTYPES_NAME), self._path) if has_dtypes else {}
+            for entry in found:
+                if not entry.name.endswith(SUFFIX):
+                    continue
+                with archive.open(entry.name) as file:
+                    header = _header(file, f"{entry.name} in {self._path}")
+                self._add(entry.name.removesuffix(SUFFIX), 0, self._path, header, entry, dtypes)
+        return files
+
+    def _add(self, key: str, file: int, path: str, header: _Header, entry: Entry, dtypes: dict[str, str]) -> None:
+        if key in self.tensors:
+            raise CheckpointError(f"{key}: {self._path} has two arrays of that name", key=key)
+        if entry.bytes != header.bytes + header.data_bytes:
+            raise CorruptCheckpointError(
+                f"{key}: its header promises {header.data_bytes:,} bytes, {path} holds {entry.bytes - header.bytes:,}",
+                key=key,
+                file=path,
+                offset=entry.offset,
+            )
+        dtype = _torch_dtype(header.dtype, key, dtypes)
+        info = self.tensors[key] = TensorInfo(header.shape, dtype)
+        if not entry.stored:
+            if header.by_columns:
+                raise CheckpointError(f"{key}: it is compressed column by column: save it in C's order", key=key)
+            self._compressed[key] = entry.name, header.bytes
+            return
+        offset = entry.offset + header.bytes
+        crc = entry.crc ^ _C.crc32_combine(header.crc, 0, header.data_bytes) if entry.crc else -1  # of the data alone
+        mapped = None
+        if header.by_columns:
+            array = np.memmap(path, header.dtype, "c", offset, header.shape, "F")
+            mapped = torch.from_numpy(array).view(dtype)
+        self._raw[key] = RawTensor(info, offset, Area(file, offset, header.data_bytes, crc), mapped)
+
+    def close(self) -> None:
+        self._raw = {}
+        if self._archive is not None:
+            self._archive.close()
+
+    def objects(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._files.read([read for read in reads if read.key in self._raw], self._raw.__getitem__)
+        for read in reads:
+            if read.key in self._compressed and read.target.numel():
+                with damage_named(self._path):
+                    self._read_compressed(read)
+
+    def _read_compressed(self, read: Read) -> None:
+        name, begin = self._compressed[read.key]
+        assert self._archive is not None
+        if self._member is None or self._member.name != name:
+            self._member = self._archive.open(name)
+        self._member.seek(begin + byte_offset(self.tensors[read.key], read.offsets))
+        array: Any = read.target.reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(array)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            data = self._member.read(min(_CHUNK_BYTES, len(view) - start))  # which compares the checksum at the end
+            if start + len(data) < min(start + _CHUNK_BYTES, len(view)):
+                raise CorruptCheckpointError(f"{read.key}: {self._path} is truncated", key=read.key, file=self._path)
+            view[start : start + len(data)] = data
+
+
+def _header(file: IO[bytes], path: str) -> _Header:
+    """Raises `CorruptCheckpointError` for what is none."""
+    read = np.lib.format
+    try:
+        version = read.read_magic(file)
+        if version == (1, 0):
+            shape, fortran, dtype = read.read_array_header_1_0(file)
+        elif version == (2, 0):
+            shape, fortran, dtype = read.read_array_header_2_0(file)
+        else:
+            raise ValueError(f"version {version} of the format is for records")
+        if not all(0 <= size < _FARTHEST for size in shape) or prod(max(1, size) for size in shape) >= _FARTHEST:
+            raise ValueError(f"no array has shape {shape}")
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: {error}", key=None, file=path) from error
+    length = file.tell()
+    file.seek(0)
+    return _Header(tuple(map(int, shape)), bool(fortran), dtype, length, _C.crc32(file.read(length)))
+
+
+def _torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> torch.dtype:
+    """The dtype of torch that an array holds. Raises `CheckpointError` for arrays that no tensor can be."""
+    said = dtypes.get(name)
+    if said is not None:
+        found = getattr(torch, said, None)
+        stored = UNSIGNED.get(dtype.itemsize)
+        if not isinstance(found, torch.dtype) or found.itemsize != dtype.itemsize or stored is None or dtype != stored:
+            raise CheckpointError(f"{name}: its dtype should be {said}, which {dtype} cannot be", key=name)
+        return found
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):  # text, objects, records, another order of bytes
+        raise CheckpointError(f"{name}: torch has no tensors of numpy's {dtype}", key=name) from None
+
+
+def _loaded_dtypes(data: bytes, path: str) -> dict[str, str]:
+    try:
+        dtypes = json.loads(data)
+    except ValueError:
+        dtypes = None
+    if not isinstance(dtypes, dict) or not all(isinstance(value, str) for value in dtypes.values()):
+        raise CorruptCheckpointError(f"{path} does not name dtypes", key=None, file=path)
+    return dtypes

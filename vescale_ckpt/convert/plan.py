@@ -1,0 +1,300 @@
+"""Which tensors a conversion makes, of which, under which names and as which dtype."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from math import prod
+
+import torch
+
+from ..errors import CheckpointError, MissingKeysError
+from ..selection import Rename, Selection, renamed, renaming
+from ..structure import Path, Structure
+from .source import Read, Source
+
+#: As for `load`, or pairs of a regular expression and what takes its place.
+RenameRules = Rename | Sequence[tuple[str, str]]
+#: `{"layers.*.w": "layers.w"}` stacks, `{"layers.w": "layers.*.w"}` splits; a `*` stands for a number.
+Stack = Mapping[str, str]
+DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
+
+_SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch converts none of them
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write: a stored one, one index of its first dimension, or several along a new first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored_dtype: torch.dtype
+    keys: tuple[str, ...]  #: of the source
+    stacked: bool = False
+    index: int | None = None
+
+    @cached_property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def converts(self) -> bool:
+        """Whether it is written as another dtype than it is stored as."""
+        return self.dtype != self.stored_dtype
+
+    def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
+        """What fills `target` with the box of its sizes at `offsets`."""
+        if self.stacked:
+            for number in range(target.shape[0]):
+                yield Read(self.keys[offsets[0] + number], offsets[1:], target[number])
+        elif self.index is not None:
+            yield Read(self.keys[0], (self.index, *offsets), target.unsqueeze(0))
+        else:
+            yield Read(self.keys[0], offsets, target)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that comes out. Equal on all ranks."""
+
+    outputs: list[Output]
+    objects: dict[str, str]  #: the source's key by the name that it gets
+    paths: dict[str, Path]  #: what names stand for in a nested state, where it is more than themselves
+    structure: str | None = None  #: what the paths do not tell (`Structure.pack`); None: nobody knows
+
+
+def plan(
+    source: Source,
+    keys: str | Iterable[str] | None,
+    rename: RenameRules | None,
+    stack: Stack | None,
+    dtype: DTypes | None,
+) -> Plan:
+    """Raises before anything is written: `MissingKeysError` for `keys` that select nothing, ValueError for what
+    contradicts itself, with both sources where two tensors would get one name, `CheckpointError` for layers that
+    cannot be stacked."""
+    selection = Selection(keys)
+    stored = [*source.tensors, *source.object_names]
+    missing = selection.without_match(stored)
+    if missing:
+        raise MissingKeysError(missing)
+    names = renamed([key for key in stored if key in selection], renaming_by_rules(rename))
+    outputs = [
+        Output(names[key], info.shape, info.dtype, info.dtype, (key,))
+        for key, info in source.tensors.items()
+        if key in names
+    ]
+    objects = {names[key]: key for key in source.object_names if key in names}
+    outputs = restacked(outputs, stack or {})
+    _check_names(outputs, objects)
+    kept = {key: path for key, path in source.paths.items() if names.get(key) == key}
+    of_dtype = casting(dtype)
+    return Plan(
+        [replace(output, dtype=of_dtype(output.name, output.stored_dtype)) for output in outputs],
+        objects,
+        {name: kept[name] for name in (*(output.name for output in outputs), *objects) if name in kept},
+        _structure(source, selection, rename is not None),
+    )
+
+
+def _structure(source: Source, selection: Selection, with_other_names: bool) -> str | None:
+    structure: Structure | None = getattr(source, "structure", None)  # formats of flat names have none
+    if structure is None:
+        return None
+    empty = {path for path in structure.empty if not with_other_names and ".".join(map(str, path)) in selection}
+    return replace(structure, empty=empty).pack()
+
+
+def _check_names(outputs: Sequence[Output], objects: Mapping[str, str]) -> None:
+    seen = dict(objects)
+    for output in outputs:
+        first = seen.setdefault(output.name, output.keys[0])
+        if first != output.keys[0] or output.name in objects:
+            raise ValueError(f"{first!r} and {output.keys[0]!r} would both be {output.name!r}")
+
+
+def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that are a tensor of that shape, one behind another in its memory, none of more
+    elements than `most_elements`, which is at least 1."""
+    if prod(shape) <= most_elements:
+        yield (0,) * len(shape), shape
+        return
+    row = prod(shape[1:])
+    if row <= most_elements:
+        step = most_elements // row
+        rest = (0,) * (len(shape) - 1)
+        for start in range(0, shape[0], step):
+            yield (start, *rest), (min(step, shape[0] - start), *shape[1:])
+        return
+    inner = list(cut(shape[1:], most_elements))
+    for number in range(shape[0]):
+        for offsets, sizes in inner:
+            yield (number, *offsets), (1, *sizes)
+
+
+# --- New names
+
+
+def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
+    """From a key of the source to its new name. Rules are applied one after another, each to what the one before has
+    made, as `re.sub` does. Raises ValueError for what is no rule."""
+    if rename is None or callable(rename) or hasattr(rename, "keys"):
+        return renaming(rename)  # type: ignore[arg-type]
+    if isinstance(rename, str) or not isinstance(rename, Iterable):
+        kind = type(rename).__name__
+        raise ValueError(f"rename: a function, a mapping of names or pairs of texts are wanted, or None, not {kind}")
+    rules = []
+    for rule in rename:
+        try:
+            pattern, replacement = rule
+            rules.append((re.compile(pattern), replacement))
+        except (TypeError, ValueError, re.error) as error:
+            raise ValueError(f"rename: {rule!r} is no pair of a regular expression and a text: {error}") from None
+
+    def of(key: str) -> str:
+        for pattern, replacement in rules:
+            key = pattern.sub(replacement, key)
+        return key
+
+    return of
+
+
+# --- Stacked and split layers
+
+
+def restacked(outputs: Sequence[Output], stack: Stack) -> list[Output]:
+    """Applies each rule to the tensors as they are named by then.
+
+    The side with one `*` more than the other is that of single layers, whose number its last `*` is; the others stand
+    for the same numbers on both sides. Raises ValueError for rules that are none or fit nothing, `CheckpointError` for
+    layers that are missing or unlike each other, or tensors without a first dimension.
+    """
+    if not isinstance(stack, Mapping) or not all(isinstance(text, str) for pair in stack.items() for text in pair):
+        raise ValueError("stack: a mapping of names is wanted, such as {'layers.*.w': 'layers.w'}")
+    result = list(outputs)
+    for old, new in stack.items():
+        layers = old.count("*") - new.count("*")
+        if layers not in (1, -1):
+            raise ValueError(f"stack: {old!r} and {new!r}: one of them wants one * more than the other")
+        pattern = re.compile(r"(\d+)".join(map(re.escape, old.split("*"))))
+        matches = [(output, match) for output in result if (match := pattern.fullmatch(output.name))]
+        if not matches:
+            raise ValueError(f"stack: no tensor is named {old!r}")
+        taken = {output.name for output, _ in matches}
+        result = [output for output in result if output.name not in taken]
+        if layers == 1:
+            groups: dict[str, dict[int, Output]] = {}
+            for output, match in matches:
+                *others, number = match.groups()
+                group = groups.setdefault(_filled(new, others), {})
+                if (first := group.setdefault(int(number), output)) is not output:
+                    raise ValueError(f"stack: {first.name!r} and {output.name!r} have the same number")
+            result += [_stacked(name, group) for name, group in groups.items()]
+        else:
+            for output, match in matches:
+                result += _split(output, new, match.groups())
+    return result
+
+
+def _filled(pattern: str, numbers: Sequence[str]) -> str:
+    pieces = pattern.split("*")
+    return "".join(text + number for text, number in zip(pieces, [*numbers, ""], strict=True))
+
+
+def _stacked(name: str, layers: Mapping[int, Output]) -> Output:
+    count = max(layers) + 1
+    if len(layers) != count:
+        first_missing = islice((number for number in range(count) if number not in layers), 10)  # all may be trillions
+        shown, others = ", ".join(map(str, first_missing)), count - len(layers) - 10
+        more = f" and {others} more" if others > 0 else ""
+        raise CheckpointError(f"{name}: layers {shown}{more} of {count} are missing", key=name)
+    ordered = [layers[number] for number in range(len(layers))]
+    first = ordered[0]
+    for output in ordered:
+        if output.index is not None or output.stacked:
+            raise ValueError(f"stack: {output.name} was stacked or split by another rule")
+        if (output.shape, output.stored_dtype) != (first.shape, first.stored_dtype):
+            raise CheckpointError(
+                f"{name}: {output.name} has shape {output.shape} and {output.stored_dtype}, {first.name} has "
+                f"{first.shape} and {first.stored_dtype}",
+                key=output.name,
+            )
+    keys = tuple(output.keys[0] for output in ordered)
+    return replace(first, name=name, shape=(len(keys), *first.shape), keys=keys, stacked=True)
+
+
+def _split(output: Output, pattern: str, numbers: Sequence[str]) -> list[Output]:
+    if output.index is not None or output.stacked:
+        raise ValueError(f"stack: {output.name} was stacked or split by another rule")
+    if not output.shape:
+        raise CheckpointError(f"{output.name}: a tensor without dimensions cannot be split", key=output.name)
+    return [
+        replace(output, name=_filled(pattern, [*numbers, str(index)]), shape=output.shape[1:], index=index)
+        for index in range(output.shape[0])
+    ]
+
+
+# --- Other dtypes
+
+
+def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
+    """From a name and a stored dtype to the one to write.
+
+    Floating-point tensors become floating-point tensors of another dtype; all others stay as they are, unless a mapping
+    gives their very name. Of a mapping's patterns (those of `keys`) the first that fits counts.
+
+    Raises ValueError for what is no dtype, and TypeError for tensors that torch cannot convert.
+    """
+    if dtype is None:
+        return lambda name, stored: stored
+    if not isinstance(dtype, Mapping):
+        wanted = dtype_named(dtype)
+        if not wanted.is_floating_point:
+            raise ValueError(f"dtype={wanted}: for all tensors only a floating-point dtype is wanted")
+        if wanted == _PACKED:
+            raise TypeError(f"dtype={wanted}: torch has no conversion to it")
+        return lambda name, stored: wanted if stored.is_floating_point and stored != _PACKED else stored
+    rules = [(pattern, Selection(pattern), dtype_named(value)) for pattern, value in dtype.items()]
+
+    def of(name: str, stored: torch.dtype) -> torch.dtype:
+        for pattern, selection, wanted in rules:
+            if name in selection:
+                if name != pattern and not (stored.is_floating_point and wanted.is_floating_point):
+                    return stored
+                if wanted != stored and not _converts(stored, wanted):
+                    raise TypeError(f"{name}: torch has no conversion from {stored} to {wanted}")
+                return wanted
+        return stored
+
+    return of
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=wanted, device="cpu").copy_(torch.zeros((), dtype=stored, device="cpu"))
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """`torch.bfloat16`, "bfloat16", "torch.bfloat16" or "bf16". Raises ValueError for anything else."""
+    if not isinstance(dtype, str):
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r}: a dtype of torch, or its name, is wanted")
+        return dtype
+    name = dtype.removeprefix("torch.")
+    found = getattr(torch, _SHORT.get(name.lower(), name), None)
+    if not isinstance(found, torch.dtype):
+        names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        alike = difflib.get_close_matches(name.lower(), names)
+        raise ValueError(
+            f"dtype={dtype!r}: torch has no such dtype" + (f"; it has {', '.join(alike)}" if alike else "")
+        )
+    return found

@@ -1,0 +1,155 @@
+"""Reads files of torch.save for conversions: torch.load says what is in them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ..flatten import flatten_with_structure
+from .archive import Entry, damage_named, entries
+from .raw_files import Area, RawFiles, RawTensor
+from .source import Read, TensorInfo
+
+
+class TorchSource:
+    """A dict, nested or not, that torch.load maps to memory. Keys are flattened as DCP does.
+
+    Nothing but its pickle is read at first. Tensors that do not lie as they are (transposed ones) and tensors within
+    objects are read through the mapping, after they were verified.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._files = RawFiles([path], path)
+        state = MappedState(path)
+        self._flat, self.paths, self.structure = flatten_with_structure(state.values)
+        self._raw = {
+            key: _raw(key, value, state) for key, value in self._flat.items() if isinstance(value, torch.Tensor)
+        }
+        self.tensors = {key: tensor.info for key, tensor in self._raw.items()}
+        self.object_names = [key for key in self._flat if key not in self._raw]
+
+    def close(self) -> None:
+        self._flat, self._raw = {}, {}
+
+    def objects(self, names: Iterable[str]) -> dict[str, Any]:
+        found = {key: self._flat[key] for key in names}
+        if any(map(_holds_tensor, found.values())):
+            wrong, offset, _, _ = _C.check_archive_at(self._path, 0, os.path.getsize(self._path), -1)
+            if wrong:
+                raise CorruptCheckpointError(f"{self._path}: {wrong}", key=None, file=self._path, offset=offset)
+        return found
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._files.read(reads, self._raw.__getitem__)
+
+
+class MappedState:
+    """What a file of torch.save holds, mapped to memory: none of its tensors has been read.
+
+    Raises `UntrustedCheckpointError` for what needs code to load, `CorruptCheckpointError` for damage, and
+    `CheckpointError` for other files.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.entries = entries(path)
+        self._by_offset = {entry.offset: entry for entry in self.entries}
+        _check_pickle(path, self.entries)
+        storages: list[torch.UntypedStorage] = []
+
+        def keep(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+            storages.append(storage)
+            return storage
+
+        values = _load(path, keep)
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{path} holds a {type(values).__name__}, no dict of tensors", path=path)
+        self.values: Mapping[str, Any] = values
+        self._address = _mapping_of(storages[0].data_ptr()) if storages else 0  # of the file's first byte
+
+    def entry_of(self, tensor: torch.Tensor) -> Entry | None:
+        """The archive's entry that a tensor's storage is. None for tensors that have no data in the file."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            return None
+        return self._by_offset.get(tensor.untyped_storage().data_ptr() - self._address)
+
+
+def _raw(key: str, value: torch.Tensor, state: MappedState) -> RawTensor:
+    entry = state.entry_of(value)
+    if entry is None or value.is_quantized:
+        kind = f"{type(value).__name__} of layout {value.layout}"
+        raise CheckpointError(f"{key}: a {kind} cannot be converted, or its data are missing", key=key)
+    if not entry.stored:  # by another tool
+        raise CheckpointError(f"{key}: its data are compressed in {state.path}: load it and save it again", key=key)
+    if value.untyped_storage().nbytes() > entry.bytes:
+        raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {state.path}", key=key)
+    area = Area(0, entry.offset, entry.bytes, entry.crc or -1)
+    offset = entry.offset + int(value.storage_offset()) * value.itemsize
+    lies_as_it_is = value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    return RawTensor(TensorInfo(tuple(value.shape), value.dtype), offset, area, None if lies_as_it_is else value)
+
+
+def _check_pickle(path: str, stored: Sequence[Entry]) -> None:
+    """torch compares no checksums, and swaps bytes in memory."""
+    names = [entry.name for entry in stored if entry.name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
+    byteorder = names[0].removesuffix("data.pkl") + "byteorder"
+    with damage_named(path), zipfile.ZipFile(path) as archive:  # which compares checksums
+        archive.read(names[0])
+        if byteorder in archive.namelist() and archive.read(byteorder) != b"little":
+            raise CheckpointError(f"{path} was saved on a big-endian machine: load it and save it again", path=path)
+
+
+def _load(path: str, keep: Any) -> Any:
+    try:
+        return torch.load(path, map_location=keep, weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UntrustedCheckpointError(
+            f"{path} needs code to load, which conversions do not run (if you trust it, add its classes by "
+            f"torch.serialization.add_safe_globals): {error}"
+        ) from error
+    except Exception as error:  # a damaged pickle raises nearly anything
+        if "not resizable" in str(error):
+            raise UntrustedCheckpointError(f"{path}: a tensor would reach beyond its storage: {error}") from error
+        raise CorruptCheckpointError(
+            f"{path} cannot be read, its data are damaged or missing: {type(error).__name__}: {error}",
+            key=None,
+            file=path,
+        ) from error
+
+
+def _mapping_of(address: int) -> int:
+    """Where the first byte of the file is that is mapped at `address`. torch does not tell."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin_and_end, _, offset, *_ = line.split(maxsplit=5)
+            begin, end = (int(text, 16) for text in begin_and_end.split("-"))
+            if begin <= address < end:
+                return begin - int(offset, 16)
+    raise CheckpointError("/proc/self/maps does not tell where a file is mapped to memory")
+
+
+class _TensorFinder(pickle.Pickler):
+    found = False
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            self.found = True
+            return ""
+        return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    finder = _TensorFinder(io.BytesIO())
+    finder.dump(value)
+    return finder.found
