@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from vescale_ckpt.item_reads import Record
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -41,6 +40,7 @@ from vescale_ckpt import (
 )
 from vescale_ckpt.node import ranks_of_this_node
 from vescale_ckpt.packed import words
+from vescale_ckpt.records import Record
 from vescale_ckpt.shared_reading import SharedReading
 
 FOREVER = 60.0
@@ -299,7 +299,7 @@ def _many_objects(directory: Path) -> int:
     objects = {f"object{i}": i for i in range(60)}
     vescale_ckpt.save(directory, dict(objects))
     state: dict[str, Any] = dict.fromkeys(objects)
-    with mock.patch("vescale_ckpt.load.Record", wraps=Record) as made:
+    with mock.patch("vescale_ckpt.read_packed.Record", wraps=Record) as made:
         vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
     assert state == objects
     return made.call_count
@@ -446,7 +446,7 @@ def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordina
 
 
 def _large_index(directory: Path) -> tuple[int, ...]:
-    with mock.patch("vescale_ckpt.reader._MOST_INDEX_BYTES", 100):
+    with mock.patch("vescale_ckpt.contents._MOST_INDEX_BYTES", 100):
         return _counted(directory, "us")
 
 
