@@ -213,7 +213,7 @@ def _one_cannot_plan(directory: Path) -> str:
     """An error of one rank between DCP's planning and our exchange."""
     full = _full()
     _save(directory, full, "us")
-    fails = mock.patch("vescale_ckpt.load.Load._packed", side_effect=MemoryError("no room for its plan"))
+    fails = mock.patch("vescale_ckpt.read_items.ItemLoad._packed", side_effect=MemoryError("no room for its plan"))
     with (
         fails if dist.get_rank() == 1 else contextlib.nullcontext(),
         pytest.raises(dcp.api.CheckpointException) as caught,
