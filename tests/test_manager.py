@@ -33,7 +33,6 @@ from vescale_ckpt import (
     clean_up,
     directory_lock,
     layout,
-    loading,
     manager,
     schedule,
     step_directories,
@@ -874,7 +873,7 @@ def test_objects_are_trusted_only_if_told_so(
             super().__init__(*args, weights_only=weights_only, **options)
 
     save_steps(checkpoint, 1)
-    monkeypatch.setattr(loading, "StorageReader", Noted)
+    monkeypatch.setattr(api, "StorageReader", Noted)
     with CheckpointManager(checkpoint) as saver:
         saver.restore(blank(small_state(0)), step)
         saver.restore(blank(small_state(0)), step, weights_only=False)

@@ -208,7 +208,7 @@ def _one_cannot_plan(directory: Path) -> str:
     """An error of one rank between DCP's planning and our exchange."""
     full = _full()
     _save(directory, full, "us")
-    fails = mock.patch("vescale_ckpt.load.Load._packed", side_effect=MemoryError("no room for its plan"))
+    fails = mock.patch("vescale_ckpt.read_items.ItemLoad._packed", side_effect=MemoryError("no room for its plan"))
     with (
         fails if dist.get_rank() == 1 else contextlib.nullcontext(),
         pytest.raises(dcp.api.CheckpointException) as caught,
@@ -294,7 +294,7 @@ def _many_objects(directory: Path) -> int:
     objects = {f"object{i}": i for i in range(60)}
     vescale_ckpt.save(directory, dict(objects))
     state: dict[str, Any] = dict.fromkeys(objects)
-    with mock.patch("vescale_ckpt.records.Record", wraps=Record) as made:
+    with mock.patch("vescale_ckpt.read_packed.Record", wraps=Record) as made:
         vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
     assert state == objects
     return made.call_count
