@@ -132,7 +132,9 @@ class Ranks:
 def ranks_on(size: int, net: str) -> Iterator[Ranks]:
     """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number)."""
     context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "benchmarks.ranks"])
+    context.set_forkserver_preload(
+        ["torch.distributed.checkpoint", "torch.distributed.tensor", "vescale_ckpt", __name__]
+    )
     barrier = context.Barrier(size)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
