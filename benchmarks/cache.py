@@ -51,6 +51,13 @@ def resident_fraction(directory: Path) -> float:
     return resident / total if total else 0.0
 
 
+def prepare(directory: Path, *, warm: bool) -> float:
+    """Makes loads of all files under ``directory`` warm or cold, and returns the fraction that is in memory."""
+    if file_system_of(directory) in MEMORY_FILE_SYSTEMS:
+        return resident_fraction(directory)
+    return fill(directory) if warm else drop(directory)
+
+
 def drop(directory: Path) -> float:
     """Drop all files under ``directory`` from memory, and return the fraction that stayed.
 

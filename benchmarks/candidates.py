@@ -6,11 +6,11 @@ tensors that exist. Each is at its best settings, and is kept over all rounds as
 
 from __future__ import annotations
 
-import importlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
+import vescale_ckpt
 from benchmarks.ceiling import RawFile
+from benchmarks.harness import CEILING
+from benchmarks.measure import Plain
 from benchmarks.states import State
-
-Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 class Candidate(ABC):
@@ -75,43 +76,31 @@ class Ceiling(Candidate):
 class Vescale(Candidate):
     """Our plug points under plain ``dcp.save`` and ``dcp.load``."""
 
-    def __init__(
-        self,
-        *,
-        stock_planner: bool = False,
-        writer_options: dict[str, Any] | None = None,
-        reader_options: dict[str, Any] | None = None,
-    ) -> None:
-        self._package = importlib.import_module("vescale_ckpt")
-        self._stock_planner = stock_planner
-        self._writer_options = writer_options or {}
-        self._reader_options = reader_options or {}
-        self._planner = _stock_save_planner("Vescale") if stock_planner else self._package.SavePlanner()
-        self._writer: Any = None
-        self._last_used: Any = None
+    def __init__(self, *, with_stock_planners: bool = False, checksums: bool = True, verify: bool = True) -> None:
+        self._with_stock_planners = with_stock_planners
+        self._planner = stock_save_planner() if with_stock_planners else vescale_ckpt.SavePlanner()
+        self._checksums = checksums
+        self._verify = verify
+        self._writer: StorageWriter | None = None
+        self._stats: Any = None
 
     def save(self, state: State, directory: Path) -> None:
         if self._writer is None:
-            self._writer = self._package.StorageWriter(directory, **self._writer_options)
-        self._last_used = self._writer
+            self._writer = vescale_ckpt.StorageWriter(directory, checksums=self._checksums)
         _save_into(state, directory, self._writer, self._planner)
+        self._stats = getattr(self._writer, "last_stats", None)
 
     def load(self, into: State, directory: Path) -> None:
-        reader = self._package.StorageReader(directory, **self._reader_options)
-        self._last_used = reader
-        planner = DefaultLoadPlanner() if self._stock_planner else self._package.LoadPlanner()
+        reader = vescale_ckpt.StorageReader(directory, verify=self._verify)
+        planner = DefaultLoadPlanner() if self._with_stock_planners else vescale_ckpt.LoadPlanner()
         dcp_load({"model": into}, storage_reader=reader, planner=planner, no_dist=True)
+        self._stats = reader.last_stats
 
     def path_taken(self) -> str | None:
-        stats = getattr(self._last_used, "last_stats", None)
-        for name in ("io_path", "paths", "path"):
-            value = getattr(stats, name, None)
-            if value:
-                return str(value)
-        return None
+        return self._stats.io_path
 
     def stats(self) -> Plain:
-        return _plain(getattr(self._last_used, "last_stats", None))
+        return asdict(self._stats)
 
 
 class StockDcp(Candidate):
@@ -119,7 +108,7 @@ class StockDcp(Candidate):
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._planner = _stock_save_planner(f"{threads}Threads")
+        self._planner = stock_save_planner()
         self._writer: FileSystemWriter | None = None
 
     def save(self, state: State, directory: Path) -> None:
@@ -140,7 +129,7 @@ class TorchSave(Candidate):
     def save(self, state: State, directory: Path) -> None:
         path = directory / "state.pt"
         torch.save(state, path)
-        _sync(path)
+        sync(path)
 
     def load(self, into: State, directory: Path) -> None:
         _copy(torch.load(directory / "state.pt", mmap=self._mapped, weights_only=True), into)
@@ -172,7 +161,7 @@ class Safetensors(Candidate):
     def save(self, state: State, directory: Path) -> None:
         path = directory / "state.safetensors"
         safetensors.torch.save_file(state, path)
-        _sync(path)
+        sync(path)
 
     def load(self, into: State, directory: Path) -> None:
         _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
@@ -196,14 +185,13 @@ class VescaleSafetensors(Candidate):
     in_place = False
 
     def __init__(self, *, verify: bool = True) -> None:
-        self._functions = importlib.import_module("vescale_ckpt.safetensors")
         self._verify = verify
 
     def save(self, state: State, directory: Path) -> None:
-        self._functions.save_file(state, directory / "state.safetensors")
+        vescale_ckpt.safetensors.save_file(state, directory / "state.safetensors")
 
     def load(self, into: State, directory: Path) -> None:
-        into.update(self._functions.load_file(directory / "state.safetensors", verify=self._verify))
+        into.update(vescale_ckpt.safetensors.load_file(directory / "state.safetensors", verify=self._verify))
 
 
 class NumpySave(Candidate):
@@ -231,13 +219,13 @@ class Entry:
 
 
 REGISTRY: dict[str, Entry] = {
-    "ceiling": Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
+    CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
     "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
-    "vescale-stock-planner": Entry("our writer and reader, torch's planners", lambda _: Vescale(stock_planner=True)),
-    "vescale-noverify": Entry("ours, loads without verifying", lambda _: Vescale(reader_options={"verify": False})),
-    "vescale-nochecksum": Entry(
-        "ours, saves without checksums", lambda _: Vescale(writer_options={"checksums": False})
+    "vescale-stock-planner": Entry(
+        "our writer and reader, torch's planners", lambda _: Vescale(with_stock_planners=True)
     ),
+    "vescale-noverify": Entry("ours, loads without verifying", lambda _: Vescale(verify=False)),
+    "vescale-nochecksum": Entry("ours, saves without checksums", lambda _: Vescale(checksums=False)),
     "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: StockDcp(1)),
     "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: StockDcp(4)),
     "torch": Entry("torch.save + fsync, torch.load", lambda _: TorchSave()),
@@ -253,16 +241,25 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
-def _stock_save_planner(owner: str) -> DefaultSavePlanner:
+def stock_save_planner() -> DefaultSavePlanner:
     """torch's planner with cached plans of its own.
 
     torch keys cached plans by the name of the planner's class, for the whole process, and a cached plan
     carries what the storage writer put into it: without a class for each, one candidate would save by
     another's plan.
     """
-    own_class = type(f"SavePlanner{owner}", (DefaultSavePlanner,), {})
+    own_class = type(f"SavePlanner{time.perf_counter_ns()}", (DefaultSavePlanner,), {})
     planner: DefaultSavePlanner = own_class(enable_plan_caching=True)
     return planner
+
+
+def sync(path: Path) -> None:
+    """Makes a file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _save_into(state: State, directory: Path, writer: StorageWriter, planner: SavePlanner) -> None:
@@ -283,24 +280,3 @@ def _memory_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The memory of a contiguous tensor (numpy has no bfloat16)."""
     array: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
     return array
-
-
-def _plain(stats: object) -> Plain:
-    """A candidate's own report, of whatever type, as a copy that JSON can hold."""
-    if stats is None or isinstance(stats, bool | int | float | str):
-        return stats
-    if isinstance(stats, dict):
-        return {str(key): _plain(value) for key, value in stats.items()}
-    if isinstance(stats, list | tuple):
-        return [_plain(value) for value in stats]
-    if not is_dataclass(stats):
-        return str(stats)
-    return {field.name: _plain(getattr(stats, field.name)) for field in fields(stats)}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

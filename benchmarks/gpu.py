@@ -12,43 +12,34 @@ import shutil
 import statistics
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+import torch.distributed as dist
 
-import vescale_ckpt
+from benchmarks import gpu_saves
+from benchmarks.background import Saves
+from benchmarks.candidates import REGISTRY
+from benchmarks.ceiling import RawFile
+from benchmarks.figures import record
+from benchmarks.gpu_saves import timed
+from benchmarks.harness import STOCK, Row, Steps, Turn, alternate, summarize, table, working_directory
+from benchmarks.one_process import SavesAndLoads
 from vescale_ckpt import _C
-
-from . import gpu_saves
-from .cache import drop
-from .ceiling import RawFile
-from .figures import record
-from .gpu_saves import timed
-
-Candidate = tuple[Callable[[Path], object], Callable[[Path], object]]
-
-
-def candidates() -> dict[str, Candidate]:
-    """Name → makers of a writer and of a reader."""
-    return {
-        "vescale": (vescale_ckpt.StorageWriter, vescale_ckpt.StorageReader),
-        "dcp-4": (lambda path: dcp.FileSystemWriter(path, thread_count=4), dcp.FileSystemReader),
-    }
-
 
 GiB = 1 << 30
 
 
+def taken(action: Callable[[], object]) -> Steps:
+    return {"copy": timed(action)}
+
+
 def median_of(action: Callable[[], object], rounds: int) -> float:
     """Seconds; the first time does not count."""
-    return statistics.median([timed(action) for _ in range(rounds + 1)][1:])
+    return summarize(alternate("", {"": lambda: taken(action)}, rounds, warmup=1))[0].seconds
 
 
 def disk(directory: str, rounds: int, size: int) -> None:
@@ -74,14 +65,14 @@ def ceilings(rounds: int, size: int) -> None:
         with torch.cuda.stream(streams[1]):
             device[1].copy_(pinned[1], non_blocking=True)
 
-    ways: dict[str, Callable[[], object]] = {
-        "pinned_to_host": lambda: pinned[0].copy_(device[0], non_blocking=True),
-        "pinned_to_device": lambda: device[0].copy_(pinned[0], non_blocking=True),
-        "pinned_each_way_of_both": both,
-        "pageable_to_host": lambda: pageable.copy_(device[0]),
-        "pageable_to_device": lambda: device[0].copy_(pageable),
+    ways: dict[str, Turn] = {
+        "pinned_to_host": lambda: taken(lambda: pinned[0].copy_(device[0], non_blocking=True)),
+        "pinned_to_device": lambda: taken(lambda: device[0].copy_(pinned[0], non_blocking=True)),
+        "pinned_each_way_of_both": lambda: taken(both),
+        "pageable_to_host": lambda: taken(lambda: pageable.copy_(device[0])),
+        "pageable_to_device": lambda: taken(lambda: device[0].copy_(pageable)),
     }
-    record(**{f"{name}_gb_s": size / median_of(way, rounds) / 1e9 for name, way in ways.items()})
+    record(**{f"{row.candidate}_gb_s": size / row.seconds / 1e9 for row in shown("copies", ways, rounds)})
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -151,114 +142,30 @@ def copies(rounds: int) -> None:
     for kind, make in kinds.items():
         tensors = make()
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        ways = copy_ways(tensors)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds + 1):
-            for name, copy in ways.items():
-                seconds[name].append(timed(copy))
-        for name, times in seconds.items():
-            median = statistics.median(times[1:])
-            print(f"copy  {kind:22} {name:20} {median * 1e3:9.2f} ms {nbytes / median / 1e9:6.2f} GB/s")
-            if name == "vescale" and kind in figure:
-                record(**{f"copy_{figure[kind]}_of_peak": nbytes / median / ceiling})
+        for row in shown(kind, {name: partial(taken, copy) for name, copy in copy_ways(tensors).items()}, rounds):
+            if row.candidate == "vescale" and kind in figure:
+                record(**{f"copy_{figure[kind]}_of_peak": nbytes / row.seconds / ceiling})
 
 
-class Background(ABC):
-    """One way to save while training goes on."""
-
-    @abstractmethod
-    def start(self, state: dict[str, torch.Tensor], directory: Path) -> Future[Any] | vescale_ckpt.SaveHandle:
-        """Returns when training may go on."""
-
-
-class Ours(Background):
-    def start(self, state: dict[str, torch.Tensor], directory: Path) -> vescale_ckpt.SaveHandle:
-        return vescale_ckpt.save(directory, {"m": state}, async_checkpoint=True)
-
-
-class OursBehindAGate(Background):
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self._optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
-
-    def start(self, state: dict[str, torch.Tensor], directory: Path) -> vescale_ckpt.SaveHandle:
-        return vescale_ckpt.save(directory, {"m": state}, async_checkpoint=True, gate=self._optimizer)
+def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
+    """Synchronous saves and cold loads, and asynchronous saves beside training, ours and stock's."""
+    shapes = {f"layer.{i}": (4096, 4096) for i in range(max(1, size // (2 * 4096 * 4096)))}
+    with working_directory(Path(directory)) as folder:
+        both = SavesAndLoads(shapes, folder, ["save", "load"], warm=False, seed=0, device=device)
+        turns = {name: partial(both.turn, name, REGISTRY[name].make(False)) for name in ("vescale", "dcp-4")}
+        rows = shown(f"saves and cold loads on {device}", turns, rounds)
+        record(**{f"{row.step}_{row.candidate}_cold_gb_s": row.rate for row in rows})
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # stock wants one
+        saves = Saves(folder, both.state)
+        shown(f"saves beside training on {device}", saves.turns(["ours", "ours, gate", "our stager", STOCK]), rounds)
+        dist.destroy_process_group()
 
 
-class Stock(Background):
-    """`dcp.async_save` with a pinned stager that is kept."""
-
-    def __init__(self) -> None:
-        self._stager = DefaultStager(StagingOptions(use_async_staging=False))
-
-    def start(self, state: dict[str, torch.Tensor], directory: Path) -> Future[Any]:
-        answer: Any = dcp.async_save(
-            {"m": state},
-            storage_writer=dcp.FileSystemWriter(directory, thread_count=4),
-            async_stager=self._stager,
-            no_dist=True,
-        )
-        return answer  # type: ignore[no-any-return]
-
-
-def background(state: dict[str, torch.Tensor], rounds: int, directory: str) -> None:
-    """How long saves stop training, how long until they are durable, and matrix products beside them."""
-    ways: dict[str, Background] = {"vescale": Ours(), "vescale, gate": OursBehindAGate(state), "dcp": Stock()}
-    left, right = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-
-    def products() -> float:
-        """Seconds of many. Waits for their stream alone: copies may go on."""
-        started = time.perf_counter()
-        for _ in range(200):
-            left @ right
-        torch.cuda.current_stream().synchronize()
-        return time.perf_counter() - started
-
-    alone = min(products() for _ in range(3))
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            with tempfile.TemporaryDirectory(dir=directory) as folder:
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                handle = way.start(state, Path(folder))
-                stopped = time.perf_counter() - started
-                beside = products()
-                handle.result()
-                seconds[name].append((stopped, time.perf_counter() - started, beside / alone))
-    for name, times in seconds.items():
-        stopped, durable, slower = (statistics.median(column) for column in zip(*times[1:], strict=True))
-        print(
-            f"async {name:14} stops for {stopped * 1e3:8.1f} ms (first {times[0][0] * 1e3:8.1f}), durable after "
-            f"{durable:6.3f} s, matrix products beside it take {slower:4.2f} x"
-        )
-
-
-def beside_stock(rounds: int, directory: str, size: int) -> None:
-    """Synchronous saves and cold loads, and asynchronous saves, ours and stock's."""
-    layers = max(1, size // (2 * 4096 * 4096))
-    state = {f"layer.{i}": torch.randn(4096, 4096, device="cuda").bfloat16() for i in range(layers)}
-    target = {key: torch.empty_like(value) for key, value in state.items()}
-    gib = sum(value.nbytes for value in state.values()) / GiB
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for _ in range(rounds + 1):
-        for name, (writer, reader) in candidates().items():
-            with tempfile.TemporaryDirectory(dir=directory) as folder:
-                path = Path(folder)
-                save = timed(lambda: dcp.save({"m": state}, storage_writer=writer(path), no_dist=True))  # noqa: B023
-                drop(path)
-                load = timed(lambda: dcp.load({"m": target}, storage_reader=reader(path), no_dist=True))  # noqa: B023
-                for key, value in state.items():
-                    if not torch.equal(value, target[key]):
-                        raise SystemExit(f"{name}: {key} came back wrong")
-                    target[key].zero_()
-                seconds.setdefault((name, "save"), []).append(save)
-                seconds.setdefault((name, "load"), []).append(load)
-    background(state, rounds, directory)
-    print(f"{gib:.2f} GiB on {torch.cuda.get_device_name(0)}, median of {rounds}, first round not counted")
-    for (name, operation), times in seconds.items():
-        median = statistics.median(times[1:])
-        print(f"{operation:5} {name:8} {median:7.3f} s {gib * 1.073741824 / median:6.2f} GB/s (first {times[0]:.3f} s)")
-        record(**{f"{operation}_{name}_cold_gb_s": gib * 1.073741824 / median})
+def shown(case: str, turns: Mapping[str, Turn], rounds: int) -> list[Row]:
+    """Rows of the candidates alternated, the first round not counted; their table is printed."""
+    rows = summarize(alternate(case, turns, rounds, warmup=1))
+    print(table(rows), flush=True)
+    return rows
 
 
 def room(wanted: int, directory: str, device: str) -> int:
@@ -298,7 +205,7 @@ def main() -> None:
             device, directory, rounds, size, peak(rounds, to_host=False) if on_gpu else None
         ),
         "growth": lambda: gpu_saves.growth(device, directory, arguments.saves),
-        "stock": lambda: beside_stock(rounds, directory, min(size, 2 * GiB)),
+        "stock": lambda: beside_stock(device, rounds, directory, min(size, 2 * GiB)),
     }
     for section in sections:
         run[section]()

@@ -11,26 +11,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 _libc = ctypes.CDLL(None)
+
+
+Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one operation used, all threads of the process together.
+    """What one operation used, all threads of the process together; None is unknown.
 
-    ``peak_extra_bytes`` is the peak resident memory less that before; mapped files count while they are
-    mapped. None where the kernel does not let the peak be reset. ``disk_*`` are bytes asked of the storage,
-    ``call_*`` those of read and write calls, which include what the page cache served and leave out what was
-    mapped.
+    ``state_bytes`` is the size of what was saved or loaded. ``peak_extra_bytes`` is the peak resident memory less that
+    before; mapped files count while they are mapped. ``disk_bytes`` went to and from the storage, ``call_bytes``
+    through read and write calls, which include what the page cache served and leave out what was mapped. ``resident``
+    is the fraction of the files in the page cache just before a load, ``shared`` that of the bytes needed by a rank
+    that it had from another's reading, or read for another. ``path`` and ``stats`` are the candidate's own report.
     """
 
     seconds: float
-    cpu_seconds: float
-    peak_extra_bytes: int | None
-    disk_read_bytes: int
-    disk_write_bytes: int
-    call_read_bytes: int
-    call_write_bytes: int
+    cpu_seconds: float | None = None
+    peak_extra_bytes: int | None = None
+    disk_bytes: int | None = None
+    call_bytes: int | None = None
+    state_bytes: int | None = None
+    resident: float | None = None
+    shared: float | None = None
+    path: str | None = None
+    stats: Plain = None
 
 
 def settle() -> None:
@@ -41,25 +50,31 @@ def settle() -> None:
     os.sync()
 
 
-def measure(operation: Callable[[], None]) -> Usage:
-    """Run ``operation`` and say what it used."""
+def synchronize() -> None:
+    """Waits for the device, where one is used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def measure(operation: Callable[[], object]) -> Usage:
+    """Runs ``operation`` and tells what it used."""
+    synchronize()
     peak_known = _reset_peak()
     resident = _status_bytes("VmRSS")
-    moved = _io_counters()
+    disk, calls = _moved_bytes()
     cpu = _cpu_seconds()
     start = time.perf_counter()
     operation()
+    synchronize()
     seconds = time.perf_counter() - start
     cpu = _cpu_seconds() - cpu
-    moved = {name: value - moved[name] for name, value in _io_counters().items()}
+    disk_after, calls_after = _moved_bytes()
     return Usage(
         seconds=seconds,
         cpu_seconds=cpu,
         peak_extra_bytes=max(0, _status_bytes("VmHWM") - resident) if peak_known else None,
-        disk_read_bytes=moved["read_bytes"],
-        disk_write_bytes=moved["write_bytes"],
-        call_read_bytes=moved["rchar"],
-        call_write_bytes=moved["wchar"],
+        disk_bytes=disk_after - disk,
+        call_bytes=calls_after - calls,
     )
 
 
@@ -73,9 +88,11 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _io_counters() -> dict[str, int]:
+def _moved_bytes() -> tuple[int, int]:
+    """Of the storage, and of calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
-    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    counters = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return counters["read_bytes"] + counters["write_bytes"], counters["rchar"] + counters["wchar"]
 
 
 def _reset_peak() -> bool:

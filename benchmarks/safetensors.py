@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main as benchmark
+from benchmarks.harness import start
 
 OURS = "vescale-safetensors"
 STATES = ("--state", "llama,small", "--baseline", "safetensors",
@@ -16,5 +17,12 @@ STATES = ("--state", "llama,small", "--baseline", "safetensors",
 ONE_TENSOR = ("--state", "one", "--ops", "save", "--baseline", "safetensors",
               "--candidates", f"ceiling,{OURS},safetensors,safetensors-memory,numpy,numpy-save,torch")  # fmt: skip
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs both tables, with these arguments behind their own, and returns the exit status."""
+    more = sys.argv[1:] if arguments is None else arguments
+    return max(benchmark([*preset, *more]) for preset in (STATES, ONE_TENSOR))
+
+
 if __name__ == "__main__":
-    sys.exit(max(main([*preset, *sys.argv[1:]]) for preset in (STATES, ONE_TENSOR)))
+    start(main)

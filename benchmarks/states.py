@@ -100,10 +100,10 @@ def bytes_in(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES
 
 
-def build(shapes: Shapes, seed: int) -> State:
+def build(shapes: Shapes, seed: int, device: str = "cpu") -> State:
     """Tensors with these shapes, each in memory of its own, filled with random bits in place."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    generator = torch.Generator(device).manual_seed(seed)
+    state = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
     for tensor in state.values():
         _bits(tensor).random_(generator=generator)
     return state

@@ -22,7 +22,6 @@ from damage import fork, same
 from ranks import RanksFailedError, run_ranks
 
 import vescale_ckpt
-from benchmarks import convert as benchmark
 from vescale_ckpt import _C
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt.cli import main
@@ -32,6 +31,8 @@ from vescale_ckpt.convert.plan import cut
 from vescale_ckpt.convert.run import ConvertReport, convert
 from vescale_ckpt.convert.source import Read
 from vescale_ckpt.errors import (
+from vescale_ckpt import (
+    _C,
     CheckpointError,
     CorruptCheckpointError,
     MissingKeysError,
@@ -696,10 +697,3 @@ def test_the_command_line(
     assert json.loads(capsys.readouterr().out)["tensors"] == 4
     assert np.load(tmp_path / "a.npz")["large"].dtype == np.float32
     assert "bw" in np.load(tmp_path / "a.npz").files
-
-
-def test_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--gib", "0.004", "--rounds", "1", "--dir", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[1] for line in lines[1:]] == ["ceiling", "convert", "load, save_file"] * 2
-    assert list(tmp_path.iterdir()) == []

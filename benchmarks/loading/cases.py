@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -91,10 +92,18 @@ NAMES = {
 }
 
 
-def case(name: str, mib: float) -> Case:
-    """The case ``name`` of about so many MiB, saved by the ranks that load it."""
-    kind, saved, loaded = _KINDS[name]
-    return Case(name, states.shapes_of(kind, mib / 1024), saved, loaded)
+def of_table(table: str, names: Iterable[str], mib: float) -> list[Case]:
+    """What a table of ``python -m benchmarks.loading`` loads, each of about so many MiB."""
+    if table == "stacked":
+        return [case for dim in range(3) for case in stacked_and_twin(mib, dim)]
+    if table == "ranks":  # what the same ranks of any number load
+        shapes = states.shapes_of("llama", mib / 1024)
+        return [Case("dim 0", shapes, None, Held(0)), Case("replicated", shapes, None, Held())]
+    found = []
+    for name in names:
+        kind, saved, loaded = _KINDS[name]
+        found.append(Case(name, states.shapes_of(kind, mib / 1024), saved, loaded))
+    return found
 
 
 def stacked_and_twin(mib: float, dim: int) -> tuple[Case, Case]:
@@ -103,9 +112,3 @@ def stacked_and_twin(mib: float, dim: int) -> tuple[Case, Case]:
     apart = {f"{name}.{layer}": shape[1:] for name, shape in shapes.items() for layer in range(shape[0])}
     twin = Held(dealt=True) if dim == 0 else Held(dim - 1)
     return Case(f"stacked, dim {dim}", shapes, None, Held(dim)), Case(f"unstacked, dim {dim}", apart, None, twin)
-
-
-def for_any_ranks(mib: float) -> list[Case]:
-    """What the same ranks of any number load: shards of rows, and all."""
-    shapes = states.shapes_of("llama", mib / 1024)
-    return [Case("dim 0", shapes, None, Held(0)), Case("replicated", shapes, None, Held())]

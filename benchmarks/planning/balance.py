@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.harness import aligned
 from benchmarks.planning import stock
 from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
@@ -84,10 +85,6 @@ def cases() -> list[Case]:
     return found
 
 
-def run(chosen: Iterable[Case]) -> list[Balance]:
-    return [balance(case) for case in chosen]
-
-
 def balance(case: Case) -> Balance:
     state = SimulatedState(case.entries, case.parallelism)
     inventories = [state.inventory(rank) for rank in range(case.parallelism.ranks)]
@@ -100,7 +97,6 @@ def _imbalance(by_rank: Sequence[int]) -> float:
 
 
 def table(balances: Sequence[Balance]) -> str:
-    width = max(len(found.case) for found in balances)
-    lines = [f"{'max / mean of bytes':<{width}}  vescale  stock"]
-    lines += (f"{found.case:<{width}}  {found.ours:>7.3f}  {found.stock:>5.2f}" for found in balances)
-    return "\n".join(lines)
+    lines = [("max / mean of bytes", "vescale", "stock")]
+    lines += ((found.case, f"{found.ours:.3f}", f"{found.stock:.2f}") for found in balances)
+    return aligned(lines, left=(0,))

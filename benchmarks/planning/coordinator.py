@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.planning.stock import Coordinator
+from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
+from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
+from benchmarks.planning.stopwatch import Stopwatch
 from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
@@ -55,11 +57,10 @@ def run(ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path,
     inventories = [state.inventory(rank) for rank in range(ranks)]
     gathered = sum(map(len, inventories)) / 2**20
     case = f"coordinator, {ranks:,} ranks x {items:,} items, {gathered:,.0f} MiB of inventories"
-    candidates = {"vescale": Ours(inventories, state.names).run}
-    counts = {"vescale": rounds}
+    candidates: dict[str, Turn] = {"vescale": Ours(inventories, state.names).run}
     with tempfile.TemporaryDirectory(dir=directory) as metadata_directory:
         if stock_rounds:
             stock = Coordinator(inventories, Path(metadata_directory))
-            candidates |= {f"{STOCK}, collector on": stock.run, STOCK: stock.run_uncollected}
-            counts |= {f"{STOCK}, collector on": stock_rounds, STOCK: stock_rounds}
-        return alternate(case, candidates, counts, seed)
+            candidates |= with_and_without_collector(stock.run)
+        fewer = dict.fromkeys((COLLECTED, STOCK), stock_rounds)
+        return list(alternate(case, candidates, rounds, seed=seed, fewer=fewer))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
+from benchmarks.candidates import stock_save_planner
+from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
-from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate, first_call
+from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt import _C
 from vescale_ckpt.simulate.models import MODELS, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism
@@ -49,56 +52,57 @@ def before_first_byte(kind: str, count: int, rounds: int, directory: Path, seed:
     """A save of one rank: cold, with nothing cached, and warm. In a process without a process group."""
     with alone():
         state = {"model": _STATES[kind](count)}
-        candidates = {
-            "dcp.save, our planner and writer": lambda: _ours_in_dcp(state, directory / "dcp"),
-            "vescale_ckpt.save": lambda: _ours(state, directory / "ours"),
-            STOCK: lambda: _stock(state, directory / "stock"),
+        path = directory / "checkpoint"
+        our_write, stock_write = (_C.FileWriter, "write_tensors"), (filesystem, "_write_item")
+
+        def ours_in_dcp(planner: SavePlanner) -> None:
+            dcp_save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)
+
+        def ours(planner: SavePlanner) -> None:
+            vescale_ckpt.save(path, state, planner=planner)
+
+        def stock(planner: SavePlanner) -> None:
+            dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner)
+
+        candidates: dict[str, Turn] = {
+            "dcp.save, our planner and writer": lambda: _steps(
+                ours_in_dcp, vescale_ckpt.SavePlanner(), path, our_write
+            ),
+            "vescale_ckpt.save": lambda: _steps(ours, vescale_ckpt.SavePlanner(), path, our_write),
+            STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
         }
         case = f"before the first byte, {count:,} {kind} on one rank"
-        return alternate(case, candidates, dict.fromkeys(candidates, rounds), seed)
+        return list(alternate(case, candidates, rounds, seed=seed))
 
 
-def _ours_in_dcp(state: State, path: Path) -> Steps:
-    planner = vescale_ckpt.SavePlanner()
-    return _cold_and_warm(
-        lambda: dcp_save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner),
-        path,
-        (_C.FileWriter, "write_tensors"),
-    )
-
-
-def _ours(state: State, path: Path) -> Steps:
-    planner = vescale_ckpt.SavePlanner()
-    return _cold_and_warm(
-        lambda: vescale_ckpt.save(path, state, planner=planner), path, (_C.FileWriter, "write_tensors")
-    )
-
-
-def _stock(state: State, path: Path) -> Steps:
-    planner = stock_planner()
-    return _cold_and_warm(
-        lambda: dcp_save(state, storage_writer=filesystem.FileSystemWriter(path, sync_files=False), planner=planner),
-        path,
-        (filesystem, "_write_item"),
-    )
-
-
-def stock_planner() -> SavePlanner:
-    """With cached plans of its own: stock keeps them by the name of the planner's class."""
-    planner: SavePlanner = type(f"SavePlanner{perf_counter()}", (DefaultSavePlanner,), {})(enable_plan_caching=True)
-    return planner
-
-
-def _cold_and_warm(save: Callable[[], object], path: Path, first_write: tuple[Any, str]) -> Steps:
-    steps: Steps = {}
+def _steps(
+    save: Callable[[SavePlanner], None], planner: SavePlanner, path: Path, first_write: tuple[Any, str]
+) -> Steps:
+    steps: dict[str, float] = {}
     for step in ("cold", "second", "warm"):  # the second save may still be making what later ones find
         shutil.rmtree(path, ignore_errors=True)
-        with first_call(*first_write) as written:
+        with first_call(*first_write) as called:
             start = perf_counter()
-            save()
-        steps[step] = written.since(start)
+            save(planner)
+        steps[step] = called[0] - start
     del steps["second"]
     return steps
+
+
+@contextmanager
+def first_call(owner: Any, name: str) -> Iterator[list[float]]:
+    """Notes when the function ``name`` of a module or class is called, as ``perf_counter`` tells it."""
+    function = getattr(owner, name)
+    called: list[float] = []
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        called.append(perf_counter())
+        return function(*arguments, **keywords)
+
+    with mock.patch.object(owner, name, watched):
+        yield called
+    if not called:
+        raise RuntimeError(f"{name} was never called")
 
 
 def local_plans(kind: str, count: int, rounds: int, seed: int) -> list[Sample]:
@@ -121,11 +125,10 @@ def local_plans_of_model(
 
 
 def _local_plans(case: str, state: State, rounds: int, stock_rounds: int, seed: int) -> list[Sample]:
-    candidates: dict[str, Callable[[], Steps]] = {"vescale": lambda: _plan_twice(vescale_ckpt.SavePlanner(), state)}
+    candidates: dict[str, Turn] = {"vescale": lambda: _plan_twice(vescale_ckpt.SavePlanner(), state)}
     if stock_rounds:
-        candidates[STOCK] = lambda: _plan_twice(stock_planner(), state)
-    counts = {name: rounds if name == "vescale" else stock_rounds for name in candidates}
-    return alternate(case, candidates, counts, seed)
+        candidates[STOCK] = lambda: _plan_twice(stock_save_planner(), state)
+    return list(alternate(case, candidates, rounds, seed=seed, fewer={STOCK: stock_rounds}))
 
 
 def _plan_twice(planner: SavePlanner, state: State) -> Steps:

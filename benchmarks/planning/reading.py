@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,11 +11,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 import vescale_ckpt
+from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
 from benchmarks.planning.coordinator import entries
 from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
-from benchmarks.planning.stock import collector_off
-from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
+from benchmarks.planning.stock import COLLECTED, with_and_without_collector
+from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt import layout
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
@@ -25,6 +25,7 @@ from vescale_ckpt.simulate.simulation import metadata_files, planned, written
 
 def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:
     """Makes a checkpoint without data."""
+    directory.mkdir()
     state = SimulatedState(entries, parallelism)
     plan, parts = planned([state.inventory(rank) for rank in range(parallelism.ranks)], "balanced")
     metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
@@ -55,16 +56,11 @@ def one_rank_of_many(
         watch.lap("read metadata")
         return watch.seconds
 
-    def uncollected() -> Steps:
-        with collector_off():
-            return stock()
-
     case = f"metadata of {ranks:,} ranks x {items:,} items, one rank"
-    candidates: dict[str, Callable[[], Steps]] = {"vescale": ours}
+    candidates: dict[str, Turn] = {"vescale": ours}
     if stock_rounds:
-        candidates |= {f"{STOCK}, collector on": stock, STOCK: uncollected}
-    counts = {name: rounds if name == "vescale" else stock_rounds for name in candidates}
-    return alternate(case, candidates, counts, seed)
+        candidates |= with_and_without_collector(stock)
+    return list(alternate(case, candidates, rounds, seed=seed, fewer=dict.fromkeys((COLLECTED, STOCK), stock_rounds)))
 
 
 def changed_world(items: int, saved_on: int, loaded_on: int, rounds: int, directory: Path, seed: int) -> list[Sample]:
@@ -81,7 +77,7 @@ def changed_world(items: int, saved_on: int, loaded_on: int, rounds: int, direct
             return _read_and_plan(FileSystemReader(directory), DefaultLoadPlanner(), state)
 
         case = f"load plan of {items:,} DTensors, saved on {saved_on} ranks, loaded on {loaded_on}"
-        return alternate(case, {"vescale": ours, STOCK: stock}, {"vescale": rounds, STOCK: rounds}, seed)
+        return list(alternate(case, {"vescale": ours, STOCK: stock}, rounds, seed=seed))
 
 
 def _read_and_plan(reader: StorageReader, planner: LoadPlanner, state: State) -> Steps:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,10 +15,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.timing import Steps, Stopwatch
+from benchmarks.harness import STOCK, Steps, Turn
+from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt import _C, engine
 from vescale_ckpt.rows import OBJECT, TENSOR
 
+COLLECTED = f"{STOCK}, collector on"
 _DTYPES = {code: dtype for dtype, code in engine.DTYPE_CODES.items()}
 
 
@@ -83,19 +84,18 @@ class Coordinator:
         steps = watch.seconds
         return {"plan": sum(steps[step] for step in steps if step != "metadata"), **steps}
 
-    def run_uncollected(self) -> Steps:
-        with collector_off():
-            return self.run()
 
+def with_and_without_collector(turn: Callable[[], Steps]) -> dict[str, Turn]:
+    """Stock with Python's garbage collector, which walks over all plans again and again, and at its best: without."""
 
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Without Python's garbage collector, which walks over all plans again and again."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    def uncollected() -> Steps:
+        gc.disable()
+        try:
+            return turn()
+        finally:
+            gc.enable()
+
+    return {COLLECTED: turn, STOCK: uncollected}
 
 
 def _results(rank: int, plan: SavePlan) -> bytes:

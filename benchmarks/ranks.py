@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,7 +22,9 @@ import torch.distributed as dist
 import torch.multiprocessing  # so that tensors travel between processes by their shared memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.loading.network import leave_network, network, start_card
+from benchmarks.harness import BenchmarkError
+from benchmarks.measure import Usage, measure
+from benchmarks.network import leave_network, network, start_card
 
 ONE_NODE, LOOPBACK = "one node", "loopback"
 _PATIENCE = timedelta(minutes=10)
@@ -34,7 +36,7 @@ class Barrier(Protocol):
     def wait(self) -> object: ...
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(BenchmarkError):
     """A rank raised, died, or did not answer."""
 
 
@@ -47,6 +49,42 @@ class Rank:
     mesh: DeviceMesh
     barrier: Barrier
     kept: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When an operation began and ended on a rank, by the clock of the machine, and what it used there."""
+
+    start: float
+    end: float
+    usage: Usage
+
+
+def timed(rank: Rank, operation: Callable[[], object]) -> Timed:
+    """Runs ``operation``, which begins on all ranks at the same time."""
+    times: list[float] = []
+
+    def all_at_once() -> None:
+        rank.barrier.wait()
+        times.append(time.perf_counter())
+        operation()
+        times.append(time.perf_counter())
+
+    usage = measure(all_at_once)
+    return Timed(times[0], times[1], usage)
+
+
+def together(parts: Sequence[Timed]) -> Usage:
+    """Of all ranks: seconds from the first that began to the last that ended; sums, and the greatest peak."""
+    usages = [part.usage for part in parts]
+    peaks = [usage.peak_extra_bytes for usage in usages if usage.peak_extra_bytes is not None]
+    return Usage(
+        seconds=max(part.end for part in parts) - min(part.start for part in parts),
+        cpu_seconds=sum(usage.cpu_seconds or 0 for usage in usages),
+        peak_extra_bytes=max(peaks) if len(peaks) == len(usages) else None,
+        disk_bytes=sum(usage.disk_bytes or 0 for usage in usages),
+        call_bytes=sum(usage.call_bytes or 0 for usage in usages),
+    )
 
 
 class Ranks:
@@ -94,7 +132,9 @@ class Ranks:
 def ranks_on(size: int, net: str) -> Iterator[Ranks]:
     """Ranks on ONE_NODE; each on a node of its own, with LOOPBACK between them; or with so many MB/s (a number)."""
     context = multiprocessing.get_context("forkserver")  # torch is imported once
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "benchmarks.loading.trial"])
+    context.set_forkserver_preload(
+        ["torch.distributed.checkpoint", "torch.distributed.tensor", "vescale_ckpt", __name__]
+    )
     barrier = context.Barrier(size)
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from benchmarks.loading.storage import UnavailableError
+from benchmarks.storage import UnavailableError
 
 CARD = "card0"
 _TOOLS = ("ip", "tc", "nsenter", "unshare")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 
 
+@pytest.mark.smoke
 def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")  # the network's weights come in that format
     command = [sys.executable, str(DEMO), "--tiny", "--rounds=1", f"--dir={tmp_path}"]

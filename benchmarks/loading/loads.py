@@ -1,0 +1,144 @@
+"""One checkpoint, loaded by all ranks in the way of one candidate after the other, every load compared bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import vescale_ckpt
+from benchmarks import cache, states
+from benchmarks.harness import STOCK, Steps, WrongContentsError
+from benchmarks.loading.cases import Case, Held
+from benchmarks.measure import settle
+from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, timed, together
+from benchmarks.states import Shapes, State
+from benchmarks.storage import MB, StorageLimit
+
+CHECKPOINT = "checkpoint"
+
+Load = Callable[[Path, dict[str, Any]], Any]  # returns LoadStats, or None
+
+
+def _ours(broadcast: Any) -> Load:
+    return lambda path, state: vescale_ckpt.load(path, state, broadcast_checkpoint=broadcast).stats
+
+
+def _plugged(**options: Any) -> Load:
+    def load(path: Path, state: dict[str, Any]) -> Any:
+        reader = vescale_ckpt.StorageReader(path, **options)
+        dcp_load(state, storage_reader=reader, planner=vescale_ckpt.LoadPlanner())
+        return reader.last_stats
+
+    return load
+
+
+MODES: dict[str, tuple[str, Load]] = {
+    "auto": ("vescale_ckpt.load, by the rule", _ours("auto")),
+    "true": ("vescale_ckpt.load, ranks read for each other", _ours(True)),
+    "false": ("vescale_ckpt.load, each rank for itself", _ours(False)),
+    "reader": ("dcp.load with our StorageReader and LoadPlanner", _plugged()),
+    STOCK: (
+        "dcp.load with FileSystemReader",
+        lambda path, state: dcp_load(state, storage_reader=FileSystemReader(path)),
+    ),
+    "plug": ("reader, ranks read for each other", _plugged(broadcast_checkpoint=True)),
+    "plug-auto": ("reader, by the rule", _plugged(broadcast_checkpoint="auto")),
+}
+WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
+    "vescale": lambda path, state: vescale_ckpt.save(path, state),
+    STOCK: lambda path, state: dcp_save(state, storage_writer=FileSystemWriter(path)),
+}
+
+
+@contextlib.contextmanager
+def saved(ranks: Ranks, network: str, case: Case, directory: Path, writer: str, seed: int) -> Iterator[None]:
+    """Saves what the case says; then the ranks hold what they load into. It is gone afterwards.
+
+    Ranks on nodes of their own have each its own copy of the checkpoint, because nodes share no page cache: what stock
+    reads on one is in the memory of that one. They are told a relative path, and stand in different directories.
+    """
+    places = [directory / f"node{node}" for node in range(1 if network == ONE_NODE else ranks.size)]
+    path = places[0] / CHECKPOINT
+    state = states.build(case.shapes, seed)
+    for tensor in state.values():
+        tensor.share_memory_()
+    try:
+        places[0].mkdir()
+        if case.saved is None:
+            WRITERS[writer](path, {"model": state})
+        else:
+            ranks.call(_save, state, case.saved, path, writer)
+        for place in places[1:]:
+            shutil.copytree(path, place / CHECKPOINT)
+        ranks.call(_hold, state, case.shapes, case.loaded, places)
+        yield
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def load(
+    ranks: Ranks, case: Case, directory: Path, name: str, limit: StorageLimit | None, storage: int | None, warm: bool
+) -> Steps:
+    """One load of what is saved, by the candidate ``name``, from storage of so many MB/s (None: as fast as it is).
+
+    Raises WrongContentsError where a rank has other bits than were saved.
+    """
+    ranks.call(_make_ready)
+    resident = cache.prepare(directory, warm=warm)
+    if limit is not None:
+        limit.set(None if storage is None else storage * MB)
+    parts: list[tuple[Timed, list[str], float | None]] = ranks.call(_load, name)
+    if limit is not None:
+        limit.set(None)
+    for rank, (_, wrong, _) in enumerate(parts):
+        if wrong:
+            what = f"{len(wrong)} tensors, first {wrong[0]!r}"
+            raise WrongContentsError(f"{case.name}: {name} loaded wrong contents on rank {rank}: {what}")
+    shared = [part for _, _, part in parts if part is not None]
+    usage = together([part for part, _, _ in parts])
+    of_ranks = sum(shared) / len(shared) if shared else None
+    return {"load": dataclasses.replace(usage, state_bytes=case.bytes, resident=resident, shared=of_ranks)}
+
+
+# --- What ranks do
+
+
+def _save(rank: Rank, state: State, held: Held, path: Path, writer: str) -> None:
+    pieces = {name: piece.contiguous() for name, piece in held.pieces(state, rank.rank, rank.size).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    WRITERS[writer](path, {"model": held.wrapped(pieces, shapes, rank.mesh)})
+
+
+def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence[Path]) -> None:
+    """Makes what is loaded into, every page touched, and keeps what it has to be then."""
+    rank.kept.clear()
+    os.chdir(places[rank.rank % len(places)])
+    pieces = held.pieces(state, rank.rank, rank.size)
+    expected = {name: piece.contiguous() for name, piece in pieces.items()}  # a copy, unless it is whole rows
+    targets = states.targets_for(expected)
+    rank.kept.update(expected=expected, targets=targets, state=held.wrapped(targets, shapes, rank.mesh))
+
+
+def _make_ready(rank: Rank) -> None:
+    states.poison(rank.kept["targets"])
+    settle()
+
+
+def _load(rank: Rank, name: str) -> tuple[Timed, list[str], float | None]:
+    """What a load took, which tensors are wrong then, and how much of it was shared."""
+    told: list[Any] = []
+    state = {"model": dict(rank.kept["state"])}  # a tensor that is replaced in it is not loaded in place
+    taken = timed(rank, lambda: told.append(MODES[name][1](Path(CHECKPOINT), state)))
+    stats = told[0]
+    shared = None if stats is None or not stats.bytes else stats.shared_bytes / stats.bytes
+    return taken, states.differences(rank.kept["expected"], rank.kept["targets"]), shared

@@ -1,0 +1,93 @@
+"""Every benchmark's command, tiny: it runs, compares what was written with the state, and prints a row for each way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import in_fork
+
+from benchmarks import __main__ as one_process
+from benchmarks import background, convert, export, safetensors
+from benchmarks.harness import CEILING, STOCK
+from benchmarks.loading import __main__ as loading
+from benchmarks.planning import __main__ as planning
+from vescale_ckpt.simulate.parallelism import Parallelism
+
+pytestmark = pytest.mark.smoke
+
+Rows = dict[tuple[str, str], dict[str, Any]]  # by step and candidate, of the last case
+
+
+def run(main: Callable[[list[str]], int], folder: Path, *arguments: str) -> Rows:
+    """The rows of a command that leaves nothing behind but its report."""
+    report = folder / "report.json"
+    assert main([*arguments, "--rounds=1", "--warmup=0", f"--dir={folder}", f"--json={report}"]) == 0
+    assert list(folder.iterdir()) == [report]
+    rows = json.loads(report.read_text())["rows"]
+    assert all(0 < row["seconds"] < 100 for row in rows)
+    return {(row["step"], row["candidate"]): row for row in rows}
+
+
+def steps(rows: Rows) -> dict[str, set[str]]:
+    return {name: {step for step, candidate in rows if candidate == name} for _, name in rows}
+
+
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(one_process.main, tmp_path, "--gib=0.001", "--candidates=ceiling,vescale,vescale-noverify,dcp-4")
+    assert steps(rows) == {name: {"save", "load"} for name in (CEILING, "vescale", "vescale-noverify", "dcp-4")}
+    assert rows["load", "vescale"]["of_ceiling"] > 0 and rows["save", "vescale"]["of_baseline"] > 0
+    assert rows["save", "vescale"]["calls"] > 0.9 and "direct" in rows["save", "vescale"]["path"]
+    assert "x dcp-4" in capsys.readouterr().out
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    rows = run(safetensors.main, tmp_path, "--gib=0.001")
+    assert rows["save", "vescale-safetensors"]["of_baseline"] > 0
+
+
+def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--ranks=2", "--mib=4", "--modes=true,false,stock", "--cases=rows-to-columns,replicated")
+    rows = run(loading.main, tmp_path, *more)
+    shared = {name: row["shared"] for (_, name), row in rows.items()}
+    assert shared == {"true": 1, "false": 0, STOCK: None}
+    assert rows["load", "true"]["calls"] >= 1 and rows["load", "true"]["peak_extra_bytes"] is not None
+    printed = capsys.readouterr().out
+    assert "replicated: 2 ranks, storage as it is, one node, median of 1" in printed and "seconds" in printed
+
+
+def test_background(tmp_path: Path) -> None:
+    rows = run(background.main, tmp_path, "--gib=0.001", "--candidates=ours,our stager,stock")
+    wanted = {"stall", "durable", "training lost", "synchronous save"}
+    assert steps(rows) == dict.fromkeys(("ours", "our stager", STOCK), wanted) | {CEILING: {"stall", "durable"}}
+
+
+def test_export(tmp_path: Path) -> None:
+    rows = run(export.main, tmp_path, "--gib=0.001", "--ranks=2", "--held", "columns")
+    assert {name for step, name in rows if step == "save"} == set(export.CANDIDATES)
+    assert ("sync behind it", STOCK) in rows
+
+
+def test_convert(tmp_path: Path) -> None:
+    rows = run(convert.main, tmp_path, "--gib=0.004")
+    assert steps(rows) == {name: {"convert"} for name in (CEILING, "convert", STOCK)}
+
+
+def test_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "in_new_process", in_fork)
+    monkeypatch.setattr(planning, "BIG_JOB", ("llama-1b", Parallelism(32, fsdp=8, tensor=4)))
+    sizes = ("--ranks=4", "--large-ranks=6", "--items=10", "--tensors=20", "--world=2", "--stock-rounds=1")
+    rows = run(planning.main, tmp_path, "--cases=coordinator,large,local,steady,load", *sizes)
+    assert steps(rows)["vescale"] >= {"plan", "metadata", "cold", "warm", "both", "read metadata"}
+    assert steps(rows)[STOCK] >= {"plan", "metadata", "cold", "warm", "both", "read metadata", "save", "load"}
+    assert steps(rows)["vescale_ckpt.save"] == {"cold", "warm", "save"}
+
+
+@pytest.mark.parametrize("arguments", [["--rounds=0"], ["--modes=stock,fast"], ["--network=0"], ["--dir=/no/such"]])
+def test_what_cannot_be_done_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        loading.main(arguments)
+    assert "error" in capsys.readouterr().err

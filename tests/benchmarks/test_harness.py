@@ -1,0 +1,71 @@
+"""The harness of the benchmarks: rounds, medians, ratios, tables, limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cache, harness
+from benchmarks.harness import CEILING, STOCK, Sample, Steps, alternate, summarize
+from benchmarks.measure import Usage
+from benchmarks.storage import UnavailableError, storage_limit
+
+
+def test_every_candidate_runs_in_every_round_unless_it_is_to_run_fewer_times() -> None:
+    runs: list[str] = []
+
+    def candidate(name: str) -> Steps:
+        runs.append(name)
+        return {"step": 0.5}
+
+    turns = {"ours": lambda: candidate("ours"), STOCK: lambda: candidate(STOCK)}
+    samples = list(alternate("case", turns, 3, warmup=1, seed=1, fewer={STOCK: 1}))
+    assert [(sample.round, sample.candidate) for sample in samples] == [
+        (-1, "ours"), (-1, STOCK), (0, "ours"), (0, STOCK), (1, "ours"), (2, "ours")
+    ]  # fmt: skip
+    assert sorted(runs[:2]) == sorted(["ours", STOCK]) and len(runs) == 6
+
+
+def test_a_round_with_files_that_stayed_in_memory_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [0]
+
+    def candidate() -> None:
+        turns[0] += 1
+        if turns[0] == 2:
+            raise cache.StillResidentError("half of them")
+
+    assert [sample.round for sample in alternate("case", {"ours": candidate}, 3)] == [0, 2]
+    assert "round 1 is dropped: half of them" in capsys.readouterr().err
+
+
+def test_rows_hold_medians_and_ratios_within_rounds() -> None:
+    def samples(candidate: str, *seconds: float, first: int = 0) -> list[Sample]:
+        rounds = enumerate(seconds, first)
+        return [Sample("case", "save", candidate, number, Usage(taken, 1.0, number)) for number, taken in rounds]
+
+    found = samples("ours", 9.0, 1.0, 3.0, 2.0, first=-1) + samples(STOCK, 10.0, 60.0) + samples(CEILING, 0.5, 0.3)
+    ours, stock, ceiling = summarize([*found, Sample("case", "load", "ours", -1, Usage(1.0))])
+    assert (ours.rounds, ours.seconds, ours.least, ours.most, ours.first_seconds) == (3, 2.0, 1.0, 3.0, 9.0)
+    assert (ours.of_baseline, ours.of_ceiling, ours.peak_extra_bytes) == (15.0, pytest.approx(0.3), 2)
+    assert (stock.of_baseline, stock.first_seconds, ceiling.of_ceiling, ceiling.rate) == (1.0, None, 1.0, None)
+    text = harness.table([ours, stock, ceiling]).splitlines()
+    assert text[0] == "case, median of 3" and "x stock" in text[1] and "GB/s" not in text[1]
+    assert text[2].startswith("save  ours") and "2 s" in text[2]
+    assert harness.overview([ours, stock]).splitlines()[1].split() == ["case", "2.000", "35.000"]
+
+
+@pytest.mark.root
+def test_storage_is_limited_for_as_long_as_asked(tmp_path: Path) -> None:
+    try:
+        with storage_limit(tmp_path) as limit:
+            limit.set(10**6)
+            (group,) = Path("/sys/fs/cgroup").rglob("vescale-ckpt-benchmark-*")
+            found = (
+                "".join(path.read_text() for path in group.glob("*read_bps_device")) or (group / "io.max").read_text()
+            )
+            assert "1000000" in found
+            limit.set(None)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert not group.exists()

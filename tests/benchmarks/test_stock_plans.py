@@ -1,0 +1,78 @@
+"""What planning is measured against: stock gets the items that it would make itself, and is known to be uneven."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from ranks import in_fork
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+from benchmarks.planning import balance, stock
+from benchmarks.planning.simulated_rank import simulated_rank, state_of
+from vescale_ckpt import _C
+from vescale_ckpt.describe import Describer
+from vescale_ckpt.rows import OBJECT
+from vescale_ckpt.simulate.models import Entry, with_adam
+from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
+from vescale_ckpt.simulate.simulation import planned
+
+ENTRIES = with_adam(
+    [
+        Entry("embed_tokens.weight", (30, 8), torch.bfloat16),
+        Entry("layers.0.q_proj.weight", (16, 8), torch.bfloat16),
+        Entry("layers.0.o_proj.weight", (8, 16), torch.bfloat16),
+        Entry("layers.0.norm.weight", (8,), torch.bfloat16),
+    ]
+)
+
+
+def plans_of_rank(rank: int) -> tuple[bytes, bytes]:
+    """Of one rank, what stock plans of its state and what we make of its inventory; in a process of its own."""
+    parallelism = Parallelism(8, fsdp=2, tensor=2)
+    with simulated_rank(8, rank):
+        state = state_of(ENTRIES, parallelism)
+        inventory = Describer().describe(state)[0].inventory
+        simulated = SimulatedState(ENTRIES, parallelism).inventory(rank)
+        assert _C.inventory_kinds(inventory) == _C.inventory_kinds(simulated)
+        assert [item for item in _C.inventory_items(inventory) if item[1] != OBJECT] == [
+            item for item in _C.inventory_items(simulated) if item[1] != OBJECT
+        ]
+        return pickle.dumps(create_default_local_save_plan(state, False).items), pickle.dumps(
+            stock.save_plan(inventory)
+        )
+
+
+def test_stock_gets_the_items_that_it_makes_itself() -> None:
+    real, ours = map(pickle.loads, in_fork(plans_of_rank, 5))
+    assert len(real) == len(ENTRIES)
+    assert [item.index for item in ours.items] == [item.index for item in real]
+    assert [item.type for item in ours.items] == [item.type for item in real]
+    assert [item.tensor_data for item in ours.items] == [item.tensor_data for item in real]
+    assert ours.planner_data == {entry.name: (entry.name,) for entry in ENTRIES}
+
+
+def test_stock_writes_all_bytes_once() -> None:
+    state = SimulatedState(ENTRIES, Parallelism(4, fsdp=2))
+    inventories = [state.inventory(rank) for rank in range(4)]
+    plan, _ = planned(inventories, "balanced")
+    objects = 3 * 1024  # nothing, to stock
+    assert sum(stock.bytes_by_rank(inventories)) == sum(plan.bytes_by_rank()) - objects
+
+
+def _small(case: balance.Case) -> bool:
+    return case.parallelism.ranks == 8 or case.name.startswith("2 layers")
+
+
+@pytest.mark.parametrize("case", [case for case in balance.cases() if _small(case)], ids=lambda case: case.name)
+def test_small_cases_are_balanced(case: balance.Case) -> None:
+    found = balance.balance(case)
+    assert 1 <= found.ours <= 1.02
+    assert found.stock >= found.ours - 0.01
+
+
+def test_the_balance_of_stock_is_the_known_one() -> None:
+    found = {case.name: balance.balance(case) for case in balance.cases()[:1]}
+    assert found["Llama 8B replicated on 8"].stock == pytest.approx(1.43, abs=0.005)
+    assert "1.43" in balance.table(list(found.values()))
