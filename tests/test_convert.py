@@ -31,8 +31,6 @@ from vescale_ckpt.convert.plan import cut
 from vescale_ckpt.convert.run import ConvertReport, convert
 from vescale_ckpt.convert.source import Read
 from vescale_ckpt.errors import (
-from vescale_ckpt import (
-    _C,
     CheckpointError,
     CorruptCheckpointError,
     MissingKeysError,

@@ -10,7 +10,6 @@ import torch
 from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import Written, metadata_files, planned, written
