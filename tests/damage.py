@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt import _C, CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter, layout
+from vescale_ckpt import _C, CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter, metadata_file
 
 State = dict[str, Any]
 
@@ -202,7 +202,7 @@ class Record:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    return layout.read_metadata(str(directory))
+    return metadata_file.read_metadata(str(directory))
 
 
 def rewrite_metadata(directory: Path, metadata: Metadata) -> None:

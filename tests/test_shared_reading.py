@@ -35,7 +35,7 @@ from vescale_ckpt import (
     LoadPlanner,
     PerRank,
     StorageReader,
-    layout,
+    metadata_file,
     routes,
 )
 from vescale_ckpt.item_reads import Record
@@ -433,7 +433,10 @@ def _counted(directory: Path, by: str) -> tuple[int, ...]:
     state = _zeros(full)
     names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
     with contextlib.ExitStack() as stack:
-        calls = [stack.enter_context(mock.patch.object(layout, name, wraps=getattr(layout, name))) for name in names]
+        calls = [
+            stack.enter_context(mock.patch.object(metadata_file, name, wraps=getattr(metadata_file, name)))
+            for name in names
+        ]
         vescale_ckpt.load(directory, state, timeout=FOREVER)
     assert_same(state, full)
     return tuple(of.call_count for of in calls)

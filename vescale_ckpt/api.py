@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import _C, memory_budget, settings
+from ._storage.directory import local_path
 from .application import check_is_mapping, saved_form
 from .arguments import checked_flag, checked_path
 from .collective_export import CollectiveExport
@@ -21,7 +22,6 @@ from .errors import CheckpointTimeoutError, SaveInProgressError
 from .exchange import Exchange
 from .gate import Gate
 from .lane import ON_BUSY, Lane, OnBusy
-from .layout import local_path
 from .local_export import LocalExport
 from .packed import words
 from .pause import garbage_collector_paused

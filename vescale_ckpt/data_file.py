@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -15,7 +16,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from . import _C, engine, layout, settings
+from . import _C, engine, settings
+from ._native import names
+from ._storage.directory import directory_at
+from ._storage.pending import make_locked
 from .errors import CheckpointError
 from .hooks import is_method_of
 from .overlap import GROUP_TENSORS, overlap
@@ -34,7 +38,7 @@ class DataFiles:
     def __init__(self, writer: StorageWriter) -> None:
         self.writer = writer
         self._files: list[DataFile] = []
-        self._token = layout.new_token()
+        self._token = ""
         self._started = time.perf_counter()
 
     def __enter__(self) -> DataFiles:
@@ -48,20 +52,20 @@ class DataFiles:
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> DataFile:
         """`body_bytes`: of each tensor that will be in it; `part`: its number, if a rank writes several."""
-        for attempts_left in (2, 1, 0):
-            name = layout.data_name(self.writer.rank, self._token, part)
+
+        def make() -> tuple[str, DataFile]:
+            if not self._files:
+                self._token = names.new_token()
+            name = names.data_name(self.writer.rank, self._token, part)
             file = DataFile(self.writer, name, body_bytes, in_background)
-            self._files.append(file)
-            if len(self._files) > 1:
-                break
-            try:
-                self.writer.mark_as_going_on(file.path)
-                break
-            except layout.TakenForLeftoverError:  # by another save's clean-up, between its making and its marking
-                if not attempts_left:
-                    raise
-                self._files.pop().discard()
-                self._token = layout.new_token()
+            return file.path, file
+
+        if self._files:
+            _, file = make()
+        else:
+            file, lock = make_locked(make)
+            self.writer.hold(lock)
+        self._files.append(file)
         return file
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
@@ -69,9 +73,9 @@ class DataFiles:
         writer, files = self.writer, self._files
         if writer.sync_files and files and self.names_are_final:
             with engine.named_errors(str, writer.path):
-                _C.sync_directory(writer.path)
-        names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
-        total = {name: sum(file.stats[name] for file in files) for name in names}
+                directory_at(writer.path).sync()
+        kinds = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
+        total = {kind: sum(file.stats[kind] for file in files) for kind in kinds}
         return SaveStats(
             seconds=time.perf_counter() - self._started,
             tensors=tensors,
@@ -165,8 +169,8 @@ class DataFile:
 
     def discard(self) -> None:
         self.file = None  # an unfinished file removes itself
-        if os.path.exists(self.path):
-            os.unlink(self.path)
+        with contextlib.suppress(_C.EngineError):  # not in place of the error that led here
+            directory_at(self.writer.path).remove(self.name)
 
 
 @dataclass

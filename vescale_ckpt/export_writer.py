@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from . import _C, engine, layout
+from . import _C, engine
+from ._storage.directory import directory_at
 from .data_file import DataFile, DataFiles
 from .errors import CheckpointError
 from .export_folder import ExportFolder
@@ -72,7 +73,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._unlock()
-        layout.make_directory(self.path)
+        directory_at(self.path).make()
         if not self._use_collectives:
             raise CheckpointError("safetensors files are written by all ranks together", path=self.path)
         if not self.overwrite and holds_export(self.path):
@@ -211,7 +212,7 @@ class ExportFile(DataFile):
         self.stats = {}
         paths = [os.path.join(writer.path, temporary_name(name, targets.token)) for name in targets.names]
         options = engine.options(writer.thread_count, writer.direct_io, in_background)
-        if paths and not os.path.exists(paths[0]):  # the coordinator has made them all
+        if paths and not directory_at(writer.path).has(os.path.basename(paths[0])):  # the coordinator has made them all
             raise separate(writer.path, [writer.rank])
         with engine.named_errors(str, writer.path):
             self._shared: _C.SharedWriter | None = _C.SharedWriter(paths, targets.table, options)

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from . import _C, engine, layout, objects, settings
+from . import _C, engine, objects, settings
+from ._native.names import check_relative, checked_place, crc_of
+from ._storage.directory import stat_of
 from .describe import Description
 from .errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from .gate import wait_until_copied
@@ -312,7 +314,7 @@ class Load:
 
     def _record(self, item: ReadItem, info: StorageInfo) -> Record:
         key = item.storage_index.fqn
-        return Record(key, self._file(info, key), info.offset, info.length, layout.crc_of(info))
+        return Record(key, self._file(info, key), info.offset, info.length, crc_of(info))
 
     def _resolved(self, item: ReadItem, info: StorageInfo) -> _Target:
         record, tensor = self._resolved_item(item, info)
@@ -353,14 +355,14 @@ class Load:
                 key=key,
                 file=self.reader.path,
             )
-        return layout.checked_place(info, key)
+        return checked_place(info, key)
 
     def _file(self, info: StorageInfo, key: str) -> int:
         index = self.path_index.get(info.relative_path)
         return self._add_file(info.relative_path, key) if index is None else index
 
     def _look_at(self, name: str, key: str) -> None:
-        layout.check_relative(name, key)
+        check_relative(name, key)
         self._looked_at[name] = None
         self.reader.seen.look(os.path.join(self.reader.directory, name))
 
@@ -436,7 +438,7 @@ class Load:
             path = self.paths[record.file]
             if path not in sizes:
                 try:
-                    sizes[path] = os.stat(path).st_size
+                    sizes[path] = stat_of(path).size
                 except OSError as error:
                     raise CorruptCheckpointError(
                         f"{record.key}: data file is missing: {error}", key=record.key, file=path

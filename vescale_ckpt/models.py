@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from . import layout, safetensors_checkpoint
+from . import metadata_file, safetensors_checkpoint
+from ._storage.directory import local_path
 from .engine import DTYPE_CODES
+from .no_checkpoint import explained
 
 _OBJECT_BYTES = 1024  # what torch.save makes of a number
 _MOST_DIMS = 64  # torch's own limit
@@ -130,13 +132,14 @@ def _is_size(value: object) -> bool:
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:
     """The state that a checkpoint holds, from its metadata alone, or from the headers of safetensors files. Raises
     `CheckpointError` if it has none to trust."""
-    path = layout.local_path(directory)
+    path = local_path(directory)
     aliases: frozenset[str] = frozenset()
     if safetensors_checkpoint.is_one(path):
         contents = safetensors_checkpoint.Contents.read(path, verify=True)
         metadata, aliases = contents.metadata(), contents.aliases
     else:
-        metadata = layout.read_metadata(path)
+        with explained(path):
+            metadata = metadata_file.read_metadata(path)
     lengths = {index.fqn: info.length for index, info in (metadata.storage_data or {}).items()}
     entries = []
     for name, stored in metadata.state_dict_metadata.items():

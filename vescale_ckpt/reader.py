@@ -16,13 +16,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import _C, directory_lock, engine, layout, metadata_file, safetensors_checkpoint, settings
+from . import _C, engine, metadata_file, safetensors_checkpoint, settings
+from ._native.names import INDEX_NAME, METADATA_NAME, metadata_name
+from ._storage.directory import directory_at, local_path
+from ._storage.locks import FileLock
 from .arguments import checked_count, checked_flag, checked_path
 from .errors import CheckpointError, CorruptCheckpointError
 from .exchange import Exchange
 from .lazy_metadata import LazyMetadata
 from .load import Load
 from .message import pack, unpack
+from .no_checkpoint import explained
 from .pause import garbage_collector_paused
 from .process_groups import resolved
 from .safetensors_checkpoint import Contents
@@ -76,7 +80,7 @@ class StorageReader(DcpStorageReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.path = layout.local_path(checked_path("path", path))
+        self.path = local_path(checked_path("path", path))
         #: The path as given, which is equal on all ranks where a relative one names different disks.
         self.given_path = os.fspath(path)
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
@@ -92,7 +96,7 @@ class StorageReader(DcpStorageReader):
         self._metadata_error: CheckpointError | None = None
         self.safetensors: Contents | None = None  #: what is read, if it is of this kind
         self.seen = SeenFiles()  #: what the files of this load are
-        self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
+        self._lock: FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "process_group": None}
@@ -102,14 +106,14 @@ class StorageReader(DcpStorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            layout.local_path(checkpoint_id)
+            local_path(checkpoint_id)
         except ValueError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = layout.local_path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self._metadata = None
@@ -131,15 +135,16 @@ class StorageReader(DcpStorageReader):
         # there is no metadata. So that the true error arrives it is kept, and raised at the next call. And a damaged
         # `.metadata` must not let an older one of a rank pass for it.
         rank = kwargs.get("rank")
-        if rank is not None and self._metadata_error is not None and layout.has_metadata(self.path, None):
+        if rank is not None and self._metadata_error is not None and metadata_file.has_metadata(self.path, None):
             return Metadata({})
         try:
-            metadata = self._read_metadata(rank)
+            with explained(self.path):
+                metadata = self._read_metadata(rank)
         except CheckpointError as error:
             if rank is None:
                 self._metadata_error = error
                 raise
-            if self._metadata_error is None or layout.has_metadata(self.path, rank):
+            if self._metadata_error is None or metadata_file.has_metadata(self.path, rank):
                 raise
             return Metadata({})
         self._metadata_error = None
@@ -151,7 +156,7 @@ class StorageReader(DcpStorageReader):
         if rank is None and safetensors_checkpoint.is_one(self.path):
             return self._on_safetensors(Contents.read(self.path, self.verify))
         self._lock_checkpoint(rank)
-        index = layout.read_index(self.path, rank) if type(self) is StorageReader else None
+        index = metadata_file.read_index(self.path, rank) if type(self) is StorageReader else None
         if index is None:
             return _whole_metadata(self.path, rank, self._load_id)
         return self._on_index(index, rank)
@@ -161,7 +166,7 @@ class StorageReader(DcpStorageReader):
         self._begin(None)
         if safetensors_checkpoint.is_one(self.path):
             return safetensors_checkpoint.mark(self.path)
-        return layout.metadata_mark(self.path)
+        return metadata_file.metadata_mark(self.path)
 
     def pack_metadata(self) -> bytes:
         """The checkpoint's metadata for readers of other ranks: its index, or all of it if it has none. Empty if it is
@@ -169,10 +174,13 @@ class StorageReader(DcpStorageReader):
         if safetensors_checkpoint.is_one(self.path):
             return pack(b"", b"", Contents.read(self.path, self.verify).pack())
         with suppress(OSError):
-            if os.stat(os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)).st_size > _MOST_INDEX_BYTES:
+            if directory_at(self.path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
                 return b""
-        index = layout.index_bytes(self.path)
-        return pack(b"", layout.metadata_bytes(self.path, None), b"") if index is None else pack(index, b"", b"")
+        index = metadata_file.index_bytes(self.path)
+        if index is not None:
+            return pack(index, b"", b"")
+        with explained(self.path):
+            return pack(b"", metadata_file.metadata_bytes(self.path, None), b"")
 
     def unpack_metadata(self, message: bytes) -> Metadata:
         """The metadata that another rank has packed, of this very checkpoint. Raises as `read_metadata` does."""
@@ -182,18 +190,18 @@ class StorageReader(DcpStorageReader):
         self.safetensors = None
         self._lock_checkpoint(None)
         if not index:
-            path = os.path.join(self.path, layout.METADATA_NAME)
+            path = os.path.join(self.path, METADATA_NAME)
             return _with_load_id(metadata_file.loads(whole, path), self._load_id)
-        path = os.path.join(self.path, layout.METADATA_NAME + layout.INDEX_SUFFIX)
+        path = os.path.join(self.path, INDEX_NAME)
         with engine.named_errors(str, path):  # it was sound when it was sent
             return self._on_index(_C.Index.from_bytes(index, f"{path}, as the coordinator sent it,"), None)
 
     def _begin(self, rank: int | None) -> None:
-        self.seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
+        self.seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         self._unlock()
-        self._lock = directory_lock.while_reading(self.path, rank)
+        self._lock = directory_at(self.path).share(metadata_name(rank))
 
     def _on_index(self, index: _C.Index, rank: int | None) -> Metadata:
         # Without the reader: together they would be a cycle that keeps files open.
@@ -267,12 +275,12 @@ class StorageReader(DcpStorageReader):
 
 
 def _whole_metadata(directory: str, rank: int | None, load_id: str) -> Metadata:
-    return _with_load_id(layout.read_metadata(directory, rank), load_id)
+    return _with_load_id(metadata_file.read_metadata(directory, rank), load_id)
 
 
 def _metadata_of(directory: str, rank: int | None, load_id: str, save_id: str) -> Metadata:
     """Of the save that the index is of: other ranks may go by that, while a later save takes its place."""
-    return _with_load_id(layout.read_metadata_of(directory, rank, save_id), load_id)
+    return _with_load_id(metadata_file.read_metadata_of(directory, rank, save_id), load_id)
 
 
 def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:

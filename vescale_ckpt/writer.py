@@ -15,7 +15,10 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import _C, engine, layout, metadata_file, objects, packed, settings
+from . import _C, engine, metadata_file, objects, packed, settings
+from ._native import commit
+from ._storage import locks
+from ._storage.directory import directory_at, local_path
 from .arguments import checked_count, checked_flag, checked_path
 from .data_file import DataFiles
 from .errors import CheckpointError
@@ -97,7 +100,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         check_format(format, metadata)
         self.most_file_bytes = shard_bytes(max_shard_size)
         self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
-        self.path = layout.local_path(checked_path("path", path))
+        self.path = local_path(checked_path("path", path))
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
         self.single_file_per_rank = checked_flag("single_file_per_rank", single_file_per_rank)
         self.sync_files = checked_flag("sync_files", sync_files)
@@ -109,21 +112,21 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self._rank = 0
         self._use_collectives = True
         self._superseded: set[str] = set()  # files that the metadata named which this save replaces
-        self._lock: layout.FileLock | None = None  # marks this save's files as such
+        self._lock: locks.FileLock | None = None  # marks this save's files as such
 
     # --- DCP's calls, in the order in which they come
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            layout.local_path(checkpoint_id)
+            local_path(checkpoint_id)
         except ValueError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = layout.local_path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self._save_id = _new_id()
 
     @property
@@ -146,11 +149,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._unlock()  # the save before this one is over
-        layout.drop_dead_locks(self.path)
-        layout.make_directory(self.path)
-        if not self.overwrite and layout.has_metadata(self.path, self._metadata_rank):
+        locks.drop_dead_locks(self.path)
+        directory_at(self.path).make()
+        if not self.overwrite and metadata_file.has_metadata(self.path, self._metadata_rank):
             raise CheckpointError(f"{self.path} holds a checkpoint already and overwrite=False", path=self.path)
-        if not self._use_collectives and layout.has_metadata(self.path, None):
+        if not self._use_collectives and metadata_file.has_metadata(self.path, None):
             raise CheckpointError(
                 f"{self.path} holds a checkpoint that all ranks saved together, which loads would go on to find: "
                 "ranks that save without collectives need a directory of their own",
@@ -161,8 +164,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # No rank writes before this returns, so what nothing names is left from a save that died: without its space
         # this one might not fit.
-        self._superseded = layout.named_files(self.path, self._metadata_rank)
-        layout.remove_leftovers(self.path, only_rank=self._metadata_rank)
+        self._superseded = commit.named_files(self.path, self._metadata_rank)
+        commit.remove_leftovers(self.path, only_rank=self._metadata_rank)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -186,7 +189,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                     self.commit(_with_changes(content, metadata), None)
                 else:
                     self.commit(content, index)
-                metadata.become(layout.read_metadata_of, self.path, self._metadata_rank, self._save_id)
+                metadata.become(metadata_file.read_metadata_of, self.path, self._metadata_rank, self._save_id)
             else:
                 self._check_one_place(
                     [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
@@ -202,18 +205,17 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def _check_one_place(self, names: Sequence[Iterable[str]]) -> None:
         """Before the commit: that the files which ranks have written, their `names` by rank, are in this directory."""
-        here = set(os.listdir(self.path))
+        storage = directory_at(self.path)
+        here = set(storage.names())
         missing = [
-            rank
-            for rank, of_rank in enumerate(names)
-            if not all(name in here or os.path.exists(os.path.join(self.path, name)) for name in of_rank)
+            rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
         ]
         if missing:
             raise separate(self.path, missing)
 
-    def mark_as_going_on(self, path: str) -> None:
-        """`path`: the first data file of this save."""
-        self._lock = layout.lock(path)
+    def hold(self, lock: locks.FileLock | None) -> None:
+        """`lock`: on the first data file of this save, which marks all of them."""
+        self._lock = lock
 
     def end(self) -> None:
         """Committed or not, this save is over."""
@@ -223,12 +225,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
         try:
             with engine.named_system_errors(self.path):
-                layout.commit(self.path, self._metadata_rank, content, index)
+                commit.commit(self.path, self._metadata_rank, content, index)
         except BaseException:
             self._unlock()  # what this rank has written goes, unless the metadata that is there names it
-            layout.remove_leftovers(self.path, only_rank=self._metadata_rank)
+            commit.remove_leftovers(self.path, only_rank=self._metadata_rank)
             raise
-        layout.remove_leftovers(self.path, self._superseded, only_rank=self._metadata_rank)
+        commit.remove_leftovers(self.path, self._superseded, only_rank=self._metadata_rank)
         self._superseded = set()
 
     def _unlock(self) -> None:

@@ -17,7 +17,8 @@ from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import collector_off
 from benchmarks.timing import STOCK, Sample, Steps, Stopwatch, alternate
-from vescale_ckpt import layout
+from vescale_ckpt import metadata_file
+from vescale_ckpt._native import commit
 from vescale_ckpt.models import Entry
 from vescale_ckpt.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate import metadata_files, planned, written
@@ -28,7 +29,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     state = SimulatedState(entries, parallelism)
     plan, parts = planned([state.inventory(rank) for rank in range(parallelism.ranks)], "balanced")
     metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
-    layout.commit(str(directory), None, metadata, index)
+    commit.commit(str(directory), None, metadata, index)
     return state
 
 
@@ -41,7 +42,7 @@ def one_rank_of_many(
 
     def ours() -> Steps:
         watch = Stopwatch()
-        index = layout.read_index(str(directory))
+        index = metadata_file.read_index(str(directory))
         assert index is not None
         watch.lap("open")
         plan = index.plan_load(wanted)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _C, engine
+from .. import engine
+from .._storage.directory import directory_at
 from ..flatten import Path
 from .optional_numpy import numpy_needed
 from .plan import Output
@@ -66,7 +67,7 @@ def npy_files(outputs: Sequence[Output]) -> Files:
     def finish(directory: str) -> None:
         if dtypes:
             with engine.named_errors(str, directory, len(dtypes)):
-                _C.commit_file(directory, DTYPES_NAME, dtypes)
+                directory_at(directory).write(DTYPES_NAME, dtypes)
 
     return Files(files, finish)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .. import _C
+from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..flatten import Path
 from .numpy_dtypes import DTYPES_NAME, load_dtypes, torch_dtype
@@ -65,19 +66,18 @@ class NumpySource:
         self._compressed: dict[str, tuple[str, _Header]] = {}  # member and its header
         self._archive: zipfile.ZipFile | None = None
         self._stream: _Stream | None = None
-        if os.path.isdir(path):
+        if is_folder(path):
             self._open_folder()
         else:
             self._open_archive()
 
     def _open_folder(self) -> None:
-        names = sorted(name for name in os.listdir(self._path) if name.endswith(SUFFIX))
+        names = sorted(name for name in directory_at(self._path).names() if name.endswith(SUFFIX))
         paths = [os.path.join(self._path, name) for name in names]
         dtypes: dict[str, str] = {}
-        beside = os.path.join(self._path, DTYPES_NAME)
-        if os.path.exists(beside):
-            with open(beside, "rb") as file:
-                dtypes = load_dtypes(file.read(), beside)
+        if directory_at(self._path).has(DTYPES_NAME):
+            content = directory_at(self._path).read(DTYPES_NAME)
+            dtypes = load_dtypes(content, os.path.join(self._path, DTYPES_NAME))
         for number, (name, path) in enumerate(zip(names, paths, strict=True)):
             with open(path, "rb") as file:
                 header = _header(file, path)

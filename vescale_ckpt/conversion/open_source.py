@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-from .. import layout
+from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError
+from ..metadata_file import has_metadata
 from ..other_formats import kind_of_file
 from .dcp_source import DcpSource
 from .optional_numpy import numpy_needed
@@ -22,10 +21,10 @@ def open_source(path: str) -> Source:
 
     Raises `CheckpointError` if nothing is, or it is something else, and what the formats' sources raise.
     """
-    if os.path.isdir(path):
-        if layout.has_metadata(path, None):
+    if is_folder(path):
+        if has_metadata(path, None):
             return DcpSource(path)
-        names = os.listdir(path)
+        names = directory_at(path).names()
         if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
             return SafetensorsSource(path)
         if any(name.endswith(_NUMPY) for name in names):

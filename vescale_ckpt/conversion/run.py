@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from .. import engine, settings
+from .._storage.directory import local_path
+from .._storage.pending import PendingFolder, put_back
 from ..arguments import checked_flag, checked_path
 from ..errors import CheckpointError, some
 from ..exchange import Exchange
@@ -21,7 +23,6 @@ from .casting import DTypes
 from .dcp_sink import DcpPart, share
 from .destination import Format
 from .files_sink import Files
-from .folder import WholeFolder, put_back
 from .open_source import open_source
 from .plan import Plan, plan
 from .renaming import RenameRules
@@ -133,7 +134,7 @@ class _Conversion:
             settings.check()
             self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
-            source_path, self._path = destination.local(self._src), destination.local(self._dst)
+            source_path, self._path = local_path(self._src), local_path(self._dst)
             self._source = open_source(source_path)
             self._closing.callback(self._source.close)
             destination.check(source_path, self._path, self._format, overwrite)
@@ -146,7 +147,7 @@ class _Conversion:
 
         def repair() -> None:
             if self._exchange.is_coordinator and destination.is_folder(os.fspath(self._dst), self._format):
-                put_back(destination.local(self._dst))
+                put_back(local_path(self._dst))
 
         self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")
@@ -181,7 +182,7 @@ class _Conversion:
     def write(self) -> int:
         """Returns how many files have tensors."""
         in_place = self._together(lambda: destination.goes_into_place(self._path, self._format), "look")
-        folder = WholeFolder(self._path) if destination.is_folder(self._path, self._format) and not in_place else None
+        folder = PendingFolder(self._path) if destination.is_folder(self._path, self._format) and not in_place else None
         directory = self._path
         try:
             if folder is not None:
@@ -195,7 +196,7 @@ class _Conversion:
             return written
         finally:
             if folder is not None and self._exchange.is_coordinator:
-                folder.end()
+                folder.discard()
 
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = files_sink.shared_out(files.files, self._exchange.size)
