@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt import _C, layout
+from vescale_ckpt import _C, metadata_file
 from vescale_ckpt.errors import CheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.reader import StorageReader
@@ -207,7 +207,7 @@ class Record:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    return layout.read_metadata(str(directory))
+    return metadata_file.read_metadata(str(directory))
 
 
 def rewrite_metadata(directory: Path, metadata: Metadata) -> None:

@@ -38,7 +38,9 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from vescale_ckpt import _C, layout
+from vescale_ckpt import _C
+from vescale_ckpt._native import commit, names
+from vescale_ckpt._storage import locks
 from vescale_ckpt.data_file import DataFiles
 from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
@@ -95,10 +97,10 @@ def test_the_file_of_a_save_that_goes_on_is_no_leftover(checkpoint: Path) -> Non
     save(checkpoint, small_state(1))
     for name in ("__0_00000000.distcp", "__1_11111111_0.distcp", "__1_11111111_7.distcp"):
         (checkpoint / name).write_bytes(b"being written")
-    locks = [layout.lock(str(checkpoint / name)) for name in ("__0_00000000.distcp", "__1_11111111_0.distcp")]
+    marks = [locks.lock(str(checkpoint / name)) for name in ("__0_00000000.distcp", "__1_11111111_0.distcp")]
     save(checkpoint, small_state(2))
     assert len(data_files(checkpoint)) == 4
-    for lock in locks:
+    for lock in marks:
         assert lock is not None
         lock.release()
     save(checkpoint, small_state(3))
@@ -416,28 +418,28 @@ def test_a_link_to_a_directory_is_saved_through(tmp_path: Path) -> None:
 
 
 def test_data_file_names_never_repeat() -> None:
-    names = {layout.data_name(0, layout.new_token()) for _ in range(2000)}
-    assert len(names) == 2000
+    found = {names.data_name(0, names.new_token()) for _ in range(2000)}
+    assert len(found) == 2000
 
 
 def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another save's clean-up comes between the making of a file and its lock."""
-    mark = layout.lock
+    mark = locks.lock
     taken: list[str] = []
 
-    def late(path: str) -> layout.FileLock | None:
+    def late(path: str) -> locks.FileLock | None:
         if len(taken) < 2:
             taken.append(path)
-            assert os.path.basename(path) in layout.remove_leftovers(os.path.dirname(path))
+            assert os.path.basename(path) in commit.remove_leftovers(os.path.dirname(path))
         return mark(path)
 
-    monkeypatch.setattr(layout, "lock", late)
+    monkeypatch.setattr(locks, "lock", late)
     save(checkpoint, state(1))
     assert same(load(checkpoint, state(0)), state(1)) and len(set(taken)) == 2
     taken.clear()
-    monkeypatch.setattr(layout, "lock", lambda path: late(path) if not taken.clear() else None)
+    monkeypatch.setattr(locks, "lock", lambda path: late(path) if not taken.clear() else None)
     with pytest.raises(CheckpointException) as raised:
         save(checkpoint, state(2))
     assert "removed" in str(cause(raised.value)) and same(load(checkpoint, state(0)), state(1))
@@ -448,7 +450,7 @@ def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeyp
     finish = DataFiles.finish
 
     def cleaned(files: DataFiles, *counts: int) -> SaveStats:
-        removed.extend(layout.remove_leftovers(str(checkpoint)))
+        removed.extend(commit.remove_leftovers(str(checkpoint)))
         return finish(files, *counts)
 
     monkeypatch.setattr(DataFiles, "finish", cleaned)
@@ -461,13 +463,13 @@ def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
 ) -> None:
     """Another save commits between this one's look at what is named and its look at what is locked."""
     save(checkpoint, state(1))
-    named = layout._named_by_any
+    named = commit._named_by_any
     looks: list[set[str]] = []
 
     def outdated(directory: str) -> set[str]:
         looks.append(named(directory))
         return set() if len(looks) == 1 else looks[-1]
 
-    monkeypatch.setattr(layout, "_named_by_any", outdated)
-    assert layout.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
+    monkeypatch.setattr(commit, "_named_by_any", outdated)
+    assert commit.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
     assert same(load(checkpoint, state(0)), state(1))

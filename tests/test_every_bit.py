@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt import _C, engine, layout, metadata_file
+from vescale_ckpt import _C, engine, metadata_file
+from vescale_ckpt._native.names import crc_of
 from vescale_ckpt.errors import CheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.reader import StorageReader
@@ -109,7 +110,7 @@ def test_an_index_that_was_cut_is_refused(saved: Path) -> None:
 def test_the_metadata(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     expected = metadata_file.loads(data, "here")
-    crcs = [layout.crc_of(info) for info in expected.storage_data.values()]
+    crcs = [crc_of(info) for info in expected.storage_data.values()]
     for bit, damaged in bits_of(data):
         try:
             found = metadata_file.loads(damaged, "the file")
@@ -117,7 +118,7 @@ def test_the_metadata(saved: Path) -> None:
             assert "the file" in str(error), f"bit {bit}: {error}"
         else:
             assert found == expected, f"bit {bit}"
-            assert [layout.crc_of(info) for info in found.storage_data.values()] == crcs, f"bit {bit}"
+            assert [crc_of(info) for info in found.storage_data.values()] == crcs, f"bit {bit}"
 
 
 def test_the_records_of_tensors(saved: Path, tmp_path: Path) -> None:

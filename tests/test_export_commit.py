@@ -19,7 +19,9 @@ import safetensors.torch as stock_torch
 import torch
 
 import vescale_ckpt
-from vescale_ckpt import _C, export_commit, export_names, layout
+from vescale_ckpt import _C, export_commit, export_names
+from vescale_ckpt._storage import locks
+from vescale_ckpt._storage.pending import Pending, temporary_name
 from vescale_ckpt.errors import CheckpointError
 
 State = dict[str, torch.Tensor]
@@ -115,6 +117,15 @@ class Killed(BaseException):
     pass
 
 
+def _in_steps(directory: str, name: str, content: bytes) -> None:
+    """What `_C.commit_file` does, in calls that a test can come between."""
+    path = os.path.join(directory, name)
+    temporary = temporary_name(path)
+    _C.write_durably(temporary, content)
+    _C.rename_file(temporary, path)
+    _C.sync_directory(directory)
+
+
 class Calls:
     """Stands between the commit and the file system: kills it at its `kill_at`-th call, and tells what it did."""
 
@@ -125,6 +136,7 @@ class Calls:
         self.before: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
         for name in NAMES:
             monkeypatch.setattr(_C, name, self._stand_in(name, getattr(_C, name)))
+        monkeypatch.setattr(_C, "commit_file", _in_steps)
 
     def _stand_in(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*arguments: Any) -> Any:
@@ -312,7 +324,7 @@ def test_exports_that_finish_at_once_do_so_one_after_the_other(tmp_path: Path, m
         if threading.current_thread() is thread:
             assert polled.wait(60)
 
-    try_alone = layout.try_lock_alone
+    try_alone = locks.try_lock_alone
 
     def asked(descriptor: int) -> bool | None:
         answer = try_alone(descriptor)
@@ -323,7 +335,7 @@ def test_exports_that_finish_at_once_do_so_one_after_the_other(tmp_path: Path, m
     folders = [_complete(tmp_path, k) for k in (1, 2)]
     thread = threading.Thread(target=lambda: folders[0](), daemon=True)
     monkeypatch.setattr(_C, "rename_file", slow)
-    monkeypatch.setattr(layout, "try_lock_alone", asked)
+    monkeypatch.setattr(locks, "try_lock_alone", asked)
     started = threading.Event()
     monkeypatch.setattr(export_commit, "_look", _tell(started, export_commit._look))
     thread.start()
@@ -354,7 +366,9 @@ def _complete(directory: Path, k: int) -> Callable[[], None]:
         places = {key: name for part, name in zip(parts, names, strict=True) for key in part}
         return json.dumps({"weight_map": places}).encode()
 
-    return lambda: export_commit.replace_model(str(directory), files, index)
+    pending = Pending(str(directory))
+    pending.paths = files
+    return lambda: export_commit.replace_model(pending, index)
 
 
 def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

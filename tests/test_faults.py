@@ -157,12 +157,12 @@ def test_a_commit_that_fails_leaves_no_data(checkpoint: Path) -> None:
     assert outcome(checkpoint, state(3)) is None
 
 
-@pytest.mark.parametrize("call", ["listdir", "unlink"])
+@pytest.mark.parametrize(("of", "call"), [(os, "listdir"), (_C, "remove_file")])
 def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, of: Any, call: str
 ) -> None:
     """Each call of its kind fails once, and all after it."""
-    real, left = getattr(os, call), 0
+    real, left = getattr(of, call), 0
 
     def failing(*arguments: Any) -> Any:
         nonlocal left
@@ -177,7 +177,7 @@ def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
             vescale_ckpt.save(directory, tensors[0], format=format, max_shard_size=4)
             left = number
             with monkeypatch.context() as patched:
-                patched.setattr(os, call, failing)
+                patched.setattr(of, call, failing)
                 try:
                     vescale_ckpt.save(directory, tensors[1], format=format, max_shard_size=4)
                     failed = False
@@ -211,6 +211,8 @@ def test_every_directory_that_is_made_is_durable(tmp_path: Path, monkeypatch: py
     assert not made_durable(tmp_path / "a" / "b")  # once is enough
     (tmp_path / "mine" / "own").mkdir(parents=True)  # who made it may not have synced it
     vescale_ckpt.save("mine/own", values)
+    assert made_durable(tmp_path / "mine")
+    vescale_ckpt.save(f"{tmp_path}/mine/own/", values)
     assert made_durable(tmp_path / "mine")
     inode = (tmp_path / "mine" / "own").stat().st_ino
     shutil.rmtree("mine/own")

@@ -31,14 +31,14 @@ from vescale_ckpt import (
     _C,
     api,
     clean_up,
-    directory_lock,
-    layout,
     manager,
     schedule,
     step_directories,
-    step_order,
     verify,
 )
+from vescale_ckpt._native import commit, steps
+from vescale_ckpt._native.steps import SavedOrder
+from vescale_ckpt._storage import locks
 from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -51,7 +51,6 @@ from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.save_handle import SaveHandle
 from vescale_ckpt.staged_part import StagedPart
-from vescale_ckpt.step_order import SavedOrder
 
 BOUND = 60.0  # seconds after which something hangs
 
@@ -204,10 +203,10 @@ def test_the_last_save_by_a_signal_needs_no_metrics(checkpoint: Path, caplog: py
 
 
 def test_metrics_that_differ_over_ranks(checkpoint: Path) -> None:
-    for differing, missing, steps in run_ranks(2, save_with_metrics_of_each_rank, checkpoint):
+    for differing, missing, saved in run_ranks(2, save_with_metrics_of_each_rank, checkpoint):
         assert "differ over ranks" in differing and '{"loss": 0.0}' in differing and '{"loss": 1.0}' in differing
         assert missing in ("CheckpointError: step 2: nothing is saved, because of the metrics on rank 1", "ValueError")
-        assert steps == [3]
+        assert saved == [3]
 
 
 def save_with_metrics_of_each_rank(directory: Path) -> tuple[str, str, list[int]]:
@@ -402,7 +401,7 @@ def test_a_save_that_would_not_be_known_as_the_last_raises(checkpoint: Path, mon
     with CheckpointManager(checkpoint) as saver:
         saver.restore(blank(small_state(0)), 90)
         with monkeypatch.context() as patch:
-            patch.setattr(step_order, "write", mock.Mock(side_effect=OSError(errno.EIO, "no order")))
+            patch.setattr(steps, "write", mock.Mock(side_effect=OSError(errno.EIO, "no order")))
             with pytest.raises(CheckpointError, match="no order"):
                 saver.save(91, small_state(91))
         assert saver.steps() == [90, 100]
@@ -532,7 +531,7 @@ def await_exit(pid: int) -> int:
 
 
 def save_and_die(directory: Path, step: int, metrics: Mapping[str, float] | None = None) -> None:
-    layout.commit = lambda *_: os._exit(DIED)
+    commit.commit = lambda *_: os._exit(DIED)
     save_with_metrics(directory, step, metrics)
 
 
@@ -574,7 +573,7 @@ def test_a_process_that_dies_anywhere_in_a_save_or_removal(checkpoint: Path) -> 
         died += 1
         newest = restored(checkpoint)
         assert newest in ((2, True), (3, True))
-        for step in step_directories.complete_steps(str(checkpoint)):
+        for step in steps.complete_steps(str(checkpoint)):
             assert verify(checkpoint / f"step-{step}").ok
         save_steps(checkpoint, 4, max_to_keep=1)
         left = {path.name: sorted(path.iterdir()) for path in checkpoint.iterdir()}
@@ -693,13 +692,13 @@ def test_a_load_that_failed_or_was_forgotten_does_not_hold_for_ever(checkpoint: 
 
 
 def save_slowly(directory: Path, step: int, pause: Callable[[], None]) -> None:
-    commit = layout.commit
+    at_once = commit.commit
 
     def late(*args: Any) -> None:
         pause()
-        commit(*args)
+        at_once(*args)
 
-    layout.commit = late
+    commit.commit = late
     vescale_ckpt.save(directory / f"step-{step}", small_state(step))
 
 
@@ -762,7 +761,7 @@ def test_a_save_waits_for_its_directory_to_be_removed(checkpoint: Path) -> None:
     save_steps(checkpoint, 1)
     path = str(checkpoint / "step-1")
     with contextlib.ExitStack() as stack:
-        assert stack.enter_context(directory_lock.alone(path)) is True
+        assert stack.enter_context(step_directories.alone(path)) is True
         saver = threading.Thread(target=save_steps, args=(checkpoint, 1))
         saver.start()
         os.rename(path, path + ".deleting")
@@ -998,6 +997,6 @@ def test_metrics_are_kept_where_the_directory_cannot_be_locked(
 ) -> None:
     with CheckpointManager(checkpoint, async_checkpoint=False) as manager:
         manager.save(1, small_state(1), metrics={"loss": 1.0})
-        monkeypatch.setattr(directory_lock, "while_saving", mock.Mock(side_effect=OSError("no locks")))
+        monkeypatch.setattr(locks, "share_made", mock.Mock(side_effect=OSError("no locks")))
         manager.save(1, small_state(2), metrics={"loss": 2.0})
         assert manager.metrics(1) == {"loss": 2.0}

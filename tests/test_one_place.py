@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import layout, one_place
+from vescale_ckpt import one_place, writer
+from vescale_ckpt._native import names
+from vescale_ckpt._native.commit import remove_leftovers
 from vescale_ckpt.errors import CheckpointError, StorageFullError
 from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.one_place import PlaceToken, SeparateDirectoriesError
@@ -57,7 +59,7 @@ def _apart(way: str, directory: Path) -> Any:
     dist.barrier()
     elsewhere = str(directory / "elsewhere" if rank else path)
     with (
-        mock.patch.object(layout, "local_path", lambda _: elsewhere),
+        mock.patch.object(writer, "local_path", lambda _: elsewhere),
         mock.patch.object(one_place, "_PATIENCE", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):
@@ -111,11 +113,11 @@ def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Pat
     token = PlaceToken(str(tmp_path))
     token.leave()
     (left,) = os.listdir(tmp_path)
-    assert layout.is_of_a_save(left)
-    assert layout.remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
+    assert names.is_of_a_save(left)
+    assert remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
     past = time.time() - 3600
     os.utime(tmp_path / left, (past, past))
-    assert layout.remove_leftovers(str(tmp_path)) == [left]
+    assert remove_leftovers(str(tmp_path)) == [left]
 
 
 # --- Alone, and not on purpose

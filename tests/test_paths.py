@@ -14,7 +14,8 @@ from damage import blank, same, small_state
 from test_manager_async import held
 
 import vescale_ckpt
-from vescale_ckpt import layout, verify
+from vescale_ckpt import verify
+from vescale_ckpt._storage.directory import local_path
 from vescale_ckpt.manager import CheckpointManager
 from vescale_ckpt.reader import StorageReader
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
@@ -167,7 +168,7 @@ def test_what_is_no_local_path_is_refused(
     ],
 )
 def test_all_parts_count(url: str, path: str) -> None:
-    assert layout.local_path(url) == path
+    assert local_path(url) == path
 
 
 def test_a_working_directory_that_is_gone(here_and_there: tuple[Path, Path]) -> None:

@@ -24,7 +24,8 @@ import torch
 from damage import fork, in_child, same
 from test_kill import Shared, kill, wait_until
 
-from vescale_ckpt import _C, layout, safetensors
+from vescale_ckpt import _C, safetensors
+from vescale_ckpt._storage import locks
 from vescale_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -562,7 +563,7 @@ def test_a_save_leaves_alone_what_another_one_is_writing(path: Path) -> None:
     left_over.write_bytes(b"data")
     other = path.with_name(f"other.{path.name}.tmp.1.1")
     other.write_bytes(b"data")
-    lock = layout.lock(str(going_on))
+    lock = locks.lock(str(going_on))
     assert lock is not None
     safetensors.save_file(state(1), path)
     assert set(path.parent.iterdir()) == {path, going_on, other}

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, export_folder, safetensors
-from vescale_ckpt.convert import folder
+from vescale_ckpt import _C, safetensors
+from vescale_ckpt._storage import leftovers
 from vescale_ckpt.convert.formats import Format
 from vescale_ckpt.convert.run import convert
 from vescale_ckpt.errors import CheckpointError, StorageFullError
@@ -167,7 +167,7 @@ def test_ties_that_change_while_a_save_fails(tmp_path: Path) -> None:
     tied = {"a": tensor, **{f"{'b' * 1000}{number}": tensor for number in range(20)}}
     for first, second in ((one, tied), (tied, one)):
         save(tmp_path, first, planner=planner)
-        with mock.patch.object(export_folder._C, "free_bytes", return_value=0), pytest.raises(StorageFullError):
+        with mock.patch.object(_C, "free_bytes", return_value=0), pytest.raises(StorageFullError):
             save(tmp_path, second, planner=planner)
         save(tmp_path, first, planner=planner)
         assert read(tmp_path)["a"].equal(tensor)
@@ -343,7 +343,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
                 patched.setattr(_C, "exchange_names", lambda first, second: False)
             for name in ("rename_file", "exchange_names", "sync_directory", "remove_file"):
                 patched.setattr(_C, name, killed(getattr(_C, name)))
-            patched.setattr(folder.shutil, "rmtree", killed(folder.shutil.rmtree))
+            patched.setattr(leftovers.shutil, "rmtree", killed(leftovers.shutil.rmtree))
             convert(tmp_path / "b.pt", made, format=format, max_shard_size=4, overwrite=True)
 
     def keys(path: Path) -> list[str]:

@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, export_folder, export_names, layout, safetensors
+from vescale_ckpt import _C, export_folder, export_names, safetensors
+from vescale_ckpt._storage import leftovers, locks
 from vescale_ckpt.errors import CheckpointError, SaveFailedError, StorageFullError
 from vescale_ckpt.per_rank import PerRank
 from vescale_ckpt.save_planner import SavePlanner
@@ -321,8 +322,8 @@ def test_a_full_disk_is_known_before_anything_is_written(checkpoint: Path) -> No
 def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     going_on = _folder(checkpoint)
     dead = _folder(checkpoint)
-    assert dead._lock is not None
-    dead._lock.release()  # as the death of its process does
+    assert dead.files._lock is not None
+    dead.files._lock.release()  # as the death of its process does
     for directory_entry in (f"{INDEX}.tmp.1.1", "model.safetensors.tmp.1.1", "model.safetensors.tmp.nonsense"):
         (checkpoint / directory_entry).touch()
         os.utime(checkpoint / directory_entry, (0, 0))
@@ -339,7 +340,7 @@ def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
 
 def test_without_locks_leftovers_stay_for_a_day(checkpoint: Path) -> None:
     abandoned = _folder(checkpoint)
-    with mock.patch.object(vescale_ckpt.layout, "try_lock_alone", return_value=None):
+    with mock.patch.object(locks, "try_lock_alone", return_value=None):
         save(checkpoint, {"a": torch.ones(1)})
         assert any(abandoned.token in name for name in os.listdir(checkpoint))
         for name in abandoned.names:
@@ -507,23 +508,26 @@ def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
 def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) -> None:
     """Two exports that begin in one folder: the one's clean-up has just found the other's file, not marked yet."""
     marks: list[str] = []
-    lock, unlink = layout.lock, os.unlink
+    lock, remove = locks.lock, leftovers.remove_entry
 
     def lock_late(path: str) -> Any:
         if not marks:
             marks.append(path)
-            export_folder._remove_leftovers(os.path.dirname(path))
+            leftovers.remove(export_folder._leftovers(os.path.dirname(path)))
         return lock(path)
 
-    def unlink_while_marked(path: Any) -> None:
-        with pytest.raises(layout.TakenForLeftoverError):
+    def remove_while_marked(path: str, is_folder: bool) -> None:
+        with pytest.raises(locks.TakenForLeftoverError):
             lock(path)
-        unlink(path)
+        remove(path, is_folder)
 
     checkpoint.mkdir()
-    with mock.patch.object(layout, "lock", lock_late), mock.patch.object(os, "unlink", unlink_while_marked):
+    with (
+        mock.patch.object(locks, "lock", lock_late),
+        mock.patch.object(leftovers, "remove_entry", remove_while_marked),
+    ):
         folder = _folder(checkpoint)
-    assert not os.path.exists(marks[0]) and folder._lock is not None
+    assert not os.path.exists(marks[0]) and folder.files._lock is not None
     folder.discard()
 
 

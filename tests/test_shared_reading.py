@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import _C, layout, routes
+from vescale_ckpt import _C, metadata_file, routes
 from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
 from vescale_ckpt.load_planner import LoadPlanner
 from vescale_ckpt.node import ranks_of_this_node
@@ -428,7 +428,10 @@ def _counted(directory: Path, by: str) -> tuple[int, ...]:
     state = _zeros(full)
     names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
     with contextlib.ExitStack() as stack:
-        calls = [stack.enter_context(mock.patch.object(layout, name, wraps=getattr(layout, name))) for name in names]
+        calls = [
+            stack.enter_context(mock.patch.object(metadata_file, name, wraps=getattr(metadata_file, name)))
+            for name in names
+        ]
         vescale_ckpt.load(directory, state, timeout=FOREVER)
     assert_same(state, full)
     return tuple(of.call_count for of in calls)

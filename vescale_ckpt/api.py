@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
-from . import _C, layout, memory_budget, settings
+from . import _C, memory_budget, settings
+from ._storage.directory import local_path
 from .application import check_is_mapping, saved_form
 from .arguments import checked_flag, checked_path
 from .collective_export import CollectiveExport
@@ -112,7 +113,7 @@ def save(
         )
     check_format(format, metadata)
     shard_bytes(max_shard_size)
-    where = layout.local_path(path)  # whatever the working directory is later
+    where = local_path(path)  # whatever the working directory is later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     lane = Lane.of(process_group)
     with lane.lock:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C, engine, layout
+from . import _C, engine
+from ._native.names import check_relative, checked_place, crc_of
 from .contents import Contents
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .odd_record import wrong_form
@@ -58,13 +59,13 @@ def list_records(contents: Contents, where: str, whole: bool, on_error: Callable
         """And whether it is transformed."""
         if info is None:
             raise CorruptCheckpointError(f"{key}: the metadata does not say where it is stored", key=key, file=where)
-        info = layout.checked_place(info, key)
-        name = layout.check_relative(info.relative_path, key)
+        info = checked_place(info, key)
+        name = check_relative(info.relative_path, key)
         if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
             raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
         listing.ends[name] = max(listing.ends.get(name, 0), info.offset + info.length)
         number = numbers.setdefault(name, len(numbers))
-        crc, bytes_or_dtype = layout.crc_of(info), torch.uint8 if dtype is None else dtype
+        crc, bytes_or_dtype = crc_of(info), torch.uint8 if dtype is None else dtype
         found = Record(key, number, info.offset, info.length, crc, bytes_or_dtype, sizes)
         return found, bool(info.transform_descriptors)
 

@@ -8,10 +8,12 @@ import os
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from . import layout, step_directories, step_metrics
+from . import metadata_file, step_directories, step_metrics
+from ._native.names import METADATA_NAME
+from ._native.steps import SavedOrder, complete_steps, path_of
+from ._storage.directory import directory_at, stat_of
 from .errors import CheckpointError
 from .retention import Kept, Retention
-from .step_order import SavedOrder
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -47,12 +49,12 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
             return set()
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = _Look(step_directories.path_of(root, step))
+            found[step] = _Look(path_of(root, step))
         unsound = {step for step in kept if not found[step].sound}
         if not unsound:
             break
         uncounted |= unsound
-    uncounted &= set(step_directories.complete_steps(root))  # but for what somebody else has removed meanwhile
+    uncounted &= set(complete_steps(root))  # but for what somebody else has removed meanwhile
     for step in sorted(found.keys() & uncounted):
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, found[step].reason)
     # What only did not answer may be whole.
@@ -80,11 +82,11 @@ class _Look:
 def _answers(directory: str, file: str) -> bool:
     """Whether the file system tells how it stands with a file, which may be that it is not there."""
     try:
-        os.listdir(directory)
-        if file == os.path.join(directory, layout.METADATA_NAME):
-            layout.metadata_bytes(directory, None)
+        directory_at(directory).names()
+        if file == os.path.join(directory, METADATA_NAME):
+            metadata_file.metadata_bytes(directory, None)
         else:
-            os.stat(file)
+            stat_of(file)
     except CheckpointError as error:
         return getattr(error, "errno", None) in (None, errno.ENOENT)
     except FileNotFoundError:
@@ -95,4 +97,4 @@ def _answers(directory: str, file: str) -> bool:
 
 
 def _metric(root: str, step: int, name: str | None) -> float | None:
-    return None if name is None else step_metrics.read(step_directories.path_of(root, step)).get(name)
+    return None if name is None else step_metrics.read(path_of(root, step)).get(name)

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from . import _C, engine, layout, metadata_file, safetensors_checkpoint
+from . import _C, engine, metadata_file, safetensors_checkpoint
+from ._native.names import INDEX_NAME, METADATA_NAME, checked_place
+from ._storage.directory import directory_at
 from .errors import CorruptCheckpointError
 from .message import pack, unpack
+from .metadata_file import index_bytes, metadata_bytes, metadata_mark, read_index, read_metadata, read_metadata_of
+from .no_checkpoint import explained
 from .safetensors_checkpoint import SafetensorsContents
 from .stock import StorageInfo
 
@@ -69,7 +73,7 @@ class Contents:
             raise CorruptCheckpointError(
                 f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
             )
-        return layout.checked_place(info, key)
+        return checked_place(info, key)
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a stored chunk."""
@@ -103,9 +107,10 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
     if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
     if rank is None and safetensors_checkpoint.is_one(path):
         return of_safetensors(path, SafetensorsContents.read(path, verify))
-    index = layout.read_index(path, rank) if by_index else None
+    index = read_index(path, rank) if by_index else None
     if index is None:
-        return _of_metadata(path, path, layout.read_metadata(path, rank))
+        with explained(path):
+            return _of_metadata(path, path, read_metadata(path, rank))
     return _of_index(path, rank, index)
 
 
@@ -113,7 +118,7 @@ def mark(path: str) -> str:
     """Tells the contents of a checkpoint from those of another, cheaply; empty if there is none. Raises OSError."""
     if safetensors_checkpoint.is_one(path):
         return safetensors_checkpoint.mark(path)
-    return layout.metadata_mark(path)
+    return metadata_mark(path)
 
 
 def packed(path: str, verify: bool) -> bytes:
@@ -122,10 +127,13 @@ def packed(path: str, verify: bool) -> bytes:
     if safetensors_checkpoint.is_one(path):
         return pack(b"", b"", SafetensorsContents.read(path, verify).pack())
     with suppress(OSError):
-        if os.stat(os.path.join(path, layout.METADATA_NAME + layout.INDEX_SUFFIX)).st_size > _MOST_INDEX_BYTES:
+        if directory_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
             return b""
-    index = layout.index_bytes(path)
-    return pack(b"", layout.metadata_bytes(path, None), b"") if index is None else pack(index, b"", b"")
+    index = index_bytes(path)
+    if index is not None:
+        return pack(index, b"", b"")
+    with explained(path):
+        return pack(b"", metadata_bytes(path, None), b"")
 
 
 def unpacked(path: str, message: bytes) -> Contents:
@@ -133,17 +141,17 @@ def unpacked(path: str, message: bytes) -> Contents:
     index, metadata, safetensors = unpack(message)
     if safetensors:
         return of_safetensors(path, SafetensorsContents.unpack(path, safetensors))
-    file = os.path.join(path, layout.METADATA_NAME)
+    file = os.path.join(path, METADATA_NAME)
     if not index:
         return _of_metadata(path, path, metadata_file.loads(metadata, file))
-    file += layout.INDEX_SUFFIX
+    file = os.path.join(path, INDEX_NAME)
     with engine.named_errors(str, file):  # it was sound when it was sent
         return _of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
 
 
 def _of_index(path: str, rank: int | None, index: _C.Index) -> Contents:
     # Metadata of the save that the index is of: other ranks may go by that, while a later save takes its place.
-    return Contents(path, path, lambda: layout.read_metadata_of(path, rank, index.save_id), index)
+    return Contents(path, path, lambda: read_metadata_of(path, rank, index.save_id), index)
 
 
 def of_safetensors(path: str, found: SafetensorsContents) -> Contents:

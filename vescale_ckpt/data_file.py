@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _C, engine, layout
+from . import _C, engine
+from ._native.names import data_name, new_token
+from ._storage.directory import directory_at
+from ._storage.locks import FileLock
+from ._storage.pending import make_locked
 from .errors import CheckpointError
 from .rank_files import FileOptions, RankFiles
 from .rows import words
@@ -19,26 +24,21 @@ class DataFiles(RankFiles):
     def __init__(self, options: FileOptions) -> None:
         super().__init__(options)
         self._files: list[DataFile] = []
-        self._token = layout.new_token()
-        self._lock: layout.FileLock | None = (
-            None  # on the first file: marks all of them as those of a save that goes on
-        )
+        self._token = ""
+        self._lock: FileLock | None = None  # on the first file: marks all of them as those of a save that goes on
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> DataFile:
-        for attempts_left in (2, 1, 0):
-            name = layout.data_name(self.options.rank, self._token, part)
-            file = DataFile(self.options, name, body_bytes, in_background)
-            self._files.append(file)
-            if len(self._files) > 1:
-                break
-            try:
-                self._lock = layout.lock(file.path)
-                break
-            except layout.TakenForLeftoverError:  # by another save's clean-up, between its making and its marking
-                if not attempts_left:
-                    raise
-                self._files.pop().discard()
-                self._token = layout.new_token()
+        def make() -> tuple[str, DataFile]:
+            if not self._files:
+                self._token = new_token()
+            file = DataFile(self.options, data_name(self.options.rank, self._token, part), body_bytes, in_background)
+            return file.path, file
+
+        if self._files:
+            _, file = make()
+        else:
+            file, self._lock = make_locked(make)
+        self._files.append(file)
         return file
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
@@ -46,7 +46,7 @@ class DataFiles(RankFiles):
         options, files = self.options, self._files
         if options.sync_files and files:
             with engine.named_errors(str, options.path):
-                _C.sync_directory(options.path)
+                directory_at(options.path).sync()
         return self._stats(
             tensors,
             objects,
@@ -118,5 +118,5 @@ class DataFile:
 
     def discard(self) -> None:
         self.file = None  # an unfinished file removes itself
-        if os.path.exists(self.path):
-            os.unlink(self.path)
+        with contextlib.suppress(_C.EngineError):  # not in place of the error that led here
+            directory_at(self.options.path).remove(self.name)

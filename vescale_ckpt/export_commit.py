@@ -13,15 +13,16 @@ with spare names get usual ones, as second names that a second index says before
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _C, engine, layout
+from . import engine
+from ._storage import locks
+from ._storage.directory import directory_at
+from ._storage.pending import Pending
 from .errors import CheckpointError
 from .export_names import (
     INDEX_NAME,
@@ -33,12 +34,8 @@ from .export_names import (
     is_temporary_index,
     rules_alone,
 )
-from .whole_file import temporary_name
 
 logger = logging.getLogger(__name__)
-
-_WAIT_SECONDS = 60.0  # for another export's commit, which takes some renames and syncs
-_POLL_SECONDS = 0.02
 
 IndexOf = Callable[[list[str]], bytes]  # the index of files with these names
 
@@ -62,19 +59,17 @@ def check_replaceable(directory: str) -> None:
         )
 
 
-def replace_model(directory: str, files: list[str], index: IndexOf) -> None:
-    """Makes complete and durable files the model of a folder, durably.
-
-    Args:
-        files: their paths, in the folder. Where they are now, if this raises; emptied when they belong to the folder.
-    """
-    with engine.named_system_errors(directory), _alone_in(directory) as alone:
+def replace_model(files: Pending, index: IndexOf) -> None:
+    """Makes complete and durable files the model of their folder, durably. If this raises they stay pending, unless an
+    index names them already."""
+    directory = files.directory
+    with engine.named_system_errors(directory), locks.taking_turns(directory) as alone:
         before = _look(directory)
         try:
-            names = _commit(directory, files, index, before)
+            names = _commit(files, index, before)
         except BaseException:
-            if _are_named(directory, files):  # a rename that was reported as failed, and was not
-                files.clear()
+            if _are_named(files):  # a rename that was reported as failed, and was not
+                files.committed()
             raise
         try:
             _tidy(directory, before, names, index)
@@ -84,38 +79,31 @@ def replace_model(directory: str, files: list[str], index: IndexOf) -> None:
             logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
 
 
-def give_names(directory: str, files: list[str], names: list[str]) -> None:
-    """Renames files, without making that durable. `files` tells where they are, whatever happens."""
-    for number, name in enumerate(names):
-        path = os.path.join(directory, name)
-        _C.rename_file(files[number], path)
-        files[number] = path
-
-
-def _commit(directory: str, files: list[str], index: IndexOf, before: _Before) -> list[str]:
-    layout.make_name_durable(directory, holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
-    if len(files) == 1:
-        give_names(directory, files, [SINGLE_NAME])
-        files.clear()
-        _C.sync_directory(directory)
+def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
+    storage = directory_at(files.directory)
+    storage.make_durable(holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
+    if len(files.paths) == 1:
+        files.give_names([SINGLE_NAME])
+        files.committed()
+        storage.sync()
         return [SINGLE_NAME]
-    names = _free_names(len(files), before)
-    give_names(directory, files, names)
-    _C.sync_directory(directory)
-    _put_index(directory, index(names))
-    files.clear()
-    _C.sync_directory(directory)
+    names = _free_names(len(files.paths), before)
+    files.give_names(names)
+    storage.sync()
+    storage.write(INDEX_NAME, index(names))
+    files.committed()
     if SINGLE_NAME in before.names:
-        _C.remove_file(os.path.join(directory, SINGLE_NAME))
-        _C.sync_directory(directory)
+        storage.remove(SINGLE_NAME)
+        storage.sync()
     return names
 
 
 def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> None:
+    storage = directory_at(directory)
     if names == [SINGLE_NAME]:
         if INDEX_NAME in before.names:
-            _C.remove_file(os.path.join(directory, INDEX_NAME))
-            _C.sync_directory(directory)  # before files go that it names
+            storage.remove(INDEX_NAME)
+            storage.sync()  # before files go that it names
         _remove_models(directory, before, names)
         return
     _remove_models(directory, before, names)
@@ -123,12 +111,11 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
     if names == usual:
         return
     for name, usual_name in zip(names, usual, strict=True):
-        _C.link_file(os.path.join(directory, name), os.path.join(directory, usual_name))
-    _C.sync_directory(directory)
-    _put_index(directory, index(usual))
-    _C.sync_directory(directory)
+        storage.add_name(name, usual_name)
+    storage.sync()
+    storage.write(INDEX_NAME, index(usual))
     for name in names:
-        _C.remove_file(os.path.join(directory, name))
+        storage.remove(name)
 
 
 def _free_names(count: int, before: _Before) -> list[str]:
@@ -140,64 +127,36 @@ def _free_names(count: int, before: _Before) -> list[str]:
     return names
 
 
-def _put_index(directory: str, content: bytes) -> None:
-    path = os.path.join(directory, INDEX_NAME)
-    while os.path.lexists(temporary := temporary_name(path)):  # of a process of this number that was killed
-        pass
-    _C.write_durably(temporary, content)
-    try:
-        _C.rename_file(temporary, path)
-    except BaseException:
-        with contextlib.suppress(_C.EngineError):
-            _C.remove_file(temporary)
-        raise
-
-
 def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
     """Files of other models: by their names, and what the index before named."""
-    for name in sorted(os.listdir(directory)):
+    storage = directory_at(directory)
+    for name in sorted(storage.names()):
         is_of_model = is_model_file(name) or (name in before.named and name.endswith(SUFFIX))
         if is_of_model and name not in but:
-            _C.remove_file(os.path.join(directory, name))
+            storage.remove(name)
 
 
 def _remove_indexes(directory: str, before: _Before) -> None:
     """Those that exports were writing when they died: nobody else commits now."""
     for name in filter(is_temporary_index, before.names):
-        _C.remove_file(os.path.join(directory, name))
+        directory_at(directory).remove(name)
 
 
 def _look(directory: str) -> _Before:
-    return _Before(frozenset(os.listdir(directory)), frozenset(_named(directory) or ()))
+    return _Before(frozenset(directory_at(directory).names()), frozenset(_named(directory) or ()))
 
 
 def _named(directory: str) -> set[str] | None:
     """Files that the index in a folder names. None if it cannot be read."""
     try:
-        with open(os.path.join(directory, INDEX_NAME), encoding="utf-8") as file:
-            return {name for name in json.load(file)["weight_map"].values() if isinstance(name, str)}
+        content = json.loads(directory_at(directory).read(INDEX_NAME).decode())
+        return {name for name in content["weight_map"].values() if isinstance(name, str)}
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
-def _are_named(directory: str, files: list[str]) -> bool:
-    named = _named(directory)
-    return named is None or any(os.path.basename(path) in named for path in files)
-
-
-@contextlib.contextmanager
-def _alone_in(directory: str) -> Iterator[bool]:
-    """Two exports that finish at the same time do so one after the other. Whether that is so: not where the file system
-    has no locks."""
-    lock = layout.FileLock(None, os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    try:
-        until = time.monotonic() + _WAIT_SECONDS
-        while (alone := lock.try_alone()) is False:
-            if time.monotonic() > until:
-                raise CheckpointError(f"another export has been finishing in {directory} for {_WAIT_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
-        yield alone is True
-    finally:
-        lock.release()
+def _are_named(files: Pending) -> bool:
+    named = _named(files.directory)
+    return named is None or any(os.path.basename(path) in named for path in files.paths)

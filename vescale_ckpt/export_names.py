@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
+
+from ._storage.directory import directory_at
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -55,7 +56,7 @@ def token_of(name: str) -> str | None:
 def holds_unfinished_export(directory: str) -> bool:
     """Whether there are files of an export, and none of those that make it a model: it was ended while it wrote."""
     with contextlib.suppress(OSError):
-        names = os.listdir(directory)
+        names = directory_at(directory).names()
         if INDEX_NAME not in names and SINGLE_NAME not in names:
             others = without_index(names)
             if others:
@@ -77,4 +78,4 @@ def rules_alone(names: Collection[str], named: AbstractSet[str]) -> bool:
 
 
 def holds_export(directory: str) -> bool:
-    return any(os.path.lexists(os.path.join(directory, name)) for name in (INDEX_NAME, SINGLE_NAME))
+    return any(directory_at(directory).has(name) for name in (INDEX_NAME, SINGLE_NAME))

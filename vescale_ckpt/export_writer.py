@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import _C, engine, layout
+from . import _C, engine
+from ._storage.directory import directory_at
 from .errors import CheckpointError
 from .export_folder import ExportFolder
 from .export_names import file_names, holds_export, temporary_name
@@ -68,7 +69,7 @@ class ExportSave:
     def begin(self) -> None:
         """Raises `CheckpointError` where the directory is not to be written to."""
         path = self.options.path
-        layout.make_directory(path)
+        directory_at(path).make()
         if not self._overwrite and holds_export(path):
             raise CheckpointError(f"{path} holds a model already and overwrite=False", path=path)
 
@@ -152,7 +153,7 @@ class ExportFile:
         self._written = 0
         paths = [os.path.join(self.path, temporary_name(name, targets.token)) for name in targets.names]
         engine_options = engine.options(options.thread_count, options.direct_io, in_background)
-        if paths and not os.path.exists(paths[0]):  # the coordinator has made them all
+        if paths and not directory_at(self.path).has(os.path.basename(paths[0])):  # the coordinator has made them all
             raise separate(self.path, [options.rank])
         with engine.named_errors(str, self.path):
             self._shared: _C.SharedWriter | None = _C.SharedWriter(paths, targets.table, engine_options)

@@ -17,9 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from . import api, layout, settings, step_directories, step_metrics
+from . import api, settings, step_metrics
+from ._native.steps import SavedOrder, complete_steps, path_of
+from ._storage.directory import local_path
 from .arguments import checked_seconds
 from .clean_up import clean_up
+from .course import Course
 from .errors import CheckpointError, CorruptCheckpointError, some
 from .exchange import Exchange, digest
 from .gate import Gate
@@ -30,7 +33,6 @@ from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .save_handle import SaveHandle
 from .schedule import Schedule
-from .step_order import Course, SavedOrder
 from .verify import verify
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class CheckpointManager:
         save_on_signal: Signals | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.directory = layout.local_path(directory)
+        self.directory = local_path(directory)
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
@@ -281,11 +283,11 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Steps whose checkpoints are complete, rising, as this process sees the directory now; asks no other rank."""
-        return step_directories.complete_steps(self.directory)
+        return complete_steps(self.directory)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; none where there were none."""
-        return step_metrics.read(step_directories.path_of(self.directory, step))
+        return step_metrics.read(path_of(self.directory, step))
 
     def latest(self, *, full: bool = False) -> int | None:
         """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
@@ -321,7 +323,7 @@ class CheckpointManager:
             step = self._load_newest(state, options)
         else:
             step = _checked_step(step)
-            self._load(step_directories.path_of(self.directory, step), state, **options)
+            self._load(path_of(self.directory, step), state, **options)
         self._go_on_from(step)
         if prepare:
             self._prepare_to_save(state)
@@ -332,7 +334,7 @@ class CheckpointManager:
         tried: set[int] = set()
         while (found := self._newest_sound(quick=True, but=tried)) is not None:
             try:
-                self._load(step_directories.path_of(self.directory, found), state, **options)
+                self._load(path_of(self.directory, found), state, **options)
             except CheckpointError as error:  # of one kind on all ranks
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {found}
@@ -381,7 +383,7 @@ class CheckpointManager:
             for step in SavedOrder(self.directory).newest_first():
                 if step in self._damaged or step in but:
                     continue
-                report = verify(step_directories.path_of(self.directory, step), quick=quick)
+                report = verify(path_of(self.directory, step), quick=quick)
                 if report.ok:
                     return step
                 logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)

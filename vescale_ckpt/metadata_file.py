@@ -1,4 +1,4 @@
-"""`.metadata`: written so that every torch reads it, read so that nothing in it can act.
+"""`.metadata`: written so that every torch reads it, read so that nothing in it can act, with the index beside it.
 
 The file is DCP's own pickle of `Metadata`. Two things differ from `pickle.dump` / `pickle.load`: tensor properties are
 written with the five fields that every torch understands (torch 2.15 writes six, which 2.13 cannot read) and read
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import errno
 import io
 import math
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -28,7 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from . import _C
-from .errors import CorruptCheckpointError, UntrustedCheckpointError
+from ._native.names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
+from ._storage.directory import directory_at, is_folder
+from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .pause import garbage_collector_paused
 from .rows import MOST_BYTES
 from .stock import MemoryFormatEncoding, StorageInfo
@@ -49,6 +53,7 @@ _PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
+NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: what is said of a directory without metadata
 TRAILER_BYTES = 16
 TRAILER_MAGIC = b"VSCKMDT1"
 
@@ -289,3 +294,83 @@ def dumps(metadata: Metadata) -> bytes:
         _MetadataPickler(buffer).dump(metadata)
     pickled = buffer.getvalue()
     return pickled + _trailer(pickled, len(pickled))
+
+
+# --- In a directory
+
+
+def has_metadata(directory: str, rank: int | None) -> bool:
+    return directory_at(directory).has(metadata_name(rank))
+
+
+def metadata_ranks(directory: str) -> list[int | None]:
+    """Whose metadata the directory holds: [None] for that of all ranks, else ranks that saved without collectives.
+    Raises OSError."""
+    ranks = {rank_of_metadata(name) for name in directory_at(directory).names() if is_metadata_file(name)}
+    return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
+
+
+def read_metadata(directory: str, rank: int | None = None) -> Metadata:
+    """Reads and checks the metadata of the checkpoint in a directory.
+
+    Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
+    """
+    return loads(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
+
+
+def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
+    """The metadata that one save committed. Raises `CheckpointError` if it is not there any more."""
+    metadata = read_metadata(directory, rank)
+    if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
+        raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
+    return metadata
+
+
+def metadata_bytes(directory: str, rank: int | None) -> bytes:
+    """What is in the metadata file, not looked at. Raises as `read_metadata`."""
+    storage, name = directory_at(directory), metadata_name(rank)
+    path = os.path.join(directory, name)
+    try:
+        if not storage.stat(name).is_file:
+            raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
+        return storage.read(name, lambda beginning, length: check_beginning(beginning, length, path))
+    except FileNotFoundError:
+        what = f"has no {name}" if is_folder(directory) else "is no directory"
+        raise CheckpointError(f"{directory} {what}: {NO_CHECKPOINT}", path=directory, errno=errno.ENOENT) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+
+
+def metadata_mark(directory: str) -> str:
+    """Tells the metadata of one save from that of another: its length and end, which holds a checksum; empty if there
+    is none. Raises OSError if it cannot be read."""
+    try:
+        found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+    except FileNotFoundError:
+        return ""
+    # Files of stock DCP have no checksum: a copy on another disk passes for another.
+    known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
+    return f"{found.size}:{end.hex()}{known}"
+
+
+def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
+    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
+    try:
+        return _matching(_C.Index.open(os.path.join(directory, index_name(rank))), directory, rank)
+    except (OSError, _C.EngineError):
+        return None
+
+
+def index_bytes(directory: str) -> bytes | None:
+    """What is in the index's file, all of it checked. None as of `read_index`."""
+    try:
+        data = directory_at(directory).read(index_name(None))
+        index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
+        return None if _matching(index, directory, None) is None else data
+    except (OSError, _C.EngineError):
+        return None
+
+
+def _matching(index: _C.Index, directory: str, rank: int | None) -> _C.Index | None:
+    found, end = directory_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+    return index if index.matches(end, found.size) else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable, Sequence
 
-from . import engine, layout
+from . import engine
+from ._native import commit
+from ._storage.directory import directory_at
+from ._storage.locks import drop_dead_locks
 from .data_file import DataFiles
 from .errors import CheckpointError
+from .metadata_file import has_metadata
 from .one_place import separate
 from .rank_files import FileOptions
 
@@ -35,11 +38,11 @@ class NativeSave:
     def begin(self) -> None:
         """Raises `CheckpointError` where the directory is not to be written to."""
         path = self.options.path
-        layout.drop_dead_locks(path)
-        layout.make_directory(path)
-        if not self._overwrite and layout.has_metadata(path, self.metadata_rank):
+        drop_dead_locks(path)
+        directory_at(path).make()
+        if not self._overwrite and has_metadata(path, self.metadata_rank):
             raise CheckpointError(f"{path} holds a checkpoint already and overwrite=False", path=path)
-        if self.metadata_rank is not None and layout.has_metadata(path, None):
+        if self.metadata_rank is not None and has_metadata(path, None):
             raise CheckpointError(
                 f"{path} holds a checkpoint that all ranks saved together, which loads would go on to find: "
                 "ranks that save without collectives need a directory of their own",
@@ -48,8 +51,8 @@ class NativeSave:
 
     def clean_up(self) -> None:
         """Removes what nothing names, which is left from a save that died: without its space this one might not fit."""
-        self._superseded = layout.named_files(self.options.path, self.metadata_rank)
-        layout.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+        self._superseded = commit.named_files(self.options.path, self.metadata_rank)
+        commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
     def files(self) -> DataFiles:
         """What this rank writes to. Called once."""
@@ -59,11 +62,10 @@ class NativeSave:
     def check_one_place(self, names: Sequence[Iterable[str]]) -> None:
         """Before the commit: that the files which ranks have written, their `names` by rank, are in this directory."""
         path = self.options.path
-        here = set(os.listdir(path))
+        storage = directory_at(path)
+        here = set(storage.names())
         missing = [
-            rank
-            for rank, of_rank in enumerate(names)
-            if not all(name in here or os.path.exists(os.path.join(path, name)) for name in of_rank)
+            rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
         ]
         if missing:
             raise separate(path, missing)
@@ -73,12 +75,12 @@ class NativeSave:
         path = self.options.path
         try:
             with engine.named_system_errors(path):
-                layout.commit(path, self.metadata_rank, content, index)
+                commit.commit(path, self.metadata_rank, content, index)
         except BaseException:
             self.end()  # what this rank has written goes, unless the metadata that is there names it
-            layout.remove_leftovers(path, only_rank=self.metadata_rank)
+            commit.remove_leftovers(path, only_rank=self.metadata_rank)
             raise
-        layout.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
+        commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 
     def end(self) -> None:

@@ -8,17 +8,19 @@ it. Where each node is meant to have a directory of its own, those of a node com
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import struct
 import time
 from collections.abc import Sequence
 
+from . import _C
+from ._native.names import PLACE_PREFIX
+from ._storage import place
+from ._storage.directory import directory_at, stat_of
 from .errors import CheckpointError
 from .node import node_of_this_process
 
 NO_NUMBER = 1 << 62  # what ranks say that have left nothing: the least of all is the coordinator's
-_PREFIX = ".metadata.tmp.place."  # temporary to every clean-up of ours
 _PATIENCE = 2.0  # seconds after which what a network file system does not show is not there
 _IDENTITY = struct.Struct("<qQQ")
 
@@ -51,61 +53,40 @@ class PlaceToken:
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.number = NO_NUMBER  #: tells it from all others, where this rank has left it
-        self._path: str | None = None
+        self._name: str | None = None
 
     def leave(self) -> None:
         """Raises OSError."""
         number = secrets.randbelow(NO_NUMBER)
-        path = os.path.join(self.directory, _name(number))
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        self.number, self._path = number, path
+        place.leave(self.directory, _name(number))
+        self.number, self._name = number, _name(number)
 
     def look(self, number: int, rank: int) -> None:
         """Raises SeparateDirectoriesError if what the coordinator has left under that number is not there."""
         if number == NO_NUMBER or number == self.number:
             return
         deadline = time.monotonic() + _PATIENCE
-        while not _is_in(self.directory, _name(number)):
+        while not place.is_seen(self.directory, _name(number)):
             if time.monotonic() >= deadline:
                 raise separate(self.directory, [rank])
             time.sleep(0.05)
 
     def take_away(self) -> None:
         """May be called again."""
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-        self._path = None
-
-
-def is_token(name: str) -> bool:
-    return name.startswith(_PREFIX)
+        if self._name is not None:
+            with contextlib.suppress(_C.EngineError):
+                directory_at(self.directory).remove(self._name)
+        self._name = None
 
 
 def _name(number: int) -> str:
-    return f"{_PREFIX}{number:016x}"
-
-
-def _is_in(directory: str, name: str) -> bool:
-    # Opened for each look: what a network file system keeps of a directory, it then compares with its server.
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        os.stat(name, dir_fd=descriptor)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(descriptor)
+    return f"{PLACE_PREFIX}{number:016x}"
 
 
 def identity(directory: str) -> bytes:
     """This rank's node, and which directory of it this is. Raises OSError."""
-    status = os.stat(directory)
-    return _IDENTITY.pack(node_of_this_process(), status.st_dev, status.st_ino)
+    device, inode, *_ = stat_of(directory).identity
+    return _IDENTITY.pack(node_of_this_process(), device, inode)
 
 
 def check_nodes(directory: str, identities: Sequence[bytes]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import os
 from typing import Literal
 
+from ._storage.directory import directory_at
+
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _LENGTH_BYTES = 8  # that a safetensors file begins with, then comes its header; they may look like anything
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
@@ -23,8 +25,8 @@ def advice_for_file(path: str) -> str | None:
 
 def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
     """By how it begins. Raises OSError."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        begin = file.read(_LENGTH_BYTES + 1)
+    directory, name = os.path.split(path)
+    _, begin = directory_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
     if begin[_LENGTH_BYTES:] == b"{":
         return "other"
     return "archive" if begin.startswith(_ZIP) else "pickle" if begin.startswith(_PICKLE) else "other"
@@ -33,7 +35,7 @@ def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
 def advice_for_directory(path: str) -> str | None:
     """What to do with such files in a directory that holds no checkpoint; None if there are none."""
     with contextlib.suppress(OSError):
-        names = sorted(name for name in os.listdir(path) if name.endswith(_SUFFIXES))
+        names = sorted(name for name in directory_at(path).names() if name.endswith(_SUFFIXES))
         if names:
             found = path if names[0].endswith(".npy") else os.path.join(path, names[0])
             more = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from . import engine, layout, objects
+from . import engine, objects
+from ._native.names import crc_of
 from .describe import Describer
 from .errors import CheckpointError
 from .filling import Filling, Target, overlaps_itself
@@ -144,7 +145,7 @@ class ItemLoad:
 
     def _record(self, item: ReadItem, info: StorageInfo) -> Record:
         key = item.storage_index.fqn
-        return Record(key, self._records.file(info.relative_path, key), info.offset, info.length, layout.crc_of(info))
+        return Record(key, self._records.file(info.relative_path, key), info.offset, info.length, crc_of(info))
 
     # --- Tensors
 

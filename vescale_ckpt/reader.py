@@ -14,7 +14,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
-from . import contents, directory_lock, engine, layout, settings
+from . import contents, engine, metadata_file, settings
+from ._native.names import metadata_name
+from ._storage.directory import directory_at, local_path
+from ._storage.locks import FileLock
 from .arguments import checked_count, checked_flag, checked_path
 from .contents import Contents
 from .errors import CheckpointError, CorruptCheckpointError
@@ -23,6 +26,7 @@ from .filling import Filling
 from .lazy_metadata import LazyMetadata
 from .load_planner import LoadPlanner as OurLoadPlanner
 from .load_planner import item_targets
+from .no_checkpoint import explained
 from .pause import garbage_collector_paused
 from .process_groups import resolved
 from .read_items import ItemLoad
@@ -77,7 +81,7 @@ class StorageReader(DcpStorageReader):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.path = layout.local_path(checked_path("path", path))
+        self.path = local_path(checked_path("path", path))
         #: The path as given, which is equal on all ranks where a relative one names different disks.
         self.given_path = os.fspath(path)
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
@@ -93,7 +97,7 @@ class StorageReader(DcpStorageReader):
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
         self._seen = SeenFiles()  # what the files of this load are
-        self._lock: layout.FileLock | None = None  # keeps clean-ups away from what is being read
+        self._lock: FileLock | None = None  # keeps clean-ups away from what is being read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "process_group": None}
@@ -103,14 +107,14 @@ class StorageReader(DcpStorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            layout.local_path(checkpoint_id)
+            local_path(checkpoint_id)
         except ValueError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = layout.local_path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self.contents = None
@@ -127,15 +131,16 @@ class StorageReader(DcpStorageReader):
         # there is no metadata. So that the true error arrives it is kept, and raised at the next call. And a damaged
         # `.metadata` must not let an older one of a rank pass for it.
         rank = kwargs.get("rank")
-        if rank is not None and self._metadata_error is not None and layout.has_metadata(self.path, None):
+        if rank is not None and self._metadata_error is not None and metadata_file.has_metadata(self.path, None):
             return Metadata({})
         try:
-            metadata = self._read_metadata(rank)
+            with explained(self.path):
+                metadata = self._read_metadata(rank)
         except CheckpointError as error:
             if rank is None:
                 self._metadata_error = error
                 raise
-            if self._metadata_error is None or layout.has_metadata(self.path, rank):
+            if self._metadata_error is None or metadata_file.has_metadata(self.path, rank):
                 raise
             return Metadata({})
         self._metadata_error = None
@@ -161,12 +166,12 @@ class StorageReader(DcpStorageReader):
     def _begin(self, rank: int | None) -> None:
         self.contents = None
         self._is_set_up = False
-        self._seen = SeenFiles(os.path.join(self.path, layout.metadata_name(rank)))
+        self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
         """Not of safetensors, which have no file of that name."""
         self._unlock()
-        self._lock = directory_lock.while_reading(self.path, rank)
+        self._lock = directory_at(self.path).share(metadata_name(rank))
 
     def _metadata_of(self, found: Contents) -> Metadata:
         """As DCP and its planners want it, who change it: objects are built when somebody looks at them."""

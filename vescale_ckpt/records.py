@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from . import _C, engine, layout
+from . import _C, engine
+from ._native.names import check_relative
+from ._storage.directory import stat_of
 from .contents import Contents
 from .errors import CheckpointError, CorruptCheckpointError
 from .odd_record import tensor_in_archive
@@ -81,7 +83,7 @@ class RecordReader:
     def look_at(self, name: str, key: str) -> None:
         """Notes what the file is now."""
         if name not in self._looked_at:
-            layout.check_relative(name, key)
+            check_relative(name, key)
             self._looked_at[name] = None
             self._seen.look(os.path.join(self._root, name))
 
@@ -116,7 +118,7 @@ class RecordReader:
             path = self.paths[record.file]
             if path not in sizes:
                 try:
-                    sizes[path] = os.stat(path).st_size
+                    sizes[path] = stat_of(path).size
                 except OSError as error:
                     raise CorruptCheckpointError(
                         f"{record.key}: data file is missing: {error}", key=record.key, file=path

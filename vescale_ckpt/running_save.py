@@ -6,11 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from . import _C, directory_lock, step_directories, step_metrics, step_order
+from . import _C, step_metrics
+from ._native import steps
+from ._native.steps import Branch
+from ._storage.directory import directory_at
+from ._storage.locks import FileLock
 from .errors import CheckpointError
-from .layout import FileLock
 from .save_handle import SaveHandle
-from .step_order import Branch
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ class RunningSave:
     """One save of this rank. What follows it is done in the order in which saves were begun, in whatever thread."""
 
     def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
-        self.path = step_directories.path_of(root, step)
+        self.path = steps.path_of(root, step)
         self.step = step
         self.is_coordinator = is_coordinator  # the process group may be gone when the save ends
         self.handle: SaveHandle | None = None  # None: it could not begin
@@ -33,14 +35,14 @@ class RunningSave:
         if not self.is_coordinator:
             return
         try:
-            self._lock = directory_lock.while_saving(self.path)
+            self._lock = directory_at(self.path).share()
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the directory of step %d cannot be locked: %s", self.step, error)
         try:
             step_metrics.write(self.path, self.step, metrics)
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the metrics of step %d are not kept: %s", self.step, error)
-        step_order.write(self.path, branch)
+        steps.write(self.path, branch)
 
     def end(self, then: Callable[[], None] | None) -> None:
         """It is durable or has failed. Does what follows it: nothing of that needs other ranks, or fails the save."""

@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 
 from . import _C, engine, settings
+from ._storage.directory import local_path
+from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
-from .layout import local_path
 from .pause import garbage_collector_paused
 from .safetensors_header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
 from .tensors import ON_HOST, ready_tensors, tensor_table
 from .tied import shared_memory_error, sharing_memory
 from .watch import WatchedState
-from .whole_file import WholeFile
 
 __all__ = ["load_file", "safe_open", "save_file"]
 
@@ -70,7 +70,7 @@ def save_file(
 
 
 def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
-    with WholeFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
+    with PendingFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
         engine.check_space(file.directory, layout.file_bytes)
         options = engine.options(None, engine.direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))

@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +33,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from . import _C, engine, export_names, layout, other_formats, safetensors_header
+from . import _C, engine, export_names, metadata_file, other_formats, safetensors_header
+from ._native.names import check_relative
+from ._storage.directory import directory_at, is_file, stat_of
 from .errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from .items import packed_row
 from .message import pack, unpack
@@ -57,13 +58,13 @@ OnError = Callable[[CheckpointError], None]
 
 def is_one(path: str) -> bool:
     """Whether `path` is a checkpoint of this kind, by its names alone."""
-    if layout.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+    if metadata_file.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
         return False
     try:
-        names = os.listdir(path)
-        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) and not layout.metadata_ranks(path)
+        names = directory_at(path).names()
+        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) and not metadata_file.metadata_ranks(path)
     except NotADirectoryError:
-        return os.path.isfile(path)
+        return is_file(path)
     except OSError:
         return False
 
@@ -71,10 +72,10 @@ def is_one(path: str) -> bool:
 def mark(path: str) -> str:
     """Tells one checkpoint from another that other ranks may see, cheaply: by names and the index's length. Raises
     OSError."""
-    if os.path.isfile(path):
-        return f"{os.path.basename(path)}:{os.stat(path).st_size}"
-    names = sorted(name for name in os.listdir(path) if name.endswith((SUFFIX, INDEX_SUFFIX)))
-    sizes = [os.stat(os.path.join(path, name)).st_size for name in names if name.endswith(INDEX_SUFFIX)]
+    if is_file(path):
+        return f"{os.path.basename(path)}:{stat_of(path).size}"
+    names = sorted(name for name in directory_at(path).names() if name.endswith((SUFFIX, INDEX_SUFFIX)))
+    sizes = [directory_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
     return json.dumps([names, sizes])
 
 
@@ -94,7 +95,7 @@ class SafetensorsContents:
 
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
-        if os.path.isfile(path):
+        if is_file(path):
             with engine.named_system_errors(path):
                 advice = other_formats.advice_for_file(path)
             if advice is not None:
@@ -119,7 +120,7 @@ class SafetensorsContents:
 
     @classmethod
     def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:
-        names = os.listdir(path)
+        names = directory_at(path).names()
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
         if weight_map is not None and not export_names.rules_alone(names, set(weight_map.values())):
@@ -144,7 +145,7 @@ class SafetensorsContents:
     def unpack(cls, path: str, message: bytes) -> SafetensorsContents:
         inventory, places, rest = unpack(message)
         files, aliases = json.loads(rest)
-        root = os.path.dirname(path) if os.path.isfile(path) else path
+        root = os.path.dirname(path) if is_file(path) else path
         return cls(root, inventory, places, files, frozenset(aliases))
 
     @cached_property
@@ -225,7 +226,7 @@ class _Reading:
 
     def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> SafetensorsContents:
         for name in files:
-            layout.check_relative(name, name)
+            check_relative(name, name)
         self.files = files
         for key, name in (weight_map or {}).items():
             self.wanted.setdefault(name, []).append(key)
@@ -398,8 +399,8 @@ def _stamp(directory: str) -> list[tuple[int, ...] | None]:
     stamp: list[tuple[int, ...] | None] = []
     for name in (export_names.SINGLE_NAME, export_names.INDEX_NAME):
         try:
-            status = os.stat(os.path.join(directory, name))
-            stamp.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            found = directory_at(directory).stat(name)
+            stamp.append((*found.identity, found.changed_ns))
         except OSError:
             stamp.append(None)
     return stamp
@@ -417,13 +418,13 @@ def _index_name(directory: str, found: Iterable[str]) -> str | None:
 def _weight_map(path: str) -> dict[str, str]:
     """For each tensor the file that it is in."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_JSON_BYTES:
-                raise UntrustedCheckpointError(
-                    f"{path} is no index: a file of at most {_MOST_JSON_BYTES:,} bytes is wanted", path=path
-                )
-            content = file.read(_MOST_JSON_BYTES + 1)
+        directory, name = os.path.split(path)
+        found = stat_of(path)
+        if not found.is_file or found.size > _MOST_JSON_BYTES:
+            raise UntrustedCheckpointError(
+                f"{path} is no index: a file of at most {_MOST_JSON_BYTES:,} bytes is wanted", path=path
+            )
+        _, content = directory_at(directory).read_range(name, 0, _MOST_JSON_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
     try:
@@ -431,7 +432,7 @@ def _weight_map(path: str) -> dict[str, str]:
         if not isinstance(weight_map, dict):
             raise TypeError("its weight_map is no object")
         for key, name in weight_map.items():
-            layout.check_relative(name, key)
+            check_relative(name, key)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} is no sound index: {error!r}", key=None, file=path) from None
     return weight_map

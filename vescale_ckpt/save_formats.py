@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from . import _C, layout, metadata_file
+from . import _C, metadata_file
 from .errors import CheckpointError
 from .export_writer import ExportSave, Targets
 from .lazy_metadata import LazyMetadata
 from .local_plan import write_items, write_packed
+from .metadata_file import read_metadata_of
 from .native_save import NativeSave
 from .overrides import is_method_of
 from .rank_files import RankFiles
@@ -83,7 +84,7 @@ class NativeFormat:
             save.commit(_with_changes(content, metadata), None)
         else:
             save.commit(content, index)
-        metadata.become(layout.read_metadata_of, path, save.metadata_rank, save_id)
+        metadata.become(read_metadata_of, path, save.metadata_rank, save_id)
 
     def end(self) -> None:
         self._save.end()

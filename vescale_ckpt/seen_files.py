@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from . import layout
+from ._native.names import is_data_file
+from ._storage.directory import stat_of
 from .errors import CheckpointError
 
-_Identity = tuple[int, int, int, int]
+_Identity = tuple[int, ...]
 
 
 class SeenFiles:
@@ -35,11 +36,11 @@ class SeenFiles:
     def check(self, paths: Iterable[str]) -> None:
         """Raises `CheckpointError` if one of them is not the file that it was."""
         paths = [*paths]
-        if not all(layout.is_data_file(os.path.basename(path)) for path in paths):
+        if not all(is_data_file(os.path.basename(path)) for path in paths):
             paths.append(self._metadata)
         for path in paths:
             seen, now = self._seen.get(path), _identity(path)
-            if now is None and layout.is_data_file(os.path.basename(path)):
+            if now is None and is_data_file(os.path.basename(path)):
                 continue  # removed after a later save: what was read of it cannot have been written over
             if seen is not None and seen != now:
                 raise CheckpointError(
@@ -51,7 +52,6 @@ class SeenFiles:
 
 def _identity(path: str) -> _Identity | None:
     try:
-        status = os.stat(path)
+        return stat_of(path).identity
     except OSError:  # told by who reads it
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from . import _C, layout
+from . import _C
+from ._storage.directory import directory_at
+from .metadata_file import metadata_mark
 
 FILE_NAME = "metrics.json"
 
@@ -24,18 +25,17 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
 
     Raises `_C.EngineError` and OSError for what the disk refuses.
     """
-    path = os.path.join(directory, FILE_NAME)
+    storage = directory_at(directory)
     if not metrics:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        storage.remove(FILE_NAME)
         return
     values = {name: value if math.isfinite(value) else None for name, value in as_numbers(metrics).items()}
-    record = {"step": step, "metrics": values, "replaces": layout.metadata_mark(directory)}
+    record = {"step": step, "metrics": values, "replaces": metadata_mark(directory)}
     try:
-        _C.commit_file(directory, FILE_NAME, json.dumps(record, indent=1).encode())
+        storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # those of an earlier save would be taken for this one's
+        with contextlib.suppress(OSError, _C.EngineError):
+            storage.remove(FILE_NAME)  # those of an earlier save would be taken for this one's
         raise
 
 
@@ -47,9 +47,8 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def read(directory: str) -> dict[str, float]:
     """The metrics of the checkpoint in a directory; none where they are missing, damaged or not finite."""
     try:
-        with open(os.path.join(directory, FILE_NAME), "rb") as file:
-            record = json.loads(file.read())
-        if record["replaces"] == layout.metadata_mark(directory):
+        record = json.loads(directory_at(directory).read(FILE_NAME))
+        if record["replaces"] == metadata_mark(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 
-from . import _C, directory_lock, layout, metadata_file, safetensors_checkpoint, settings
+from . import _C, metadata_file, safetensors_checkpoint, settings
+from ._native.names import check_relative, index_name, metadata_name
+from ._storage.directory import directory_at, local_path, stat_of
 from .arguments import checked_flag, checked_path
 from .check_records import as_damage, check_records, check_tables, list_records
 from .contents import Contents, of_safetensors
 from .errors import CheckpointError
+from .no_checkpoint import explained
 from .safetensors_checkpoint import SafetensorsContents
 from .stats import Damage, VerifyReport
 
@@ -32,22 +34,23 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     """
     checked_flag("quick", quick)
     settings.check()
-    directory = layout.local_path(checked_path("path", path))
+    directory = local_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
     if safetensors_checkpoint.is_one(directory):
         _verify_safetensors(directory, report)
         _tell_what_is_unchecked(report)
         return report
     try:
-        ranks = layout.metadata_ranks(directory) or [None]
+        ranks = metadata_file.metadata_ranks(directory) or [None]
     except OSError:
         ranks = [None]
     for rank in ranks:
-        lock = directory_lock.while_reading(directory, rank)
+        lock = directory_at(directory).share(metadata_name(rank))
         try:
-            _verify_metadata_file(directory, rank, report)
+            with explained(directory):
+                _verify_metadata_file(directory, rank, report)
         except CheckpointError as error:
-            report.damaged.append(as_damage(error, os.path.join(directory, layout.metadata_name(rank))))
+            report.damaged.append(as_damage(error, os.path.join(directory, metadata_name(rank))))
         finally:
             if lock is not None:
                 lock.release()
@@ -61,8 +64,8 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         report.files += len(ends)
         _check_files(directory, ends, report)
         return
-    data = layout.metadata_bytes(directory, rank)
-    path = os.path.join(directory, layout.metadata_name(rank))
+    data = metadata_file.metadata_bytes(directory, rank)
+    path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
     if not metadata_file.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
     metadata = metadata_file.loads(data, path)
@@ -77,19 +80,20 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
     missing = _check_files(directory, listing.ends, report)
     if not report.quick:
         if ends is not None and ends != listing.ends:
-            report.damaged.append(Damage(None, path + layout.INDEX_SUFFIX, 0, f"the index of {path} says otherwise"))
+            report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
         check_records(listing, missing, report)
-        _check_index(path + layout.INDEX_SUFFIX, report)
+        _check_index(index_path, report)
         check_tables(listing, missing, report)
 
 
 def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
     """How long each data file is at least, if that can be had without building the metadata, which is then checked."""
-    index = layout.read_index(directory, rank)
+    index = metadata_file.read_index(directory, rank)
     if index is None:
         return None
-    path = os.path.join(directory, layout.metadata_name(rank))
-    metadata_file.check(layout.metadata_bytes(directory, rank), path)  # against its checksum, which the index repeats
+    path = os.path.join(directory, metadata_name(rank))
+    data = metadata_file.metadata_bytes(directory, rank)
+    metadata_file.check(data, path)  # against its checksum, which the index repeats
     try:
         files, ends = index.files, index.file_ends()
     except _C.EngineError:  # a damaged index harms nobody: the metadata rules
@@ -97,7 +101,7 @@ def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> di
     report.indexed = True
     if report.quick:
         report.keys += len(index)
-    return {layout.check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
+    return {check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
 
 
 def _check_index(path: str, report: VerifyReport) -> None:
@@ -114,17 +118,17 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     for name, end in ends.items():
         path = os.path.join(directory, name)
         try:
-            found = os.stat(path)
+            found = stat_of(path)
         except OSError as error:
             bad.add(name)
             report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not found.is_file:
             bad.add(name)
             report.damaged.append(Damage(None, path, 0, f"{path} is not a regular file"))
-        elif found.st_size < end and report.quick:
-            reason = f"file {path} is truncated: it has {found.st_size} bytes, its last record ends at {end}"
-            report.damaged.append(Damage(None, path, found.st_size, reason))
+        elif found.size < end and report.quick:
+            reason = f"file {path} is truncated: it has {found.size} bytes, its last record ends at {end}"
+            report.damaged.append(Damage(None, path, found.size, reason))
     return bad
 
 

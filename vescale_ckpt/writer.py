@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from . import engine, layout, settings
+from . import engine, settings
+from ._storage.directory import local_path
 from .arguments import checked_count, checked_flag, checked_path
 from .errors import CheckpointError
 from .export_writer import ExportSave
@@ -86,7 +87,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self.format = format
         self.most_file_bytes = shard_bytes(max_shard_size)
         self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
-        self.path = layout.local_path(checked_path("path", path))
+        self.path = local_path(checked_path("path", path))
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
         self.single_file_per_rank = checked_flag("single_file_per_rank", single_file_per_rank)
         self.sync_files = checked_flag("sync_files", sync_files)
@@ -104,14 +105,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            layout.local_path(checkpoint_id)
+            local_path(checkpoint_id)
         except ValueError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = layout.local_path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self._save_id = new_save_id()
 
     @property

@@ -17,7 +17,8 @@ from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt import layout
+from vescale_ckpt import metadata_file
+from vescale_ckpt._native import commit
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import metadata_files, planned, written
@@ -29,7 +30,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     state = SimulatedState(entries, parallelism)
     plan, parts = planned([state.inventory(rank) for rank in range(parallelism.ranks)], "balanced")
     metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
-    layout.commit(str(directory), None, metadata, index)
+    commit.commit(str(directory), None, metadata, index)
     return state
 
 
@@ -42,7 +43,7 @@ def one_rank_of_many(
 
     def ours() -> Steps:
         watch = Stopwatch()
-        index = layout.read_index(str(directory))
+        index = metadata_file.read_index(str(directory))
         assert index is not None
         watch.lap("open")
         plan = index.plan_load(wanted)

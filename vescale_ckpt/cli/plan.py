@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from typing import get_args
 
 import torch
 
+from .._storage.directory import is_file, is_folder
 from ..settings import Placement
 from ..simulate import models
 from ..simulate.models import MODELS, Entry
@@ -80,9 +80,9 @@ def _parallelism(options: argparse.Namespace) -> Parallelism:
 def _entries(model: str, dtype: torch.dtype) -> list[Entry]:
     if model in MODELS:
         return MODELS[model].entries(dtype)
-    if os.path.isdir(model):
+    if is_folder(model):
         return models.entries_in_checkpoint(model)
-    if os.path.isfile(model):
+    if is_file(model):
         return models.entries_in_json(model, dtype)
     raise ValueError(f"{model} is no file, no directory and none of the models {', '.join(MODELS)}")
 

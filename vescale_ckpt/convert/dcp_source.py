@@ -11,13 +11,16 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from .. import _C, directory_lock, engine, layout
+from .. import _C, engine, metadata_file
+from .._native.names import METADATA_NAME, check_relative, checked_place, crc_of
+from .._storage.directory import directory_at, local_path
 from ..contents import Contents
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..fill_planner import FillPlanner
 from ..filling import Filling
 from ..load_planner import item_targets
 from ..match import not_all_there
+from ..no_checkpoint import explained
 from ..pause import garbage_collector_paused
 from ..read_items import ItemLoad
 from ..records import ReadOptions, RecordReader
@@ -36,9 +39,9 @@ class DcpSource:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = layout.local_path(path)
-        self._lock = directory_lock.while_reading(self._path, None)
-        self._seen = SeenFiles(os.path.join(self._path, layout.METADATA_NAME))
+        self._path = local_path(path)
+        self._lock = directory_at(self._path).share(METADATA_NAME)
+        self._seen = SeenFiles(os.path.join(self._path, METADATA_NAME))
         try:
             self._metadata = self._read_metadata()
         except BaseException:
@@ -63,8 +66,8 @@ class DcpSource:
             self._lock.release()
 
     def _read_metadata(self) -> Metadata:
-        with garbage_collector_paused():
-            metadata = layout.read_metadata(self._path)
+        with garbage_collector_paused(), explained(self._path):
+            metadata = metadata_file.read_metadata(self._path)
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(
                 f"the metadata of {self._path} does not say where anything is stored", key=None, file=self._path
@@ -111,7 +114,7 @@ class DcpSource:
         info = self._metadata.storage_data.get(index)
         if item.lengths == chunk.sizes or info is None:
             return False
-        name = layout.check_relative(layout.checked_place(info, index.fqn).relative_path, index.fqn)
+        name = check_relative(checked_place(info, index.fqn).relative_path, index.fqn)
         if info.transform_descriptors:
             raise CheckpointError(
                 f"{index.fqn}: a part of it is wanted, but it was stored through a stream transform (compression): "
@@ -124,7 +127,7 @@ class DcpSource:
             return False
         if index not in self._sound:
             dtype = self.tensors[index.fqn].dtype
-            row = (0, info.offset, info.length, layout.crc_of(info), engine.dtype_code(dtype, index.fqn))
+            row = (0, info.offset, info.length, crc_of(info), engine.dtype_code(dtype, index.fqn))
             with engine.named_errors(lambda row: index.fqn, self._path):
                 damaged, odd, _ = _C.check_tensors(
                     [path], engine.int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .. import _C, engine, layout
+from .. import engine
+from .._storage.directory import directory_at, stat_of
+from .._storage.directory import is_folder as is_directory
 from ..errors import CheckpointError
+from ..metadata_file import has_metadata
 from ..other_formats import kind_of_file
 from ..structure import Path
 from .archive import entries
@@ -46,17 +49,19 @@ def is_folder(path: str, format: Format) -> bool:
 def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
     """Raises `CheckpointError` if what is there must not be replaced. With `overwrite`, one file may be by another, a
     checkpoint by the next, and a folder by another of the same format if nothing else is in it."""
-    if not os.path.lexists(path):
+    directory, name = os.path.split(path.rstrip("/") or path)
+    if not directory_at(directory).has(name):
         return
-    if os.path.exists(path) and os.path.samefile(source, path):
+    is_there = is_directory(path)
+    if _same(source, path):
         raise CheckpointError(f"{path} would be converted onto itself", path=path)
-    if os.path.isdir(path) != is_folder(path, format):
+    if is_there != is_folder(path, format):
         kinds = ("a file", "a folder") if is_folder(path, format) else ("a folder", "a file")
         raise CheckpointError(f"{path} is {kinds[0]}, where {kinds[1]} would be written", path=path)
-    names = os.listdir(path) if os.path.isdir(path) else [""]
+    names = directory_at(path).names() if is_there else [""]
     if names and not overwrite:
         raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
-    pattern = _OF_FORMAT.get(format) if os.path.isdir(path) else None
+    pattern = _OF_FORMAT.get(format) if is_there else None
     others = sorted(name for name in names if pattern is not None and not pattern.fullmatch(name))
     if others:
         raise CheckpointError(f"{path} holds {others[0]}, too, and is not replaced: remove it first", path=path)
@@ -64,7 +69,14 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
 
 def goes_into_place(path: str, format: Format) -> bool:
     """Whether a new checkpoint takes the place of one in the same directory, as saves do, or of what else is there."""
-    return format == "dcp" and os.path.isdir(path) and bool(os.listdir(path))
+    return format == "dcp" and is_directory(path) and bool(directory_at(path).names())
+
+
+def _same(source: str, path: str) -> bool:
+    try:
+        return stat_of(source).identity == stat_of(path).identity
+    except OSError:
+        return False
 
 
 # --- What is read
@@ -75,10 +87,10 @@ def open_source(path: str) -> Source:
 
     Raises `CheckpointError` if nothing is, or it is something else, and what the formats' sources raise.
     """
-    if os.path.isdir(path):
-        if layout.has_metadata(path, None):
+    if is_directory(path):
+        if has_metadata(path, None):
             return DcpSource(path)
-        names = os.listdir(path)
+        names = directory_at(path).names()
         if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
             return SafetensorsSource(path)
         if any(name.endswith(".npy") for name in names):
@@ -177,7 +189,7 @@ def npy_files(outputs: Sequence[Output]) -> Files:
     def finish(directory: str) -> None:
         if dtypes:
             with engine.named_errors(str, directory, len(dtypes)):
-                _C.commit_file(directory, DTYPES_NAME, dtypes)
+                directory_at(directory).write(DTYPES_NAME, dtypes)
 
     return Files(files, finish)
 

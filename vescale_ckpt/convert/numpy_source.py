@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from .. import _C
+from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..structure import Path
 from .archive import Entry, damage_named, entries
@@ -67,16 +68,15 @@ class NumpySource:
         self._compressed: dict[str, tuple[str, int]] = {}  # member, and where its data begin
         self._archive: zipfile.ZipFile | None = None
         self._member: IO[bytes] | None = None  # the compressed one that is being read
-        self._files = self._open_folder() if os.path.isdir(path) else self._open_archive()
+        self._files = self._open_folder() if is_folder(path) else self._open_archive()
 
     def _open_folder(self) -> RawFiles:
-        names = sorted(name for name in os.listdir(self._path) if name.endswith(SUFFIX))
+        names = sorted(name for name in directory_at(self._path).names() if name.endswith(SUFFIX))
         files = RawFiles([os.path.join(self._path, name) for name in names], self._path)
         dtypes: dict[str, str] = {}
         beside = os.path.join(self._path, DTYPES_NAME)
-        if os.path.exists(beside):
-            with open(beside, "rb") as file:
-                dtypes = _loaded_dtypes(file.read(), beside)
+        if directory_at(self._path).has(DTYPES_NAME):
+            dtypes = _loaded_dtypes(directory_at(self._path).read(DTYPES_NAME), beside)
         for number, (name, path) in enumerate(zip(names, files.paths, strict=True)):
             with open(path, "rb") as file:
                 header = _header(file, path)

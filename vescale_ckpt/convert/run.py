@@ -13,14 +13,14 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from .. import engine, settings
+from .._storage.directory import local_path
+from .._storage.pending import PendingFolder, put_back
 from ..arguments import checked_flag, checked_path
 from ..errors import CheckpointError, some
 from ..exchange import Exchange
-from ..layout import local_path
 from ..shard_size import shard_bytes
 from . import formats
 from .dcp_sink import DcpPart, share
-from .folder import WholeFolder, put_back
 from .formats import Files, Format, open_source
 from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
@@ -189,7 +189,7 @@ class _Conversion:
     def write(self) -> int:
         """Returns how many files have tensors."""
         in_place = self._together(lambda: formats.goes_into_place(self._path, self._format), "look")
-        folder = WholeFolder(self._path) if formats.is_folder(self._path, self._format) and not in_place else None
+        folder = PendingFolder(self._path) if formats.is_folder(self._path, self._format) and not in_place else None
         directory = self._path
         try:
             if folder is not None:
@@ -203,7 +203,7 @@ class _Conversion:
             return written
         finally:
             if folder is not None and self._exchange.is_coordinator:
-                folder.end()
+                folder.discard()
 
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = formats.shared_out(files.files, self._exchange.size)

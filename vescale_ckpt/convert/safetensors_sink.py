@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from .. import _C, engine
+from .._storage.directory import directory_at
 from ..export_names import INDEX_NAME, file_names
 from ..safetensors_header import STORABLE, with_ties
 from .pipeline import Piece
@@ -72,4 +73,4 @@ def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -
     places = {output.name: name for name, outputs in files for output in outputs}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
     with engine.named_errors(str, directory, len(text)):
-        _C.commit_file(directory, INDEX_NAME, text.encode())
+        directory_at(directory).write(INDEX_NAME, text.encode())

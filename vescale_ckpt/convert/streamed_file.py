@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .. import _C, engine
-from ..whole_file import WholeFile
+from .._storage.pending import PendingFile
 from .pipeline import PAGE, Batch, Buffers, Filling, Part, Piece, memory_of, pieces_of, transfer
 from .plan import Output
 from .source import Source
@@ -48,7 +48,7 @@ class Layout(Protocol):
 
 def write_whole_file(path: str, layout: Layout, source: Source, buffers: Buffers) -> None:
     """Under its name when it is complete and durable, or not at all."""
-    with WholeFile(path) as file:
+    with PendingFile(path) as file:
         write_file(file.directory, file.create, layout, source, buffers)
         file.commit()
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from .. import contents, layout
+from .. import contents
+from .._storage.directory import local_path
 from ..engine import DTYPE_CODES
 from ..rows import MOST_BYTES
 
@@ -130,7 +131,7 @@ def _is_size(value: object) -> bool:
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:
     """The state that a checkpoint holds, from its metadata alone, or from the headers of safetensors files. Raises
     `CheckpointError` if it has none to trust."""
-    found = contents.read(layout.local_path(directory), None, verify=True, by_index=False)
+    found = contents.read(local_path(directory), None, verify=True, by_index=False)
     metadata = found.metadata
     lengths = {index.fqn: info.length for index, info in (metadata.storage_data or {}).items()}
     entries = []

@@ -1,4 +1,7 @@
-"""In which order the checkpoints under one root were saved, also where training went back and took another way.
+"""The directories `step-N` of a manager: which are checkpoints, and in which order they were saved, also where training
+went back and took another way.
+
+A directory is a checkpoint if it is named `step-N` and holds `.metadata`.
 
 As long as steps rise, their numbers are the order, and nothing is written. A save that goes on from an earlier step
 than the last on disk begins a new branch: it and all that follow it carry a small file `.order`, which names the
@@ -15,15 +18,39 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zlib
+from collections.abc import Container
 from typing import Any, NamedTuple
 
-from . import _C, layout, step_directories
+from .._storage.directory import directory_at
+from ..metadata_file import has_metadata, metadata_mark
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = step_directories.ORDER_NAME
-_MOST_BYTES = 1 << 20
+ORDER_NAME = ".order"  #: of the record which branch of the training a checkpoint belongs to
+_MOST_ORDER_BYTES = 1 << 20
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+def path_of(root: str, step: int) -> str:
+    return os.path.join(root, f"step-{step}")
+
+
+def is_step(name: str) -> bool:
+    """Whether a directory of a manager is named so."""
+    return _STEP.fullmatch(name) is not None
+
+
+def all_steps(root: str) -> list[int]:
+    """Steps that have a directory, rising. Links, files and other names are none."""
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, directory_at(root).folders()) if match)
+
+
+def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
+    """Those whose directory holds a checkpoint. Of steps that are `known` to have held one only the name is looked
+    for."""
+    return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
 
 
 class Branch(NamedTuple):
@@ -50,10 +77,9 @@ class SavedOrder:
 
     def __init__(self, root: str, known: dict[int, Branch] | None = None) -> None:
         """`known`: branches of steps that need not be read again."""
-        steps = step_directories.complete_steps(root, known or ())
         self.branches = {
-            step: known[step] if known and step in known else read(step_directories.path_of(root, step))
-            for step in steps
+            step: known[step] if known and step in known else read(path_of(root, step))
+            for step in complete_steps(root, known or ())
         }
 
     @property
@@ -81,94 +107,41 @@ class SavedOrder:
         return [other for other, its in self.branches.items() if other > step and not branch.follows(its.number, other)]
 
 
-class Course:
-    """To which branch the saves of one manager belong. Used where it is the coordinator.
-
-    Other managers may save in the same directory meanwhile: only what this one knew of before can it go back from.
-    """
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self._branch: Branch | None = None  # of the saves to come; None: not decided yet
-        self._newest = -1  # step of this branch that this manager knows of
-        self._origin: tuple[int, Branch] | None = None  # that was restored, where it was not the last
-        self._known: dict[int, Branch] = {}
-
-    def look(self) -> None:
-        """Takes note of what is there before this manager saves. What others save from now on is no step to go back
-        from: two that save in turn, say."""
-        last = SavedOrder(self.root).last
-        self._newest = -1 if last is None else last
-
-    def restored(self, step: int) -> list[int]:
-        """Training goes on from a step. Returns later ones that are abandoned already."""
-        order = SavedOrder(self.root)
-        self._branch = self._origin = None
-        if order.last == step:
-            self._newest = step
-            return order.abandoned_for(step, order.branch)
-        self._origin = step, order.branches.get(step, FIRST)
-        return []
-
-    def branch_of(self, step: int) -> tuple[Branch, list[int]]:
-        """The branch of the save that begins, and the steps that it abandons."""
-        order = SavedOrder(self.root, self._known)
-        self._known = {known: branch for known, branch in order.branches.items() if known != step}
-        newest, before = order.branch, self._branch
-        if before is not None and before.number >= newest.number:
-            branch = before
-        elif before is None and self._origin is not None:
-            origin, of = self._origin
-            branch, self._newest = of.leaving_at(min(origin, step), newest.number + 1), step
-        else:  # what is there goes on, or another manager has begun a branch
-            branch = newest
-        if step < self._newest and any(
-            other > step and its.number == branch.number for other, its in order.branches.items()
-        ):
-            branch = branch.leaving_at(step, max(branch.number, newest.number) + 1)
-            self._newest = step
-        self._newest = max(self._newest, step)
-        self._branch = branch
-        began = branch != before and branch.number > newest.number
-        return branch, [other for other in order.abandoned_for(step, branch) if began]
-
-
 def write(directory: str, branch: Branch) -> None:
     """Writes the record of the save that begins, durably, if there is one to write.
 
     Raises `_C.EngineError` and OSError for what the disk refuses.
     """
-    if branch == FIRST and not os.path.lexists(os.path.join(directory, FILE_NAME)):
+    if branch == FIRST and not directory_at(directory).has(ORDER_NAME):
         return
     before = read(directory)
     record = {
         "branch": branch.number,
         "line": branch.line,
-        "replaces": layout.metadata_mark(directory),
+        "replaces": metadata_mark(directory),
         "before": {"branch": before.number, "line": before.line},
     }
     content = json.dumps({**record, "crc32": _checksum(record)})
-    _C.commit_file(directory, FILE_NAME, content.encode())
+    directory_at(directory).write(ORDER_NAME, content.encode())
 
 
 def read(directory: str) -> Branch:
     """The branch of the checkpoint in a directory. One that cannot be read counts as the first, with a warning."""
-    path = os.path.join(directory, FILE_NAME)
+    path = os.path.join(directory, ORDER_NAME)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        _, content = directory_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
     except FileNotFoundError:
         return FIRST
     except OSError as error:
         logger.warning("%s cannot be read, so nobody knows when its checkpoint was saved: %s", path, error)
         return FIRST
     try:
-        with open(descriptor, "rb") as file:
-            record = json.loads(file.read(_MOST_BYTES))
+        record = json.loads(content)
         if record.pop("crc32") != _checksum(record):
             raise ValueError("its checksum does not match")
         replaces = record["replaces"]
         # That of a save that died counts for nothing, what was there before it does.
-        return _branch(record["before"] if replaces and replaces == layout.metadata_mark(directory) else record)
+        return _branch(record["before"] if replaces and replaces == metadata_mark(directory) else record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error)
         return FIRST

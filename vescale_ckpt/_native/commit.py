@@ -1,0 +1,113 @@
+"""How a save becomes the checkpoint of its directory, and how files that no checkpoint needs leave it.
+
+A data file belongs to a checkpoint if a metadata file names it. No save ever writes to a name that exists, so the
+checkpoint that is there stays whole until `.metadata` is replaced in one step; what nothing names any more is removed
+after that, and before the next save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import posixpath
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+from .. import _C, metadata_file
+from .._storage import leftovers
+from .._storage.directory import directory_at
+from .._storage.leftovers import Leftover
+from ..errors import CheckpointError
+from ..metadata_file import has_metadata
+from . import names
+
+logger = logging.getLogger(__name__)
+
+
+def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
+    """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it. Raises
+    OSError and `_C.EngineError`."""
+    storage = directory_at(directory)
+    storage.make_durable(holds_one=has_metadata(directory, rank))
+    if index is not None:  # first: it counts for nothing without the metadata it belongs to
+        storage.write(names.index_name(rank), index)
+    storage.write(names.metadata_name(rank), metadata)
+    if index is None:
+        with contextlib.suppress(OSError, _C.EngineError):
+            storage.remove(names.index_name(rank))
+
+
+def named_files(directory: str, rank: int | None) -> set[str]:
+    """Data files that one metadata file of the directory names: none if it is not there or cannot be read."""
+    if not has_metadata(directory, rank):
+        return set()
+    try:
+        return _named_files(directory, rank)
+    except CheckpointError:
+        return set()
+
+
+def _named_files(directory: str, rank: int | None) -> set[str]:
+    index = metadata_file.read_index(directory, rank)
+    if index is not None:
+        with contextlib.suppress(_C.EngineError):  # damaged
+            return {posixpath.normpath(path) for path in index.files}
+    storage = metadata_file.read_metadata(directory, rank).storage_data
+    values = storage.values() if isinstance(storage, dict) else ()
+    paths = (getattr(info, "relative_path", None) for info in values)
+    return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
+
+
+def _named_by_any(directory: str) -> set[str]:
+    """Data files that some metadata file of the directory names now. Raises `CheckpointError` if one cannot be read."""
+    named: set[str] = set()
+    for name in filter(names.is_metadata_file, directory_at(directory).names()):
+        named |= _named_files(directory, names.rank_of_metadata(name))
+    return named
+
+
+def remove_leftovers(
+    directory: str, superseded: AbstractSet[str] = frozenset(), only_rank: int | None = None
+) -> list[str]:
+    """Removes what no metadata file of the directory names, and returns it: files of saves that died, and `superseded`
+    ones, which the metadata before the last commit named.
+
+    Files of a save that goes on, in another process or rank, are locked and stay. Removes nothing if a metadata file
+    cannot be read, for then nobody knows what it names. With `only_rank`, only that rank's files. Failures are logged:
+    a leftover does no harm.
+    """
+    try:
+        found = directory_at(directory).names()
+        mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
+        candidates = [
+            name
+            for name in found
+            if (name in superseded or names.is_data_file(name) or names.is_temporary_file(name))
+            and (mine is None or name.startswith(mine))
+        ]
+        named = _named_by_any(directory) if candidates else set()
+        left = [name for name in candidates if name not in named]
+        removed = leftovers.remove(_leftovers(directory, left, superseded))
+    except Exception as error:  # a committed save must not fail by it
+        logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
+        return []
+    if removed:
+        logger.info("removed %d leftover files from %s", len(removed), directory)
+    return [os.path.basename(path) for path in removed]
+
+
+def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Leftover]:
+    for name in candidates:
+        paths = [os.path.join(directory, name)]
+        if name in superseded:
+            yield Leftover(paths, None, 0.0)
+        elif names.is_temporary_file(name):
+            yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE if names.may_be_in_use(name) else 0.0)
+        else:
+            first = names.first_part(name)
+            marked = os.path.join(directory, first if directory_at(directory).has(first) else name)
+            # Its save may have committed, and then let go of it, since names were read.
+            yield Leftover(
+                paths, marked, leftovers.SAVE_GRACE, is_wanted=lambda name=name: name in _named_by_any(directory)  # type: ignore[misc]
+            )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Names of the files in a checkpoint's directory, and what its metadata may say of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import PurePosixPath
+
+from ..errors import UntrustedCheckpointError
+from ..stock import DEFAULT_SUFFIX, StorageInfo
+
+METADATA_NAME = ".metadata"
+INDEX_NAME = METADATA_NAME + ".index"
+PLACE_PREFIX = METADATA_NAME + ".tmp.place."  #: of what the coordinator leaves to prove that ranks share a directory
+_OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
+_PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
+_METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
+_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index)?\.tmp.*")
+_OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.")
+
+
+def metadata_name(rank: int | None) -> str:
+    """`.metadata`, or that of one rank where ranks save without collectives."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def index_name(rank: int | None) -> str:
+    """Of the index beside it."""
+    return metadata_name(rank) + ".index"
+
+
+def is_metadata_file(name: str) -> bool:
+    return _METADATA_FILE.fullmatch(name) is not None
+
+
+def rank_of_metadata(name: str) -> int | None:
+    """Which `metadata_name` was given for that name of a metadata file."""
+    return None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
+
+
+def new_token() -> str:
+    """What tells the data files of one save of a rank from all others: ranks need not agree on names, because metadata
+    carries them."""
+    return secrets.token_hex(4)
+
+
+def data_name(rank: int, token: str, part: int | None = None) -> str:
+    """The name of a rank's data file, or of one of several."""
+    middle = "" if part is None else f"_{part}"
+    return f"__{rank}_{token}{middle}{DEFAULT_SUFFIX}"
+
+
+def first_part(name: str) -> str:
+    """Of several data files the one that their save locks; else the name itself."""
+    return _PART.sub(rf"_0{DEFAULT_SUFFIX}", name)
+
+
+def is_data_file(name: str) -> bool:
+    """Whether it is named as saves of ours name their data files."""
+    return _OUR_DATA_FILE.fullmatch(name) is not None
+
+
+def is_temporary_file(name: str) -> bool:
+    """Whether it is metadata or an index that is being written, or what proves that ranks share a directory."""
+    return _TEMPORARY_FILE.fullmatch(name) is not None
+
+
+def may_be_in_use(temporary: str) -> bool:
+    """Whether somebody else may still want a temporary file: a save of ranks that prove to share a directory, or a
+    process that is alive on this machine, and may be about to rename it."""
+    if temporary.startswith(PLACE_PREFIX):
+        return True
+    match = _OF_PROCESS.search(temporary)
+    if match is None or int(match[1]) == os.getpid():
+        return False
+    return os.path.exists(f"/proc/{match[1]}")
+
+
+def is_of_a_save(name: str) -> bool:
+    """Whether a save that died may have left a file of that name."""
+    return is_data_file(name) or is_temporary_file(name) or name == INDEX_NAME
+
+
+def check_relative(name: object, key: str) -> str:
+    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory."""
+    if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
+        raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UntrustedCheckpointError(
+            f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
+        )
+    return name
+
+
+def checked_place(info: object, key: str) -> StorageInfo:
+    """Where metadata says that something is stored, its name not looked at; raises `UntrustedCheckpointError` if it
+    says nothing of the kind."""
+    if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
+        raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
+    for name in ("offset", "length"):
+        number = getattr(info, name, None)
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            raise UntrustedCheckpointError(f"{key}: metadata gives {number!r} as its {name}", key=key)
+    return info
+
+
+def crc_of(info: StorageInfo) -> int:
+    """The CRC-32 that our saves add to it, -1 if it has none."""
+    crc = getattr(info, "crc", -1)
+    return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1

@@ -1,0 +1,79 @@
+"""The one clean-up of files that writers which died have left: callers say which, this module whether they are over."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .. import _C
+from ..errors import CheckpointError
+from . import locks
+
+logger = logging.getLogger(__name__)
+
+#: How long a writer that lives leaves its files untouched at most, in seconds: what tells that they are left over where
+#: no lock does.
+SMALL_FILE_GRACE = 600.0  # one file that is written at once
+SAVE_GRACE = 24 * 3600.0  # the files of a save or an export
+NEVER = float("inf")  # a folder, whose time of change says nothing of the files in it
+
+
+def _not_wanted() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What one writer may have left."""
+
+    paths: Sequence[str]  #: of files, which go together, the last one first
+    marked: str | None  #: the file or folder that the writer keeps locked; None: such files are never locked
+    grace_seconds: float
+    is_wanted: Callable[[], bool] = _not_wanted  #: asked last, with `marked` locked: the writer may have committed
+    are_folders: bool = False
+
+
+def remove(found: Iterable[Leftover]) -> list[str]:
+    """Removes what nobody writes any more and nobody wants, and returns its paths. Failures are logged: a leftover does
+    no harm."""
+    removed: list[str] = []
+    for leftover in found:
+        try:
+            if _remove(leftover):
+                removed.extend(leftover.paths)
+        except (CheckpointError, OSError, _C.EngineError) as error:
+            if getattr(error, "errno", None) != errno.ENOENT:
+                logger.warning("cannot remove leftover %s: %s", leftover.paths[0], error)
+    return removed
+
+
+def _remove(leftover: Leftover) -> bool:
+    with contextlib.ExitStack() as held:
+        if leftover.marked is not None:
+            others = [path for path in leftover.paths if path != leftover.marked]
+            over = held.enter_context(locks.abandoned(leftover.marked, leftover.grace_seconds, others))
+        elif leftover.grace_seconds:
+            touched = max(os.stat(path).st_mtime for path in leftover.paths)
+            over = time.time() - touched >= leftover.grace_seconds
+        else:
+            over = True
+        if not over or leftover.is_wanted():
+            return False
+        for path in reversed(leftover.paths):
+            remove_entry(path, leftover.are_folders)
+    return True
+
+
+def remove_entry(path: str, is_folder: bool) -> None:
+    """Removes a file, or a folder with as much of what is in it as can be; of a link to one, the link. Raises
+    `_C.EngineError`."""
+    if is_folder and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        _C.remove_file(path)

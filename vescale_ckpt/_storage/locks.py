@@ -1,0 +1,223 @@
+"""Locks on local files and folders: who writes them, reads them, or removes them.
+
+All are locks of `flock`, which end with their process. Where the file system has none, nobody can tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+from ..errors import CheckpointError
+
+LOCK_NAME = ".lock"  #: of the file that a save locks in its directory before it has written anything there
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: a FIFO of that name would wait for a writer
+_REMOVAL_SECONDS = 10.0  # to wait for: who removes a directory holds its locks for one rename
+_REMOVAL_POLL_SECONDS = 0.005
+_COMMIT_SECONDS = 60.0  # to wait for: an export's commit takes some renames and syncs
+_COMMIT_POLL_SECONDS = 0.02
+
+
+class FileLock:
+    """Marks a file as in use, until it is released or the process dies.
+
+    `directory`: that of the save that writes the file; None for a lock that `drop_dead_locks` leaves alone.
+    """
+
+    def __init__(self, directory: str | None, descriptor: int) -> None:
+        self.directory = directory
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """May be called again."""
+        _held.discard(self)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    __del__ = release
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()  # by this process
+
+
+def _release_after_fork() -> None:
+    for held in list(_held):  # they mark the parent's files, and would outlive the parent
+        held.release()
+
+
+os.register_at_fork(after_in_child=_release_after_fork)
+
+
+class TakenForLeftoverError(CheckpointError):
+    """Another writer's clean-up removed a file that was not marked yet."""
+
+
+def lock(path: str) -> FileLock | None:
+    """Marks a file or folder that is being written. Returns None where the file system has no locks. Raises
+    `TakenForLeftoverError` if somebody removed it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise TakenForLeftoverError(f"{path} was removed while it was written: {error}", path=path) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        taken = os.fstat(descriptor).st_nlink == 0
+    except BlockingIOError:
+        taken = True
+    except OSError:
+        os.close(descriptor)
+        return None
+    if taken:
+        os.close(descriptor)
+        raise TakenForLeftoverError(f"{path} was taken for a leftover by another save in this directory", path=path)
+    return FileLock(os.path.dirname(os.path.abspath(path)), descriptor)
+
+
+def drop_dead_locks(directory: str) -> None:
+    """Releases what this process locked for saves into the directory that failed: the writer of such a save, and with
+    it the lock, lives on in the traceback of its error. Every rank does so: another one cleans up."""
+    if any(held.directory == os.path.abspath(directory) for held in list(_held)):
+        gc.collect()
+
+
+def try_lock_alone(descriptor: int) -> bool | None:
+    """Whether nobody else has locked the file. None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@contextlib.contextmanager
+def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
+    """Whether nobody writes a file (or fills a folder) any more that is marked as long as somebody does. It stays
+    locked within, so that who has just made it and marks it meanwhile sees that it was taken.
+
+    Where the file system has no locks: whether neither it nor `others`, which it stands for, were touched for so long.
+    Raises OSError if it cannot be opened.
+    """
+    descriptor = os.open(marked, READ)
+    try:
+        alone = try_lock_alone(descriptor)
+        if alone is None:
+            touched = max([os.fstat(descriptor).st_mtime, *(os.stat(path).st_mtime for path in others)])
+            alone = time.time() - touched >= grace_seconds
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def share(path: str) -> FileLock | None:
+    """Keeps the directory of a file from being removed while it is read. None where there are no locks, or no such
+    file."""
+    try:
+        descriptor = os.open(path, READ)
+    except OSError:
+        return None
+    return _share(descriptor, path)
+
+
+def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None:
+    """Makes the file, and its directory, and keeps that from being removed while a save has yet to write to it.
+
+    None where there are no locks. Raises `CheckpointError` if the file cannot be made or somebody goes on removing it.
+    """
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    while time.monotonic() < deadline:
+        make_directory()
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # removed since
+            continue
+        except OSError as error:
+            raise CheckpointError(f"cannot make {path}: {error}", path=path, errno=error.errno) from error
+        shared = _share(descriptor, path)
+        if shared is not None or os.path.exists(path):
+            return shared
+    directory = os.path.dirname(path)
+    raise CheckpointError(f"{directory} is being removed by another process", path=directory)
+
+
+@contextlib.contextmanager
+def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]) -> Iterator[bool | None]:
+    """Whether nobody saves into the directory or loads from it. While the context lasts, no save that locks the
+    directory and no load that locks one of `held_names` begins. Of `tested_names` there may be more than a process may
+    have open: each is locked for an instant.
+
+    None: the file system has no locks, so nobody knows.
+    """
+    with contextlib.ExitStack() as held:
+        answer: bool | None = True
+        tested = set(tested_names)
+        for name in (LOCK_NAME, *held_names, *tested):
+            path = os.path.join(directory, name)
+            try:
+                flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if name == LOCK_NAME else 0)
+                descriptor = os.open(path, flags, 0o666)
+            except OSError:  # somebody else removes it, or we may not
+                answer = False
+                break
+            with contextlib.ExitStack() as file:
+                file.callback(os.close, descriptor)
+                taken = try_lock_alone(descriptor)
+                if taken is False or not _is_at(descriptor, path):
+                    answer = False
+                    break
+                if taken is None:
+                    answer = None
+                if name not in tested:
+                    held.push(file.pop_all())
+        yield answer
+
+
+@contextlib.contextmanager
+def taking_turns(directory: str) -> Iterator[bool]:
+    """Two exports that finish in a directory at the same time do so one after the other. Whether that is so: not where
+    the file system has no locks. Raises `CheckpointError` if the other takes too long."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = FileLock(None, descriptor)
+    try:
+        until = time.monotonic() + _COMMIT_SECONDS
+        while (mine := try_lock_alone(descriptor)) is False:
+            if time.monotonic() > until:
+                raise CheckpointError(f"another export has been finishing in {directory} for {_COMMIT_SECONDS:.0f} s")
+            time.sleep(_COMMIT_POLL_SECONDS)
+        yield mine is True
+    finally:
+        lock.release()
+
+
+def _share(descriptor: int, path: str) -> FileLock | None:
+    """Takes over `descriptor`. None if there are no locks, or the file is no longer what the path names."""
+    lock = FileLock(None, descriptor)
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_REMOVAL_POLL_SECONDS)
+            continue
+        except OSError:
+            break
+        if _is_at(descriptor, path):
+            return lock
+        break
+    lock.release()
+    return None
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
