@@ -13,6 +13,7 @@ import os
 import posixpath
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 from .. import _C, metadata_file
 from .._storage import leftovers
@@ -108,6 +109,8 @@ def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSe
             first = names.first_part(name)
             marked = os.path.join(directory, first if directory_at(directory).has(first) else name)
             # Its save may have committed, and then let go of it, since names were read.
-            yield Leftover(
-                paths, marked, leftovers.SAVE_GRACE, is_wanted=lambda name=name: name in _named_by_any(directory)  # type: ignore[misc]
-            )  # fmt: skip
+            yield Leftover(paths, marked, leftovers.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))
+
+
+def _is_named(directory: str, name: str) -> bool:
+    return name in _named_by_any(directory)
