@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import one_place, writer
+from vescale_ckpt import api, one_place
 from vescale_ckpt._native import names
 from vescale_ckpt._native.commit import remove_leftovers
 from vescale_ckpt.errors import CheckpointError, StorageFullError
@@ -59,7 +59,7 @@ def _apart(way: str, directory: Path) -> Any:
     dist.barrier()
     elsewhere = str(directory / "elsewhere" if rank else path)
     with (
-        mock.patch.object(writer, "local_path", lambda _: elsewhere),
+        mock.patch.object(api, "local_path", lambda _: elsewhere),
         mock.patch.object(one_place, "_PATIENCE", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):
