@@ -71,12 +71,12 @@ bench: build
 
 # Many random kills, and saves in a row: an hour. CI runs a few dozen of them within `make test`.
 soak: build
-	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 $(PY) -m pytest tests/test_kill.py tests/test_async_kill.py \
-		tests/test_async_save.py
+	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 $(PY) -m pytest tests/collective/test_kill.py tests/collective/test_async_kill.py \
+		tests/api/test_async_save.py
 
 # The tests under the other supported torch versions: large downloads, by hand.
 matrix:
 	scripts/test_matrix.sh
 
 clean:
-	rm -rf build dist *.egg-info vescale_ckpt/*.so tests/cpp/build
+	rm -rf build dist *.egg-info vescale_ckpt/_engine/*.so tests/cpp/build

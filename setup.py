@@ -1,4 +1,4 @@
-"""Builds the C++ engine, `vescale_ckpt._C`.
+"""Builds the C++ engine, `vescale_ckpt._engine._C`.
 
 Engine and bindings include no header of torch or CUDA, so `pip install .` needs neither at build time and one binary
 serves every torch. Where there is nvcc, the kernels of csrc/device are compiled and embedded. With torch at hand its
@@ -111,7 +111,7 @@ headers = sorted(str(path.relative_to(ROOT)) for kind in ("*.h", "*.cu") for pat
 setup(
     ext_modules=[
         Pybind11Extension(
-            "vescale_ckpt._C",
+            "vescale_ckpt._engine._C",
             sources,
             cxx_std=20,
             include_dirs=[str(ROOT / "csrc")],

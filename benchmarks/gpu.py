@@ -28,7 +28,7 @@ from benchmarks.figures import record
 from benchmarks.gpu_saves import timed
 from benchmarks.harness import STOCK, Row, Steps, Turn, alternate, summarize, table, working_directory
 from benchmarks.one_process import SavesAndLoads
-from vescale_ckpt import _C
+from vescale_ckpt._engine import _C
 
 GiB = 1 << 30
 

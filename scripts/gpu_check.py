@@ -41,7 +41,7 @@ class Step:
 
 def tests(name: str, what: str, limit: float, environment: Mapping[str, str], subset: str = SUBSET) -> Step:
     options = ("-k", subset) if subset else ()
-    return Step(f"tests{name}", what, limit, (*PYTEST, *options, "tests/test_gpu.py"), on_gpu, environment)
+    return Step(f"tests{name}", what, limit, (*PYTEST, *options, "tests/gpu/test_gpu.py"), on_gpu, environment)
 
 
 def figures(name: str, what: str, limit: float, *sections: str) -> Step:
@@ -76,7 +76,7 @@ STEPS = (
         "nccl",
         "ranks read for each other over NCCL",
         60,
-        (*PYTEST, "-k", "for_each_other", "tests/test_gpu.py"),
+        (*PYTEST, "-k", "for_each_other", "tests/gpu/test_gpu.py"),
         with_two_gpus,
     ),
     *(

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import close_ranks
+from rank_pool import close_ranks
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
-from vescale_ckpt import _C, settings
+from vescale_ckpt import settings
+from vescale_ckpt._engine import _C
 
 
 @pytest.fixture

@@ -41,12 +41,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt import _C, metadata_file
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt._native import metadata_file
 from vescale_ckpt.errors import CheckpointError
-from vescale_ckpt.load_planner import LoadPlanner
-from vescale_ckpt.reader import StorageReader
-from vescale_ckpt.save_planner import SavePlanner
-from vescale_ckpt.writer import StorageWriter
 
 State = dict[str, Any]
 

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from ranks import _forks
+from rank_pool import _forks
 
 Fault = Literal["down", "lost"]
 FAULTS: tuple[Fault, ...] = ("down", "lost")

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vescale_ckpt import engine
-from vescale_ckpt.load_planner import LoadPlanner
-from vescale_ckpt.reader import StorageReader
-from vescale_ckpt.save_planner import SavePlanner
-from vescale_ckpt.writer import StorageWriter
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine.dtypes import DTYPE_CODES
 
 KiB = 1 << 10
 MiB = 1 << 20
 
 #: what torch.save can store but DCP's own planning stumbles over
 UNPLANNABLE = [getattr(torch, name) for name in ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")]
-DTYPES = sorted(set(engine.DTYPE_CODES) - set(UNPLANNABLE), key=str)
+DTYPES = sorted(set(DTYPE_CODES) - set(UNPLANNABLE), key=str)
 SHAPES = [(), (1,), (3,), (5, 7), (2, 3, 4), (1, 2, 3, 4, 5), (300,), (70_000,), (0,), (0, 4), (4, 0, 2)]
 
 

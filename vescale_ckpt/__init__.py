@@ -1,6 +1,15 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
 from . import safetensors
+from ._collective.handle import SaveHandle
+from ._dcp.load_planner import LoadPlanner
+from ._dcp.save_planner import SavePlanner
+from ._dcp.stager import Stager
+from ._dcp.storage_reader import StorageReader
+from ._dcp.storage_writer import StorageWriter
+from ._read.verify import verify
+from ._state.per_rank import PerRank
+from ._write.optimizer_gate import Gate
 from .api import load, prepare, save
 from .convert.run import ConvertReport, convert
 from .errors import (
@@ -17,17 +26,8 @@ from .errors import (
     StorageFullError,
     UntrustedCheckpointError,
 )
-from .gate import Gate
-from .load_planner import LoadPlanner
-from .manager import CheckpointManager
-from .per_rank import PerRank
-from .reader import StorageReader
-from .save_handle import SaveHandle
-from .save_planner import SavePlanner
-from .stager import Stager
-from .stats import LoadReport, LoadStats, SaveStats, VerifyReport
-from .verify import verify
-from .writer import StorageWriter
+from .manager.manager import CheckpointManager
+from .reports import LoadReport, LoadStats, SaveStats, VerifyReport
 
 __all__ = [
     "CheckpointError",

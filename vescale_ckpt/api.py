@@ -12,34 +12,35 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
-from . import _C, memory_budget, settings
+from . import settings
+from ._collective.agree_plan import CollectivePlan
+from ._collective.background import ON_BUSY, Lane, OnBusy
+from ._collective.export_local import LocalExport
+from ._collective.export_save import CollectiveExport
+from ._collective.handle import SaveHandle
+from ._collective.load import CollectiveLoad
+from ._collective.load_by_planner import load_by_planner
+from ._collective.save import CollectiveSave
+from ._collective.save_native import CollectiveNativeSave
+from ._dcp.save_planner import SavePlanner
+from ._dcp.storage_reader import StorageReader
+from ._dcp.storage_writer import check_format
+from ._engine import _C
+from ._engine.gc import garbage_collector_paused
+from ._engine.rows import words
+from ._hf.shard_size import shard_bytes
+from ._ranks.exchange import Exchange
+from ._ranks.groups import PerGroup
+from ._ranks.store_clerk import PATIENCE
+from ._state.application import check_is_mapping, saved_form
+from ._state.key_selection import Rename, Selection
+from ._state.tensor_table import NOT_READY, device_number
 from ._storage.directory import local_path
-from .application import check_is_mapping, saved_form
-from .arguments import checked_flag, checked_path
-from .collective_export import CollectiveExport
-from .collective_load import CollectiveLoad
-from .collective_native import CollectiveNativeSave
-from .collective_plan import CollectivePlan
-from .collective_save import CollectiveSave
+from ._write import snapshot_budget
+from ._write.optimizer_gate import Gate
 from .errors import CheckpointTimeoutError, SaveInProgressError
-from .exchange import Exchange
-from .gate import Gate
-from .item_load import load_by_planner
-from .lane import ON_BUSY, Lane, OnBusy
-from .local_export import LocalExport
-from .pause import garbage_collector_paused
-from .process_groups import PerGroup
-from .reader import StorageReader
-from .rows import words
-from .save_handle import SaveHandle
-from .save_planner import SavePlanner
-from .selection import Rename, Selection
-from .settings import Broadcast
-from .shard_size import shard_bytes
-from .stats import LoadReport
-from .store_clerk import PATIENCE
-from .tensors import NOT_READY, device_number
-from .writer import check_format
+from .reports import LoadReport
+from .settings import Broadcast, checked_flag, checked_path
 
 logger = logging.getLogger(__name__)
 
@@ -302,6 +303,6 @@ def prepare(
                 device = device_number(max(planned.items.description.ready, default=NOT_READY))
                 if device >= 0:
                     _C.page_lock_snapshots(device)
-                _C.prepare_snapshots(min(needed, memory_budget.snapshot_bytes()), settings.number("threads"))
+                _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

@@ -18,15 +18,20 @@ from typing import Any, Literal
 
 import torch
 
-from . import _C, engine, settings
+from . import settings
+from ._engine import _C
+from ._engine.errors import check_space, named_errors
+from ._engine.gc import garbage_collector_paused
+from ._engine.options import direct_io_setting, engine_options
+from ._engine.rows import int_table
+from ._engine.tensor_checks import as_host_tensor
+from ._hf.header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
+from ._state.shared_memory import shared_memory_error, sharing_memory
+from ._state.tensor_table import ON_HOST, ready_tensors, tensor_table
+from ._state.watch import WatchedState
 from ._storage.directory import local_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
-from .pause import garbage_collector_paused
-from .safetensors_header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
-from .tensors import ON_HOST, ready_tensors, tensor_table
-from .tied import shared_memory_error, sharing_memory
-from .watch import WatchedState
 
 __all__ = ["load_file", "safe_open", "save_file"]
 
@@ -70,9 +75,9 @@ def save_file(
 
 
 def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
-    with PendingFile(path) as file, engine.named_errors(str, file.directory, layout.file_bytes):
-        engine.check_space(file.directory, layout.file_bytes)
-        options = engine.options(None, engine.direct_io_setting("auto"))
+    with PendingFile(path) as file, named_errors(str, file.directory, layout.file_bytes):
+        check_space(file.directory, layout.file_bytes)
+        options = engine_options(None, direct_io_setting("auto"))
         writer = file.create(lambda name: _C.FileWriter.exactly(name, layout.file_bytes, options))
         _C.write_safetensors(writer, layout, table, sync=True)
         watch.check_unchanged()
@@ -115,7 +120,7 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
     hosts = list(tensors)
     for row in others:
         try:
-            hosts[row] = engine.as_host_tensor(tensors[row])[0]
+            hosts[row] = as_host_tensor(tensors[row])[0]
         except CheckpointError as error:
             raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
     return hosts, tensor_table(hosts)
@@ -144,9 +149,9 @@ class _Opened:
         self.path = local_path(filename)
         self.device = torch.device(device)
         self.verify = verify
-        self.options = engine.options(None, engine.direct_io_setting("auto"))
+        self.options = engine_options(None, direct_io_setting("auto"))
         try:
-            with engine.named_errors(str, self.path):
+            with named_errors(str, self.path):
                 self.file = _C.SafetensorsFile.open(self.path, self.options, verify)
         except CheckpointError as error:
             cause = error.__context__
@@ -167,7 +172,7 @@ class _Opened:
         """As torch counts. Raises `CheckpointError` for a tensor that torch cannot hold."""
         shapes: list[tuple[int, ...]] = []
         try:
-            with engine.named_errors(str, self.path):
+            with named_errors(str, self.path):
                 for number in numbers:
                     shapes.append(self.file.torch_shape(number))
         except CheckpointError as error:
@@ -182,7 +187,7 @@ class _Opened:
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         hosts = list(map(self.empty, numbers, self.shapes(numbers)))
-        table = engine.int_table()
+        table = int_table()
         for number, host in zip(numbers, hosts, strict=True):
             table.extend((0, number, host.data_ptr(), _WHOLE))
         self._read(table, numbers)
@@ -193,7 +198,7 @@ class _Opened:
         if host.numel() != 0:
             dims = len(sizes)
             row = (0, number, host.data_ptr(), dims, *offsets, *sizes, *host.stride())
-            self._read(engine.int_table(row), [number])
+            self._read(int_table(row), [number])
         return self._on_device([host])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:
@@ -220,7 +225,7 @@ class _Opened:
         return hosts if self.device.type == "cpu" else [host.to(self.device) for host in hosts]
 
     def _read(self, table: array[int], numbers: Sequence[int]) -> None:
-        with engine.named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
+        with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
             _C.read_safetensors([self.file], table, self.verify, self.options)
 
 

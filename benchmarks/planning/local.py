@@ -22,7 +22,7 @@ from benchmarks.candidates import stock_save_planner
 from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt import _C
+from vescale_ckpt._engine import _C
 from vescale_ckpt.simulate.models import MODELS, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism
 

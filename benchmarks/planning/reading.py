@@ -17,8 +17,7 @@ from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt import metadata_file
-from vescale_ckpt._native import commit
+from vescale_ckpt._native import commit, metadata_file
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import metadata_files, planned, written

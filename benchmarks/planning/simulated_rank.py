@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_ckpt.sharding import local_shape, pieces
+from vescale_ckpt._engine.torch_private import DTensorLayout
+from vescale_ckpt._state.shard_boxes import local_shape, pieces
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, coordinate
-from vescale_ckpt.stock import DTensorLayout
 
 _Result = TypeVar("_Result")
 

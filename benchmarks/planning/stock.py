@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.harness import STOCK, Steps, Turn
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt import _C, engine
-from vescale_ckpt.rows import OBJECT, TENSOR
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.rows import OBJECT, TENSOR
 
 COLLECTED = f"{STOCK}, collector on"
-_DTYPES = {code: dtype for dtype, code in engine.DTYPE_CODES.items()}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 def save_plan(inventory: bytes) -> SavePlan:

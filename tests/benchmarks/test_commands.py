@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import in_fork
+from rank_pool import in_fork
 
 from benchmarks import __main__ as one_process
 from benchmarks import background, convert, export, safetensors

@@ -6,14 +6,14 @@ import pickle
 
 import pytest
 import torch
-from ranks import in_fork
+from rank_pool import in_fork
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import balance, stock
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
-from vescale_ckpt import _C
-from vescale_ckpt.describe import Describer
-from vescale_ckpt.rows import OBJECT
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.rows import OBJECT
+from vescale_ckpt._state.describe import Describer
 from vescale_ckpt.simulate.models import Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import planned

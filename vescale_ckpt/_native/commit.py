@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from .. import _C, metadata_file
+from .._engine import _C
 from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.leftovers import Leftover
 from ..errors import CheckpointError
-from ..metadata_file import has_metadata
-from . import names
+from . import metadata_file, names
+from .metadata_file import has_metadata
 
 logger = logging.getLogger(__name__)
 

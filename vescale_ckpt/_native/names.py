@@ -7,8 +7,8 @@ import re
 import secrets
 from pathlib import PurePosixPath
 
+from .._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
 from ..errors import UntrustedCheckpointError
-from ..stock import DEFAULT_SUFFIX, StorageInfo
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"

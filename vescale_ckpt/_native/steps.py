@@ -24,7 +24,7 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 from .._storage.directory import directory_at
-from ..metadata_file import has_metadata, metadata_mark
+from .metadata_file import has_metadata, metadata_mark
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
-from .. import _C, engine
+from .._engine import _C
+from .._engine.errors import named_system_errors
 from ..errors import UntrustedCheckpointError
 from . import locks
 from .locks import LOCK_NAME, READ, FileLock
@@ -223,7 +224,7 @@ class LocalDirectory(Directory):
         made = [self.path]
         while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
             made.append(above)
-        with engine.named_system_errors(self.path):
+        with named_system_errors(self.path):
             os.makedirs(self.path, exist_ok=True)
             for level in reversed(made):
                 _sync_name(level)

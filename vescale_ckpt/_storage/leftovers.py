@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .. import _C
+from .._engine import _C
 from ..errors import CheckpointError
 from . import locks
 

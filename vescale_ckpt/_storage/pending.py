@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from .. import _C, engine
+from .._engine import _C
+from .._engine.errors import named_errors, named_system_errors
 from . import leftovers, locks
 from .directory import directory_at
 from .leftovers import Leftover
@@ -119,7 +120,7 @@ class PendingFile(Pending):
 
     def commit(self) -> None:
         """The file is complete and synced: gives it its name, durably."""
-        with engine.named_errors(str, self.directory):
+        with named_errors(str, self.directory):
             _C.move_into_place(self.paths[0], self.directory, self.path)
         self.committed()
 
@@ -147,7 +148,7 @@ class PendingFolder(Pending):
         """By one rank."""
         above = directory_at(self.directory)
         above.make()
-        with engine.named_system_errors(self.directory):
+        with named_system_errors(self.directory):
             above.make_durable(holds_one=False)
             found = list(_temporary_ones(self.path))
             if os.path.lexists(self.path):  # else what was set aside is all that there is
@@ -163,7 +164,7 @@ class PendingFolder(Pending):
     def commit(self) -> None:
         """All files in it are complete and durable: gives it its name. What had it before is removed after that."""
         temporary = self.temporary
-        with engine.named_system_errors(self.directory):
+        with named_system_errors(self.directory):
             _C.sync_directory(temporary)
             old = ""
             if not os.path.lexists(self.path):
@@ -204,7 +205,7 @@ def put_back(path: str) -> None:
     if os.path.lexists(path):
         return
     for aside in sorted(_temporary_ones(path + _ASIDE)):
-        with engine.named_system_errors(path), locks.abandoned(aside, 0.0) as free:
+        with named_system_errors(path), locks.abandoned(aside, 0.0) as free:
             if not free:
                 continue
             _C.rename_file(aside, path)

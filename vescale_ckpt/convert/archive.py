@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .. import _C
+from .._engine import _C
 from ..errors import CheckpointError, CorruptCheckpointError
 from .pipeline import Piece
 from .plan import Output

@@ -7,15 +7,18 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import _C, engine, objects
-from ..items import packed_row
-from ..message import pack, unpack
-from ..native_save import NativeSave, new_save_id
-from ..rank_files import FileOptions, RankFile
-from ..rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_first_file, words
-from ..sharding import Piece as Box
-from ..structure import Path
-from ..waves import write_table
+from .._engine import _C
+from .._engine.dtypes import dtype_code
+from .._engine.errors import named_errors
+from .._engine.rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_first_file, words
+from .._ranks.message import pack, unpack
+from .._state import objects
+from .._state.inventory_rows import packed_row
+from .._state.shard_boxes import Piece as Box
+from .._state.structure import Path
+from .._write.host_batches import write_table
+from .._write.native_save import NativeSave, new_save_id
+from .._write.rank_files import FileOptions, RankFile
 from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
 from .source import Source
@@ -75,7 +78,7 @@ class DcpPart:
     def commit(self, parts: Sequence[bytes], path: str, structure: str | None) -> None:
         """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
         inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
-        with engine.named_errors(str, path):
+        with named_errors(str, path):
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
             files = [[name.decode()] if name else [] for name in names]
@@ -111,7 +114,7 @@ class _Written:
 def _row(piece: Piece) -> bytes:
     output = piece.output
     kind = TENSOR if piece.sizes == output.shape else SHARD
-    code = engine.dtype_code(output.dtype, output.name)
+    code = dtype_code(output.dtype, output.name)
     return packed_row(kind, code, False, output.dtype.itemsize, Box(piece.offsets, piece.sizes, ()), output.shape)
 
 

@@ -11,21 +11,26 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from .. import _C, engine, metadata_file
+from .._dcp.fill_planner import FillPlanner
+from .._dcp.load_planner import item_targets
+from .._engine import _C
+from .._engine.dtypes import dtype_code
+from .._engine.errors import named_errors
+from .._engine.gc import garbage_collector_paused
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.rows import int_table
+from .._native import metadata_file
 from .._native.names import METADATA_NAME, check_relative, checked_place, crc_of
+from .._read.by_items import ItemLoad
+from .._read.contents import Contents
+from .._read.filling import Filling
+from .._read.match import not_all_there
+from .._read.no_checkpoint import explained
+from .._read.records import ReadOptions, RecordReader
+from .._state.structure import Path, structure_of
 from .._storage.directory import directory_at, local_path
-from ..contents import Contents
+from .._storage.seen_files import SeenFiles
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..fill_planner import FillPlanner
-from ..filling import Filling
-from ..load_planner import item_targets
-from ..match import not_all_there
-from ..no_checkpoint import explained
-from ..pause import garbage_collector_paused
-from ..read_items import ItemLoad
-from ..records import ReadOptions, RecordReader
-from ..seen_files import SeenFiles
-from ..structure import Path, structure_of
 from .source import Read, TensorInfo, parts_of
 
 _TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
@@ -57,7 +62,7 @@ class DcpSource:
         paths = self._metadata.planner_data
         self.paths: dict[str, Path] = dict(paths) if isinstance(paths, dict) else {}
         self.structure = structure_of(self._metadata)
-        self._options = engine.options(None, engine.direct_io_setting("auto"))
+        self._options = engine_options(None, direct_io_setting("auto"))
         self._with_table: dict[str, bool] = {}  # by file name
         self._sound: set[MetadataIndex] = set()  # chunks that were verified as a whole
 
@@ -127,10 +132,10 @@ class DcpSource:
             return False
         if index not in self._sound:
             dtype = self.tensors[index.fqn].dtype
-            row = (0, info.offset, info.length, crc_of(info), engine.dtype_code(dtype, index.fqn))
-            with engine.named_errors(lambda row: index.fqn, self._path):
+            row = (0, info.offset, info.length, crc_of(info), dtype_code(dtype, index.fqn))
+            with named_errors(lambda row: index.fqn, self._path):
                 damaged, odd, _ = _C.check_tensors(
-                    [path], engine.int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options
+                    [path], int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options
                 )
             if odd:
                 return False  # no plain tensor: it is read as a whole in any case

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .. import engine
+from .._engine.errors import named_errors
+from .._native.metadata_file import has_metadata
+from .._state.structure import Path
 from .._storage.directory import directory_at, stat_of
 from .._storage.directory import is_folder as is_directory
+from .._storage.file_kinds import kind_of_file
 from ..errors import CheckpointError
-from ..metadata_file import has_metadata
-from ..other_formats import kind_of_file
-from ..structure import Path
 from .archive import entries
 from .dcp_source import DcpSource
 from .plan import Output
@@ -188,7 +188,7 @@ def npy_files(outputs: Sequence[Output]) -> Files:
 
     def finish(directory: str) -> None:
         if dtypes:
-            with engine.named_errors(str, directory, len(dtypes)):
+            with named_errors(str, directory, len(dtypes)):
                 directory_at(directory).write(DTYPES_NAME, dtypes)
 
     return Files(files, finish)

@@ -19,10 +19,10 @@ from urllib.parse import unquote
 import numpy as np
 import torch
 
-from .. import _C
+from .._engine import _C
+from .._state.structure import Path
 from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..structure import Path
 from .archive import Entry, damage_named, entries
 from .raw_files import Area, RawFiles, RawTensor, byte_offset
 from .source import Read, TensorInfo

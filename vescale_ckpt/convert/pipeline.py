@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import settings
-from ..overlap import overlap
+from .._engine.overlap import overlap
 from .plan import Output, cut
 from .source import Source
 

@@ -12,9 +12,9 @@ from math import prod
 
 import torch
 
+from .._state.key_selection import Rename, Selection, renamed, renaming
+from .._state.structure import Path, Structure
 from ..errors import CheckpointError, MissingKeysError
-from ..selection import Rename, Selection, renamed, renaming
-from ..structure import Path, Structure
 from .source import Read, Source
 
 #: As for `load`, or pairs of a regular expression and what takes its place.

@@ -8,9 +8,12 @@ from math import prod
 
 import torch
 
-from .. import _C, engine
+from .._engine import _C
+from .._engine.errors import named_errors
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.rows import int_table
+from .._storage.seen_files import SeenFiles
 from ..errors import CorruptCheckpointError
-from ..seen_files import SeenFiles
 from .source import Read, TensorInfo
 
 _CHECK_BYTES = 16 << 20  # at a time, of what is verified before parts of it are read
@@ -47,14 +50,14 @@ class RawFiles:
     def __init__(self, paths: Sequence[str], where: str) -> None:
         self.paths = list(paths)
         self._where = where
-        self._options = engine.options(None, engine.direct_io_setting("auto"))
+        self._options = engine_options(None, direct_io_setting("auto"))
         self._sound: set[Area] = set()
         self._seen = SeenFiles()
         for path in self.paths:
             self._seen.look(path)
 
     def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
-        table, keys = engine.int_table(), []
+        table, keys = int_table(), []
         whole: list[tuple[Read, Area]] = []
         for read in reads:
             tensor, length = tensor_of(read.key), read.target.nbytes
@@ -87,7 +90,7 @@ class RawFiles:
         for start in range(0, area.bytes, _CHECK_BYTES):
             length = min(_CHECK_BYTES, area.bytes - start)
             row = (area.file, area.offset + start, length, buffer.data_ptr())
-            self._read(engine.int_table(row), [key])
+            self._read(int_table(row), [key])
             crc = _C.crc32_combine(crc, _C.crc32_of_memory(buffer.data_ptr(), length), length)
         self._compare(crc, area, key)
         self._sound.add(area)
@@ -104,7 +107,7 @@ class RawFiles:
             )
 
     def _read(self, table: Sequence[int], keys: Sequence[str]) -> None:
-        with engine.named_errors(lambda row: keys[row], self._where):
+        with named_errors(lambda row: keys[row], self._where):
             _C.read_bytes(self.paths, table, self._options)
 
 

@@ -12,13 +12,14 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
-from .. import engine, settings
+from .. import settings
+from .._engine.errors import of_system
+from .._hf.shard_size import shard_bytes
+from .._ranks.exchange import Exchange
 from .._storage.directory import local_path
 from .._storage.pending import PendingFolder, put_back
-from ..arguments import checked_flag, checked_path
 from ..errors import CheckpointError, some
-from ..exchange import Exchange
-from ..shard_size import shard_bytes
+from ..settings import checked_flag, checked_path
 from . import formats
 from .dcp_sink import DcpPart, share
 from .formats import Files, Format, open_source
@@ -250,7 +251,7 @@ class _Conversion:
             try:
                 return step()
             except OSError as error:
-                raise engine.of_system(error, os.fspath(self._dst)) from error
+                raise of_system(error, os.fspath(self._dst)) from error
 
         return named() if self._exchange.size == 1 else self._exchange.together(named, self._phase(name))
 

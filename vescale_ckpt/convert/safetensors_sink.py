@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from .. import _C, engine
+from .._engine import _C
+from .._engine.dtypes import DTYPE_CODES
+from .._engine.errors import named_errors
+from .._engine.rows import int_table
+from .._hf.header import STORABLE, with_ties
+from .._hf.names import INDEX_NAME, file_names
 from .._storage.directory import directory_at
-from ..export_names import INDEX_NAME, file_names
-from ..safetensors_header import STORABLE, with_ties
 from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
@@ -19,12 +22,12 @@ class SafetensorsLayout:
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         names = [output.name for output in outputs]
-        table = engine.int_table()
+        table = int_table()
         for output in outputs:
             if output.dtype not in STORABLE:
                 raise ValueError(f"{output.name}: safetensors files have no {output.dtype}: give it another dtype")
             shape, ndim = output.shape, len(output.shape)
-            table.extend((0, engine.DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
+            table.extend((0, DTYPE_CODES[output.dtype], 1, ndim, *shape, *[0] * ndim))
         try:
             self._layout = _C.SafetensorsLayout(names, table, with_ties([("format", "pt")], {}))
         except _C.EngineError as error:
@@ -40,7 +43,7 @@ class SafetensorsLayout:
 
     def add_checksum(self, piece: Piece, address: int) -> None:
         row = (address, piece.bytes, piece.file_offset)
-        found = memoryview(_C.crc32_of_cells(engine.int_table(row))).cast("q").tolist()
+        found = memoryview(_C.crc32_of_cells(int_table(row))).cast("q").tolist()
         crcs, lengths = found[::2], found[1::2]
         if crcs and piece.output is self._of and piece.file_offset % _C.CHECKSUM_BLOCK:
             self._blocks[-1] = _C.crc32_combine(self._blocks[-1], crcs.pop(0), lengths[0])
@@ -72,5 +75,5 @@ def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -
     total = sum(output.bytes for _, outputs in files for output in outputs)
     places = {output.name: name for name, outputs in files for output in outputs}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-    with engine.named_errors(str, directory, len(text)):
+    with named_errors(str, directory, len(text)):
         directory_at(directory).write(INDEX_NAME, text.encode())

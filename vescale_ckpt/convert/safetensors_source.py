@@ -6,11 +6,15 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .. import _C, engine
-from ..match import not_all_there
-from ..safetensors_checkpoint import Box, SafetensorsContents
-from ..seen_files import SeenFiles
-from ..structure import Path
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES
+from .._engine.errors import named_errors
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.rows import int_table
+from .._hf.contents import Box, SafetensorsContents
+from .._read.match import not_all_there
+from .._state.structure import Path
+from .._storage.seen_files import SeenFiles
 from .source import Read, TensorInfo, parts_of
 
 
@@ -28,13 +32,13 @@ class SafetensorsSource:
         self._seen = SeenFiles()
         for file in self._paths:
             self._seen.look(file)
-        self._reads = _C.SafetensorsReads(True, engine.options(None, engine.direct_io_setting("auto")))
+        self._reads = _C.SafetensorsReads(True, engine_options(None, direct_io_setting("auto")))
         self._boxes: dict[str, list[Box]] = {}
         for box in contents.boxes():
             if box.name not in contents.aliases:
                 self._boxes.setdefault(box.name, []).append(box)
         self.tensors = {
-            name: TensorInfo(boxes[0].shape, engine.CODE_DTYPES[boxes[0].code]) for name, boxes in self._boxes.items()
+            name: TensorInfo(boxes[0].shape, CODE_DTYPES[boxes[0].code]) for name, boxes in self._boxes.items()
         }
         self.object_names: list[str] = []
         self.paths: dict[str, Path] = {}
@@ -45,7 +49,7 @@ class SafetensorsSource:
         return {}
 
     def read(self, reads: Sequence[Read]) -> None:
-        table, keys = engine.int_table(), []
+        table, keys = int_table(), []
         for read in reads:
             boxes = self._boxes[read.key]
             found = 0
@@ -57,6 +61,6 @@ class SafetensorsSource:
                 keys.append(read.key)
             if found != read.target.numel():
                 raise not_all_there(read.key)
-        with engine.named_errors(keys.__getitem__, self._where):
+        with named_errors(keys.__getitem__, self._where):
             self._reads.read_tensors(self._paths, table)
         self._seen.check(self._paths)

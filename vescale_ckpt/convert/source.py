@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..structure import Path
+from .._state.structure import Path
 
 
 @dataclass(frozen=True)

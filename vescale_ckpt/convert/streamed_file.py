@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .. import _C, engine
+from .._engine import _C
+from .._engine.errors import check_space, named_errors
+from .._engine.options import direct_io_setting, engine_options
 from .._storage.pending import PendingFile
 from .pipeline import PAGE, Batch, Buffers, Filling, Part, Piece, memory_of, pieces_of, transfer
 from .plan import Output
@@ -60,9 +62,9 @@ def write_file_in(directory: str, name: str, layout: Layout, source: Source, buf
 
 def write_file(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
     """`create` makes a file by calling what it is given with the file's name."""
-    with engine.named_errors(str, directory, layout.length):
-        engine.check_space(directory, layout.length)
-        options = engine.options(None, engine.direct_io_setting("auto"))
+    with named_errors(str, directory, layout.length):
+        check_space(directory, layout.length)
+        options = engine_options(None, direct_io_setting("auto"))
         writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
         transfer(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
         writer.finish_bytes(layout.head(), sync=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.serialization import skip_data
 
-from .. import objects
+from .._state import objects
+from .._state.flatten import flatten, nested
+from .._state.structure import Path, Structure
 from ..errors import CheckpointError
-from ..flatten import flatten, nested
-from ..structure import Path, Structure
 from .archive import ArchiveLayout, Entry, Member
 from .plan import Output
 from .torch_source import MappedState

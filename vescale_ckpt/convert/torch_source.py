@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .. import _C
+from .._engine import _C
+from .._state.flatten import flatten_with_structure
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from ..flatten import flatten_with_structure
 from .archive import Entry, damage_named, entries
 from .raw_files import Area, RawFiles, RawTensor
 from .source import Read, TensorInfo

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from .. import contents
+from .._engine.dtypes import DTYPE_CODES
+from .._engine.rows import MOST_BYTES
+from .._read import contents
 from .._storage.directory import local_path
-from ..engine import DTYPE_CODES
-from ..rows import MOST_BYTES
 
 _OBJECT_BYTES = 1024  # what torch.save makes of a number
 _MOST_DIMS = 64  # torch's own limit

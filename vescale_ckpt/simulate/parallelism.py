@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .. import _C
-from ..engine import dtype_code
-from ..items import packed_row
-from ..rows import OBJECT, SHARD, TENSOR
-from ..sharding import Piece, pieces
-from ..stock import DTensorLayout, StridedShard
+from .._engine import _C
+from .._engine.dtypes import dtype_code
+from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.torch_private import DTensorLayout, StridedShard
+from .._state.inventory_rows import packed_row
+from .._state.shard_boxes import Piece, pieces
 from .models import Entry
 
 # Which dimension tensor parallelism cuts, by what a component of the key is called.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from .. import _C
+from .._engine import _C
 from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState

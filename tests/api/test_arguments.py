@@ -1,0 +1,200 @@
+"""What is no argument, and no setting, is refused by name, and the text says what is wanted."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from states import error_in
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from vescale_ckpt import load, settings, verify
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt.api import prepare, save
+from vescale_ckpt.convert.run import convert
+from vescale_ckpt.errors import CheckpointError, LoadFailedError, SaveFailedError
+
+STATE = {"weight": torch.arange(6.0), "step": 3}
+FLAG = "True or False is wanted"
+SECONDS = "seconds are wanted, more than 0, or None"
+PATH = "a path or a file:// URL is wanted, not "
+GROUP = "a group is wanted, or None, not "
+
+
+def refused(call: Callable[..., Any], name: str, value: Any, wanted: str) -> Any:
+    label = f"{call.__name__}({name}={type(value).__name__} {value})"[:60]
+    return pytest.param(call, name, value, wanted, id=label)
+
+
+CASES = [
+    *(
+        refused(call, name, value, FLAG)
+        for call, names in {
+            save: ("async_checkpoint", "overwrite"),
+            prepare: ("async_checkpoint",),
+            load: ("strict", "verify", "allow_cast", "weights_only"),
+            convert: ("overwrite",),
+            verify: ("quick",),
+            StorageWriter: ("single_file_per_rank", "sync_files", "overwrite", "checksums"),
+            StorageReader: ("verify", "weights_only"),
+            SavePlanner: ("flatten_state_dict", "flatten_sharded_tensors", "enable_plan_caching"),
+            LoadPlanner: ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load", "allow_cast"),
+        }.items()
+        for name in names
+        for value in ("no", None)
+    ),
+    *(
+        refused(call, "timeout", value, SECONDS)
+        for call in (save, prepare, load, convert)
+        for value in ("5", 0, -1, float("nan"), float("inf"), True, datetime.timedelta(seconds=3))
+    ),
+    *(
+        refused(call, "thread_count", value, "thread_count=.* a whole number, 1 to 256, is wanted, or None")
+        for call in (StorageWriter, StorageReader)
+        for value in ("4", 4.0, True, 0, -1, 257)
+    ),
+    *(
+        refused(call, "direct_io", value, "'auto', True or False is wanted")
+        for call in (StorageWriter, StorageReader)
+        for value in ("on", "off", 1, None, [])
+    ),
+    *(
+        refused(call, "broadcast_checkpoint", value, "'auto', True or False is wanted")
+        for call in (load, StorageReader)
+        for value in ("yes", 1, None, [])
+    ),
+    *(
+        refused(call, "path", value, PATH + type(value).__name__)
+        for call in (save, load, verify, StorageWriter, StorageReader)
+        for value in (None, 3, b"x", STATE)
+    ),
+    *(refused(convert, name, None, f"{name}: {PATH}NoneType") for name in ("src", "dst")),
+    *(refused(call, "path", "", "not an empty text") for call in (save, load, verify, StorageWriter, StorageReader)),
+    *(refused(call, "process_group", value, GROUP) for call in (save, prepare, load, convert) for value in ("x", 0)),
+    *(
+        refused(call, "max_shard_size", value, "bytes, or text like '5GB'")
+        for call in (save, StorageWriter)
+        for value in (True, 5e9, "5 bananas", 0, None)
+    ),
+    *(refused(call, "metadata", {"a": "b"}, "put it into the state") for call in (save, StorageWriter)),
+    *(refused(call, "metadata", ["a"], "a mapping of texts is wanted") for call in (save, StorageWriter)),
+    refused(save, "gate", 3, "a torch.optim.Optimizer is wanted"),
+    refused(save, "planner", DefaultSavePlanner(), "a vescale_ckpt.SavePlanner is wanted"),
+    refused(load, "planner", LoadPlanner, "a planner of loads is wanted"),
+    refused(load, "keys", 3, "names or patterns are wanted"),
+    *(refused(load, "rename", value, "rename: ") for value in (3, "x", {1: 2})),
+    *(refused(convert, "rename", value, "rename: ") for value in (3, "x", {1: 2})),
+    *(refused(convert, "stack", value, "stack: a mapping of names") for value in ("x", {1: 2})),
+    *(refused(SavePlanner, "placement", value, "one of balanced, lowest_rank, local") for value in ("x", [])),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "value", "wanted"), CASES)
+def test_what_is_wanted_is_said(call: Any, name: str, value: Any, wanted: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        save: {"path": tmp_path / "new", "state": STATE},
+        prepare: {"state": STATE},
+        load: {"path": tmp_path / "old", "state": {"weight": torch.zeros(6)}},
+        convert: {"src": tmp_path / "old", "dst": tmp_path / "new", "format": "torch"},
+        verify: {"path": tmp_path / "old"},
+        StorageWriter: {"path": tmp_path / "new"},
+        StorageReader: {"path": tmp_path / "old"},
+    }.get(call, {})
+    if call in (load, convert):
+        save(tmp_path / "old", STATE)
+    if name == "gate":
+        arguments["async_checkpoint"] = True
+    with pytest.raises((ValueError, TypeError), match=wanted):
+        call(**{**arguments, name: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_texts_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"NODE": "5", "NO_NVCC": "1", "TEST_KILLS": "3", "THREADS": "2"}.items():
+        monkeypatch.setenv(f"VESCALE_CKPT_{name}", text)
+    settings.check()
+    for text in ("x", "", "-1", "1.5", str(1 << 63), "²"):
+        monkeypatch.setenv("VESCALE_CKPT_NODE", text)
+        with pytest.raises(ValueError, match="VESCALE_CKPT_NODE"):
+            settings.check()
+
+
+def test_a_name_that_is_no_setting_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setenv("VESCALE_CKPT_THREAD", "4")
+    monkeypatch.setenv("VESCALE_CKPT_XYZ", "4")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            save(tmp_path, STATE)
+            load(tmp_path, dict(STATE))
+    said = [record.getMessage() for record in caplog.records if "is no setting" in record.getMessage()]
+    assert len(said) == 2
+    assert any("VESCALE_CKPT_THREAD " in text and "VESCALE_CKPT_THREADS is meant" in text for text in said)
+
+
+@pytest.mark.parametrize("name", [*settings.SETTINGS, "node"])
+def test_every_setting_is_checked_when_something_begins(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"VESCALE_CKPT_{name.upper()}"
+    save(tmp_path / "old", STATE)
+    monkeypatch.setenv(variable, "nonsense")
+    writer, reader = StorageWriter(tmp_path / "new"), StorageReader(tmp_path / "old")
+    for begins in (
+        lambda: save(tmp_path / "new", STATE),
+        lambda: save(tmp_path / "new", {"weight": STATE["weight"]}, format="safetensors"),
+        lambda: prepare(STATE),
+        lambda: load(tmp_path / "old", dict(STATE)),
+        lambda: load(tmp_path / "old"),
+        lambda: convert(tmp_path / "old", tmp_path / "new", format="torch"),
+        lambda: verify(tmp_path / "old"),
+        lambda: dcp.save(dict(STATE), storage_writer=writer),
+        lambda: dcp.load({"weight": torch.zeros(6)}, storage_reader=reader),
+    ):
+        with pytest.raises((ValueError, CheckpointError, CheckpointException)) as caught:
+            begins()
+        error: BaseException = caught.value
+        text = str(error_in(error)) if isinstance(error, CheckpointException) else str(error)
+        assert f"{variable}='nonsense'" in text
+    assert not (tmp_path / "new" / ".metadata").exists()
+
+
+def wrong_on_one_rank(path: str, name: str) -> None:
+    save(path, STATE, timeout=60)
+    if dist.get_rank() == 1:
+        os.environ[f"VESCALE_CKPT_{name}"] = "nonsense"
+    kinds = {save: SaveFailedError, load: LoadFailedError, convert: CheckpointError}
+    for call, kind in kinds.items():
+        if call is save:
+            arguments: dict[str, Any] = {"path": path, "state": STATE}
+        elif call is load:
+            arguments = {"path": path, "state": {"weight": torch.zeros(6)}}
+        else:
+            arguments = {"src": path, "dst": path + ".pt", "format": "torch"}
+        with pytest.raises(kind, match=f"rank 1: .*VESCALE_CKPT_{name}='nonsense'"):
+            call(**arguments, timeout=None if name == "TIMEOUT" else 60)
+    os.environ.pop(f"VESCALE_CKPT_{name}", None)
+    target = {"weight": torch.zeros(6)}
+    load(path, target, timeout=60)
+    assert torch.equal(target["weight"], STATE["weight"])  # type: ignore[arg-type]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name", ["DIRECT_IO", "TIMEOUT", "ARENA_BYTES", "CONVERT_BYTES"])
+def test_a_setting_that_is_wrong_on_one_rank_stops_all(name: str, tmp_path: Path) -> None:
+    run_ranks(2, wrong_on_one_rank, str(tmp_path / "checkpoint"), name)

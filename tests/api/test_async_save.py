@@ -1,0 +1,458 @@
+"""Asynchronous saves of one process: what was there when the call was made is saved, whatever happens afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from damage import in_child, load, no_snapshot_is_left, only_named_files, same, state
+from torch import nn
+
+import vescale_ckpt
+from vescale_ckpt._collective.handle import SaveHandle, settled
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._engine import _C
+from vescale_ckpt._write.snapshot import StagedPart
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError, StorageFullError
+
+BOUND = 60.0  # seconds after which something counts as hung
+SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "200"))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Background writing waits for this event."""
+    event = threading.Event()
+    write = StagedPart.write
+
+    def late(part: StagedPart) -> Any:
+        assert event.wait(BOUND)
+        return write(part)
+
+    monkeypatch.setattr(StagedPart, "write", late)
+    yield event
+    event.set()
+
+
+def many_kinds(k: int) -> dict[str, Any]:
+    """Everything that copies may get wrong: strides, shared memory, lazy values, objects that are changed in place."""
+    base = torch.arange(300_000, dtype=torch.float32).add_(k)
+    return {
+        **state(k),
+        "base": base,
+        "view": base[1000:250_000].view(249, 1000),
+        "overlapping": base[200_000:],
+        "transposed": base[:90_000].view(300, 300).t(),
+        "same": base,
+        "conjugate": torch.complex(base[:99], base[1:100]).conj(),
+        "bool": base > 1000 + k,
+        "float16": base[:5].half(),
+        "many": [torch.full((3,), float(k + i)) for i in range(300)],
+        "list": [k, [k + 1]],
+    }
+
+
+def change_all(values: Any) -> None:
+    """In place."""
+    if isinstance(values, torch.Tensor):
+        values.zero_() if values.dtype is not torch.bool else values.logical_not_()
+    elif isinstance(values, dict):
+        for item in values.values():
+            change_all(item)
+    elif isinstance(values, list):
+        for item in values:
+            change_all(item)
+        values.append("changed")
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20, 1])
+def test_later_changes_do_not_reach_the_file(
+    checkpoint: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    if budget is not None:
+        monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(budget))
+    values = many_kinds(1)
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+    assert handle.staged.done() and not handle.done()
+    change_all(values)
+    held.set()
+    stats = handle.result(BOUND)
+    assert stats.bytes == sum(t.nbytes for t in _tensors(many_kinds(1)))
+    assert same(load(checkpoint, many_kinds(0)), many_kinds(1))
+
+
+def test_dense_state_is_copied_where_it_is(checkpoint: Path, held: threading.Event) -> None:
+    values = {key: value for key, value in many_kinds(1).items() if key != "conjugate"}
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+    change_all(values)
+    held.set()
+    handle.result(BOUND)
+    expected = {key: value for key, value in many_kinds(1).items() if key != "conjugate"}
+    assert same(load(checkpoint, {key: many_kinds(0)[key] for key in expected}), expected)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (dict, list)):
+        for item in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(item)
+
+
+def test_memory_of_a_failed_save_is_free_again(checkpoint: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 100)
+    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    with pytest.raises(CheckpointError) as raised:
+        handle.result(BOUND)
+    assert raised.value.__traceback__ is not None
+    assert no_snapshot_is_left()
+
+
+def test_progress(checkpoint: Path, held: threading.Event) -> None:
+    values = state(1)
+    total = sum(tensor.nbytes for tensor in _tensors(values))
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+    assert handle.progress() == (0, total)
+    held.set()
+    handle.result(BOUND)
+    assert handle.progress() == (total, total)
+    assert vescale_ckpt.save(checkpoint, values).progress() == (total, total)
+
+
+def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> None:
+    counts = iter([(0, 100), (60, 100), (40, 100), (120, 100), (80, 90)])
+    handle = SaveHandle(Future(), settled(), lambda: next(counts))
+    assert [handle.progress() for _ in range(5)] == [(0, 100), (60, 100), (60, 100), (100, 100), (100, 100)]
+    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    failing = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    before = failing.progress()
+    held.set()
+    with pytest.raises(CheckpointError):
+        failing.result(BOUND)
+    assert failing.progress() >= before > (0, 0)
+
+
+def test_await(checkpoint: Path) -> None:
+    async def main() -> None:
+        stats = await vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+        assert stats.tensors == 5
+        _C.inject_fault("rename", errno.EIO)
+        with pytest.raises(CheckpointError):
+            await vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
+
+    asyncio.run(main())
+    vescale_ckpt.save(checkpoint, state(3))  # the failure was seen
+    assert same(load(checkpoint, state(0)), state(3))
+
+
+def test_callbacks(checkpoint: Path, held: threading.Event) -> None:
+    called: list[Any] = []
+    done = threading.Event()
+    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    handle.add_done_callback(lambda h: (called.append((h, h.done())), done.set()))
+    assert not called
+    held.set()
+    assert done.wait(BOUND) and called == [(handle, True)]
+
+
+def test_result_in_vain(checkpoint: Path, held: threading.Event) -> None:
+    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    with pytest.raises(TimeoutError):
+        handle.result(0.01)
+    assert not handle.done()
+    held.set()
+    handle.result(BOUND)
+
+
+# --- One after another
+
+
+def test_the_next_save_waits(checkpoint: Path, held: threading.Event) -> None:
+    first = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    threading.Timer(0.2, held.set).start()
+    second = vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
+    assert first.done()
+    second.result(BOUND)
+    assert same(load(checkpoint, state(0)), state(2))
+
+
+def test_a_save_that_need_not_wait(checkpoint: Path, held: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+    first = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    with pytest.raises(SaveInProgressError):
+        vescale_ckpt.save(checkpoint, state(2), on_busy="raise")
+    skipped = vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True, on_busy="skip")
+    assert skipped.skipped and skipped.done() and skipped.staged.done()
+    assert "skipped" in caplog.text
+    with pytest.raises(SaveInProgressError):
+        skipped.result()
+    held.set()
+    first.result(BOUND)
+    assert not vescale_ckpt.save(checkpoint, state(3), on_busy="skip").skipped
+    assert same(load(checkpoint, state(0)), state(3))
+
+
+def test_waiting_for_the_last_save_has_an_end(checkpoint: Path, held: threading.Event) -> None:
+    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+    with pytest.raises(vescale_ckpt.CheckpointTimeoutError, match=str(checkpoint)):
+        vescale_ckpt.save(checkpoint, state(2), timeout=0.05)
+    held.set()
+    handle.result(BOUND)
+    vescale_ckpt.save(checkpoint, state(3))
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="on_busy"):
+        vescale_ckpt.save("x", {}, on_busy="perhaps")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="asynchronous"):
+        vescale_ckpt.save("x", {}, gate=torch.optim.SGD([torch.zeros(1)]))
+    with pytest.raises(TypeError, match="Optimizer"):
+        vescale_ckpt.save("x", {}, gate=[1], async_checkpoint=True)  # type: ignore[list-item]
+
+
+# --- Failures
+
+
+@pytest.mark.parametrize("call", ["open", "write", "allocate", "sync", "rename", "space"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_failed_save_is_told_once_and_harms_nothing(checkpoint: Path, call: str, seen: bool) -> None:
+    vescale_ckpt.save(checkpoint, state(1))
+    _C.inject_fault(call, errno.ENOSPC, 0, 1000)
+    handle = vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
+    assert handle.staged.done()
+    if seen:
+        with pytest.raises(StorageFullError if call in ("write", "allocate") else CheckpointError):
+            handle.result(BOUND)
+    else:
+        handle.exception(BOUND)
+    _C.clear_faults()
+    assert same(load(checkpoint, state(0)), state(1))
+    if not seen:
+        with pytest.raises(SaveFailedError, match="before this one"):
+            vescale_ckpt.save(checkpoint, state(3), async_checkpoint=True)
+    vescale_ckpt.save(checkpoint, state(4), async_checkpoint=True).result(BOUND)
+    assert same(load(checkpoint, state(0)), state(4))
+    assert only_named_files(checkpoint)
+
+
+def test_what_fails_while_copying_is_told_by_the_handle(checkpoint: Path) -> None:
+    class Unwilling:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("cannot be pickled today")
+
+    planner = SavePlanner()
+    vescale_ckpt.save(checkpoint, {**state(1), "object": 1}, planner=planner)
+    with pytest.raises(CheckpointError, match="today"):
+        vescale_ckpt.save(
+            checkpoint, {**state(2), "object": Unwilling()}, planner=planner, async_checkpoint=True
+        ).result()
+    vescale_ckpt.save(checkpoint, {**state(3), "object": 1}, planner=planner)
+    assert load(checkpoint, state(0))["step"] == 3
+
+
+def test_planner_of_a_class_of_its_own_saves_before_training_goes_on(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mine(SavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index)
+
+    handle = vescale_ckpt.save(checkpoint, state(1), planner=Mine(), async_checkpoint=True)
+    assert handle.done() and "before training went on" in caplog.text
+    assert same(load(checkpoint, state(0)), state(1))
+
+
+# --- Gates
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 128)
+        self.norm = nn.BatchNorm1d(128)
+        self.outer = nn.Linear(128, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.norm(self.inner(x)))  # type: ignore[no-any-return]
+
+
+def test_steps_wait_for_their_gate(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    started = threading.Event()
+    waited: list[bool] = []
+    wait = _C.Snapshot.wait
+
+    def late(snapshot: Any, timeout: float | None) -> bool:
+        waited.append(started.wait(BOUND))  # copies are not done before the step has begun
+        return bool(wait(snapshot, timeout))
+
+    monkeypatch.setattr(_C.Snapshot, "wait", late)
+    optimizer.register_step_pre_hook(lambda *_: started.set())
+    for _ in range(3):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()  # there is state to save
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        started.clear()
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        assert not handle.staged.done()
+        model(torch.randn(4, 64)).sum().backward()  # changes what the normalisation keeps
+        optimizer.step()
+        assert handle.staged.done()
+        handle.result(BOUND)
+        loaded = load(checkpoint, {"model": {key: torch.empty_like(value) for key, value in expected.items()}})
+        assert same(loaded["model"], expected)
+        names = [f"optimizer.state.{i}.exp_avg" for i in range(len(moments))]
+        found = load(checkpoint, {name: torch.empty_like(value) for name, value in zip(names, moments, strict=True)})
+        assert same([found[name] for name in names], moments)
+    assert all(waited)
+
+
+def test_a_change_past_the_gate_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    vescale_ckpt.save(checkpoint, {"weight": weight})
+    changed = threading.Event()
+    wait = _C.Snapshot.wait
+    monkeypatch.setattr(_C.Snapshot, "wait", lambda *args: changed.wait(BOUND) and wait(*args))
+    handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+    with torch.no_grad():
+        weight.mul_(2)
+    changed.set()
+    optimizer.step()  # is not held up by a save that failed
+    with pytest.raises(CheckpointError, match="weight was changed"):
+        handle.result(BOUND)
+    assert load(checkpoint, {"weight": torch.zeros(1000)})["weight"].eq(1).all()
+
+
+def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(_C.Snapshot, "start", refuse)
+    handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+    optimizer.step()
+    with pytest.raises(SaveFailedError, match="MemoryError"):
+        handle.result(BOUND)
+    assert no_snapshot_is_left()
+
+
+# --- Processes that end
+
+
+TRAINER = """
+    import os, sys, threading, torch, vescale_ckpt
+    sys.path.insert(0, {tests!r})
+    from damage import state
+    from vescale_ckpt import lane
+    from vescale_ckpt.staged_part import StagedPart
+    lane._SECONDS_TO_GIVE_UP = 0.5
+    write = StagedPart.write
+    def late(part):
+        threading.Event().wait({seconds})
+        return write(part)
+    vescale_ckpt.save({path!r}, state(1))
+    StagedPart.write = late
+    vescale_ckpt.save({path!r}, state(2), async_checkpoint=True)
+"""
+
+
+def _train(path: Path, then: str, seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    source = (
+        textwrap.dedent(TRAINER).format(tests=str(Path(__file__).resolve().parents[1]), path=str(path), seconds=seconds)
+        + then
+    )
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, **environment},
+        timeout=BOUND,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("then", "code"), [("", 0), ("raise ValueError('the trainer fails')", 1)])
+def test_a_process_that_ends_finishes_its_save(checkpoint: Path, then: str, code: int) -> None:
+    ended = _train(checkpoint, then, 0.5)
+    assert ended.returncode == code, ended.stderr
+    assert same(load(checkpoint, state(0)), state(2))
+
+
+def test_a_process_that_may_not_wait_gives_its_save_up(checkpoint: Path) -> None:
+    started = time.monotonic()
+    ended = _train(checkpoint, "", 2 * BOUND, VESCALE_CKPT_EXIT_TIMEOUT="0")
+    assert ended.returncode == 0 and "given up" in ended.stderr
+    assert time.monotonic() - started < BOUND
+    assert same(load(checkpoint, state(0)), state(1))
+    vescale_ckpt.save(checkpoint, state(3))
+    assert only_named_files(checkpoint)
+
+
+def test_a_killed_process_leaves_the_old_checkpoint(checkpoint: Path) -> None:
+    assert _train(checkpoint, "os.kill(os.getpid(), 15)", 2 * BOUND).returncode == -15
+    assert same(load(checkpoint, state(0)), state(1))
+
+
+def test_a_forked_child_has_no_save_going_on(checkpoint: Path, held: threading.Event) -> None:
+    handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
+
+    def child() -> None:
+        vescale_ckpt.save(f"{checkpoint} of the child", state(2))
+
+    in_child(child)
+    held.set()
+    handle.result(BOUND)
+    assert same(load(checkpoint, state(0)), state(1))
+    assert same(load(Path(f"{checkpoint} of the child"), state(0)), state(2))
+
+
+def test_nothing_grows(checkpoint: Path) -> None:
+    def sizes() -> tuple[int, int, int]:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), resident
+
+    values = state(0)
+    before = None
+    for number in range(SAVES):
+        values["step"] = number
+        handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+        if number == 20:
+            handle.result(BOUND)
+            before = sizes()
+    handle.result(BOUND)
+    assert before is not None
+    threads, files, resident = sizes()
+    assert threads <= before[0] and files <= before[1]
+    assert resident - before[2] < 16 << 20
+    assert load(checkpoint, state(0))["step"] == SAVES - 1
+    assert only_named_files(checkpoint)
+
+
+def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
+    values = {**state(1), "another": torch.ones(7)}
+    vescale_ckpt.prepare(values)
+    memory = _C.snapshot_memory()
+    assert memory["touched_bytes"] >= sum(tensor.nbytes for tensor in _tensors(values))
+    assert no_snapshot_is_left()
+    with mock.patch.object(SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
+        vescale_ckpt.save(checkpoint, values, async_checkpoint=True).result(BOUND)
+    assert _C.snapshot_memory()["touched_bytes"] == memory["touched_bytes"]
+    assert not checkpoint.joinpath("x").exists() and same(load(checkpoint, state(0)), state(1))

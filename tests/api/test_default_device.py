@@ -1,0 +1,196 @@
+"""Under `torch.device("meta")`, and after `torch.set_default_device`, tensors appear where nobody who wrote
+`torch.empty(…)` expected them. What this package makes for itself says where."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.utils._device
+from damage import load, same, state
+from rank_pool import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import safetensors, verify
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.stager import Stager
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt.convert.run import convert
+from vescale_ckpt.manager.manager import CheckpointManager
+
+BOUND = 60.0
+
+# Their result is on the device of what they are given.
+_ON_THE_DEVICE_OF_AN_ARGUMENT = frozenset({"frombuffer", "from_numpy"})
+
+
+def _factories() -> set[str]:
+    named = {function.__name__ for function in torch.utils._device._device_constructors()}
+    return named - _ON_THE_DEVICE_OF_AN_ARGUMENT
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    factories, found, seen = _factories(), [], 0
+    assert {"empty", "zeros", "tensor", "arange"} <= factories
+    for path in sorted(Path(vescale_ckpt.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+                continue
+            if node.func.attr in factories:
+                seen += 1
+                if all(keyword.arg != "device" for keyword in node.keywords):
+                    found.append(f"{path.name}:{node.lineno}: torch.{node.func.attr}")
+    assert seen > 10
+    assert not found
+
+
+@contextmanager
+def _default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "context": lambda: torch.device("meta"),
+    "default": _default_device,
+}
+
+
+@pytest.fixture(params=CONTEXTS)
+def elsewhere(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[Any]]:
+    return CONTEXTS[request.param]
+
+
+def many(k: int) -> dict[str, Any]:
+    return {
+        **state(k),
+        "conjugate": torch.full((9,), 1j * k).conj(),
+    }
+
+
+def test_saves_and_loads(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
+    values, target = many(1), many(0)
+    with elsewhere():
+        assert torch.empty(1).is_meta
+        vescale_ckpt.save(tmp_path / "a", {**values, "tuple": (values["conjugate"], 1)})
+        vescale_ckpt.save(tmp_path / "b", values, async_checkpoint=True).result(BOUND)
+        vescale_ckpt.load(tmp_path / "a", target)
+        found = vescale_ckpt.load(tmp_path / "b")
+        assert verify(tmp_path / "a").ok
+        (of_tuple, _) = vescale_ckpt.load(tmp_path / "a", keys="tuple")["tuple"]
+    assert same(of_tuple, values["conjugate"])
+    assert same(target, many(1))
+    assert found["model"]["large"].equal(values["model"]["large"])
+    assert same(load(tmp_path / "b", many(0)), many(1))
+
+
+def test_plug_points(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
+    values, target, staged = many(1), many(0), None
+    dcp.save(many(2), checkpoint_id=tmp_path / "stock")  # which keeps strides
+    with elsewhere():
+        staged = Stager().stage(values)
+        dcp.save(values, storage_writer=StorageWriter(tmp_path / "a"))
+        dcp.load(target, storage_reader=StorageReader(tmp_path / "a"))
+        assert same(target, values)
+        vescale_ckpt.load(tmp_path / "stock", target)
+    assert same(staged, many(1)) and same(target, many(2))
+
+
+def test_a_model_and_its_optimizer(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
+    def make() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    trained, fresh = make(), make()
+    trained["model"](torch.ones(2, 4)).sum().backward()
+    trained["optimizer"].step()
+    with elsewhere():
+        handle = vescale_ckpt.save(tmp_path / "a", trained, async_checkpoint=True, gate=trained["optimizer"])
+        handle.result(BOUND)
+        vescale_ckpt.load(tmp_path / "a", fresh)
+        with CheckpointManager(tmp_path / "many") as manager:
+            manager.save(1, trained)
+            manager.wait()
+            assert manager.restore(fresh) == 1
+    assert same(fresh["model"].state_dict(), trained["model"].state_dict())
+    states = (part["optimizer"].state.values() for part in (fresh, trained))
+    assert all(same(one, other) for one, other in zip(*states, strict=True))
+
+
+def test_safetensors(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
+    values = {"a": torch.arange(600.0).view(20, 30), "b": torch.ones(3, dtype=torch.bfloat16)}
+    with elsewhere():
+        safetensors.save_file(values, tmp_path / "x.safetensors")
+        found = safetensors.load_file(tmp_path / "x.safetensors")
+        with safetensors.safe_open(tmp_path / "x.safetensors") as file:
+            part = file.get_slice("a")[3:5, 7]
+        vescale_ckpt.save(tmp_path / "export", values, format="safetensors")
+        exported = vescale_ckpt.load(tmp_path / "export")
+    assert same(found, values) and same(exported, values)
+    assert part.equal(values["a"][3:5, 7])
+
+
+def test_conversions(tmp_path: Path, elsewhere: Callable[[], AbstractContextManager[Any]]) -> None:
+    values = {"a": torch.arange(600.0).view(20, 30), "b": torch.ones(3), "odd": torch.arange(6.0).view(2, 3).t()}
+    torch.save(values, tmp_path / "0.pt")
+    np.savez(tmp_path / "array.npz", a=values["a"].numpy())
+    with elsewhere():
+        convert(tmp_path / "0.pt", tmp_path / "dcp", format="dcp", dtype=torch.float64)
+        convert(tmp_path / "dcp", tmp_path / "export", format="safetensors")
+        convert(tmp_path / "export", tmp_path / "1.pt", format="torch", dtype=torch.float32)
+        convert(tmp_path / "array.npz", tmp_path / "array", format="dcp")
+        array = vescale_ckpt.load(tmp_path / "array")
+    assert same(torch.load(tmp_path / "1.pt"), values)
+    assert array["a"].equal(values["a"])
+
+
+def _on_ranks(path: str, broadcast: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def values(k: int) -> dict[str, Any]:
+        return {
+            "sharded": distribute_tensor(torch.full((6, 70_000), float(k)), mesh, [Shard(0)]),
+            "replicated": distribute_tensor(torch.full((5,), float(k)), mesh, [Replicate()]),
+            "plain": torch.full((70_000,), float(k)),
+            "k": k,
+        }
+
+    saved, target, again, third = values(1), values(0), values(0), values(0)
+    with torch.device("meta"):
+        vescale_ckpt.save(path + "/a", saved)
+        vescale_ckpt.save(path + "/b", saved, async_checkpoint=True).result(BOUND)
+        vescale_ckpt.save(path + "/c", {"plain": saved["plain"]}, format="safetensors")
+        vescale_ckpt.load(path + "/a", target, broadcast_checkpoint=broadcast)
+        reader = StorageReader(path + "/b", broadcast_checkpoint=broadcast)
+        dcp.load(again, storage_reader=reader, planner=LoadPlanner())
+        if dist.get_rank() == 0:
+            os.unlink(path + "/a/.metadata.index")  # torch plans then
+        dist.barrier()
+        vescale_ckpt.load(path + "/a", third, broadcast_checkpoint=broadcast)
+    for found in (target, again, third):
+        assert found["k"] == 1 and found["plain"].eq(1).all()
+        assert found["sharded"].to_local().eq(1).all() and found["replicated"].to_local().eq(1).all()
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_ranks(tmp_path: Path, broadcast: bool) -> None:
+    run_ranks(2, _on_ranks, str(tmp_path), broadcast)

@@ -1,0 +1,296 @@
+"""`load` in one process: what fits and what does not, parts, other names, without a state, and how much is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import MiB, assert_same, blank, mixed_state
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import vescale_ckpt
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._native import metadata_file
+from vescale_ckpt._state.flatten import nested
+from vescale_ckpt._state.key_selection import Selection, renamed, renaming
+from vescale_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    Mismatch,
+    MissingKeysError,
+    UntrustedCheckpointError,
+    _rebuild,
+)
+
+
+@pytest.fixture(params=["ours", "stock"])
+def mixed(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, with an index or without, and what is in it."""
+    state = mixed_state()
+    if request.param == "ours":
+        vescale_ckpt.save(checkpoint, state)
+    else:
+        dcp.save(state, storage_writer=FileSystemWriter(checkpoint))
+    return checkpoint, state
+
+
+def test_fills_a_state_in_place(mixed: tuple[Path, dict[str, Any]]) -> None:
+    path, state = mixed
+    target = blank(state)
+    weight = target["model"]["weight"]
+    report = vescale_ckpt.load(path, target)
+    assert_same(target, state)
+    assert target["model"]["weight"] is weight
+    assert report.missing == report.unexpected == report.mismatched == []
+    assert report.stats.bytes >= 3 * MiB and report.stats.verified
+    assert not vescale_ckpt.load(path, target, verify=False).stats.verified
+
+
+def test_one_error_tells_all_that_does_not_fit(mixed: tuple[Path, dict[str, Any]]) -> None:
+    path, state = mixed
+    target = {
+        "model": {"weight": torch.zeros(3), "bias": torch.zeros(300), "gone": torch.zeros(2), "scalar": 3.0},
+        "step": torch.zeros(()),
+        "also gone": 1,
+    }
+    mismatched = {
+        Mismatch("model.weight", "shape (3,)", "shape (300, 400)"),
+        Mismatch("model.bias", "dtype torch.float32", "dtype torch.bfloat16 (allow_cast=True converts)"),
+        Mismatch("model.scalar", "an object", "a tensor"),
+        Mismatch("step", "a tensor", "an object"),
+    }
+    with pytest.raises(MissingKeysError) as caught:
+        vescale_ckpt.load(path, target)
+    assert set(caught.value.missing) == {"model.gone", "also gone"} and caught.value.unexpected == []
+    assert set(caught.value.mismatched) == mismatched
+    assert all(key in str(caught.value) for key in ("model.gone", "also gone", "model.weight", "model.bias", "step"))
+    assert target["step"] is not state["step"] and target["also gone"] == 1
+
+    del target["also gone"], target["model"]["gone"]
+    with pytest.raises(IncompatibleStateError) as other:
+        vescale_ckpt.load(path, target)
+    assert set(other.value.mismatched) == mismatched and other.value.key == other.value.mismatched[0].key
+    assert str(_rebuild(*other.value.__reduce__()[1])) == str(other.value)
+
+
+def test_a_report_in_place_of_the_error(mixed: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = mixed
+    target = {"model": {"weight": torch.zeros(3), "scalar": torch.zeros((), dtype=torch.float64)}, "gone": 1, "step": 0}
+    report = vescale_ckpt.load(path, target, strict=False)
+    assert report.missing == ["gone"]
+    assert [mismatch.key for mismatch in report.mismatched] == ["model.weight"]
+    assert "model.bias" in report.unexpected and "model.weight" not in report.unexpected
+    assert target["gone"] == 1 and target["step"] == 7 and target["model"]["scalar"] == 2.5
+    assert_same(target["model"]["weight"], torch.zeros(3))
+
+
+def test_keys_that_nobody_asks_for_are_an_error_only_within_a_module(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"net": nn.Linear(3, 4).state_dict(), "other": {"x": torch.ones(2)}})
+    report = vescale_ckpt.load(checkpoint, {"net": nn.Linear(3, 4)})
+    assert report.unexpected == ["other.x"]
+    without_bias = nn.Linear(3, 4, bias=False)
+    with pytest.raises(MissingKeysError, match=r"1 key not in the state: 'net.bias'"):
+        vescale_ckpt.load(checkpoint, {"net": without_bias})
+    assert vescale_ckpt.load(checkpoint, {"net": without_bias}, strict=False).unexpected == ["net.bias", "other.x"]
+    assert vescale_ckpt.load(checkpoint, {"net": without_bias}, keys="net.weight").unexpected == []
+
+
+# --- Parts and names
+
+
+def test_keys_select_by_name_prefix_and_pattern(checkpoint: Path) -> None:
+    state = {"a": {"w": torch.ones(2), "b.c": torch.ones(3)}, "ab": torch.ones(4), "list": [torch.ones(1), 5]}
+    vescale_ckpt.save(checkpoint, state)
+
+    def loaded(keys: Any) -> dict[str, Any]:
+        return vescale_ckpt.load(checkpoint, keys=keys)
+
+    assert_same(loaded("a"), {"a": state["a"]})
+    assert_same(loaded(["a*"]), {"a": state["a"], "ab": state["ab"]})
+    assert_same(loaded("?.w"), {"a": {"w": torch.ones(2)}})
+    assert_same(loaded(["list.1", "ab"]), {"ab": state["ab"], "list": [None, 5]})
+    with pytest.raises(MissingKeysError) as caught:
+        loaded(["nothing*", "a", "b"])
+    assert caught.value.missing == ["nothing*", "b"]
+
+    target = {"a": {"w": torch.zeros(2), "b.c": torch.zeros(3)}, "ab": torch.zeros(4), "not there": 1}
+    report = vescale_ckpt.load(checkpoint, target, keys=["a", "ab*"])
+    assert_same(target, {"a": state["a"], "ab": state["ab"], "not there": 1})
+    assert report.unexpected == []
+    assert report.stats.tensors == 3
+
+
+def test_selection_of_names_that_look_like_patterns() -> None:
+    assert "x[0]" in Selection("x[0]") and "x0" in Selection("x[0]") and "x[0].y" in Selection("x[0]")
+    assert "model2" not in Selection("model") and "model.a.b" in Selection(iter(["model"]))
+    assert "anything" in Selection(None) and "anything" not in Selection([])
+    with pytest.raises(TypeError):
+        Selection([1])  # type: ignore[list-item]
+
+
+def test_rename_by_mapping_and_function(checkpoint: Path) -> None:
+    state = {"old": {"net": {"w": torch.ones(2), "head": {"b": torch.ones(3)}}}, "top": torch.ones(1)}
+    vescale_ckpt.save(checkpoint, state)
+
+    def loaded(target: dict[str, Any], rename: Any) -> dict[str, Any]:
+        vescale_ckpt.load(checkpoint, target, rename=rename)
+        return target
+
+    model = {"w": torch.zeros(2), "out": {"b": torch.zeros(3)}}
+    by_prefix = {"model": "old.net", "model.out": "old.net.head"}
+    assert_same(loaded({"model": model}, by_prefix)["model"]["out"]["b"], torch.ones(3))
+    assert_same(model["w"], torch.ones(2))
+    assert_same(loaded({"w": torch.zeros(2)}, {"": "old.net"}), {"w": torch.ones(2)})
+    assert_same(loaded({"x": {"top": torch.zeros(1)}}, {"x": ""}), {"x": {"top": torch.ones(1)}})
+    assert_same(loaded({"TOP": torch.zeros(1)}, str.lower), {"TOP": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="'a' and 'b' the same key of the checkpoint, 'top'"):
+        loaded({"a": torch.zeros(1), "b": torch.zeros(1)}, {"a": "top", "b": "top"})
+
+
+def test_a_module_by_another_name(checkpoint: Path) -> None:
+    layer = nn.Linear(2, 3)
+    vescale_ckpt.save(checkpoint, {"module": {"backbone": layer.state_dict()}, "head": torch.ones(1)})
+    other = nn.Linear(2, 3)
+    vescale_ckpt.load(checkpoint, {"model": other}, rename={"model": "module.backbone"})
+    assert_same(other.state_dict(), layer.state_dict())
+
+
+def test_longest_prefix_wins_and_stops_at_dots() -> None:
+    of = renaming({"a": "x", "a.b": "y", "a.b.c": "z"})
+    keys = ["a", "a.q", "a.b.q", "a.b.c", "a.b.c.d", "ab"]
+    assert list(renamed(keys, of).values()) == ["x", "x.q", "y.q", "z", "z.d", "ab"]
+    with pytest.raises(ValueError, match="gives None"):
+        renamed(["a"], lambda key: None)  # type: ignore[arg-type, return-value]
+
+
+def test_options_that_have_no_meaning_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="into a state"):
+        vescale_ckpt.load(checkpoint, rename={})  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="planner"):
+        vescale_ckpt.load(checkpoint, {}, planner=LoadPlanner(), strict=False)
+
+
+# --- dtypes, memory
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_casts_only_when_asked(checkpoint: Path, stock: bool) -> None:
+    state = {"f": torch.randn(300, 7), "b": torch.randn(50).bfloat16(), "same": torch.randn(3), "i": torch.arange(5)}
+    if stock:
+        dcp.save(state, storage_writer=FileSystemWriter(checkpoint))
+    else:
+        vescale_ckpt.save(checkpoint, state)
+    target = {"f": torch.zeros(300, 7).bfloat16(), "b": torch.zeros(50), "same": torch.zeros(3), "i": torch.zeros(5)}
+    with pytest.raises(IncompatibleStateError) as caught:
+        vescale_ckpt.load(checkpoint, target)
+    assert {mismatch.key for mismatch in caught.value.mismatched} == {"f", "b", "i"}
+    vescale_ckpt.load(checkpoint, target, allow_cast=True)
+    assert_same(target, {"f": state["f"].bfloat16(), "b": state["b"].float(), "same": state["same"],
+                         "i": state["i"].float()})  # fmt: skip
+    with pytest.raises(IncompatibleStateError, match="shape"):
+        vescale_ckpt.load(checkpoint, {"f": torch.zeros(7, 300)}, allow_cast=True)
+
+
+def test_tensors_without_memory_get_some(checkpoint: Path) -> None:
+    state = {
+        "n": {"meta": torch.randn(70, 3), "list": [torch.randn(4)]},
+        "parameter": torch.randn(2),
+        "freed": torch.randn(9),
+    }
+    vescale_ckpt.save(checkpoint, state)
+    freed = torch.zeros(9)
+    freed.untyped_storage().resize_(0)
+    inner: dict[str, Any] = {"meta": torch.empty(70, 3, device="meta"), "list": [torch.empty(4, device="meta")]}
+    target = {"n": inner, "parameter": nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), "freed": freed}
+    vescale_ckpt.load(checkpoint, target)
+    assert target["n"] is inner and target["freed"] is freed and isinstance(target["parameter"], nn.Parameter)
+    target["parameter"] = target["parameter"].data
+    assert_same(target, state)
+
+
+def test_state_with_numbers_for_keys(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"state": {0: {"step": 8, "w": torch.ones(2)}}})
+    target = {"state": {0: {"step": 0, "w": torch.empty(2, device="meta")}}}
+    vescale_ckpt.load(checkpoint, target)
+    assert_same(target, {"state": {0: {"step": 8, "w": torch.ones(2)}}})
+
+
+# --- Without a state
+
+
+def test_without_a_state_all_comes_back_as_it_was(mixed: tuple[Path, dict[str, Any]]) -> None:
+    path, state = mixed
+    numbered = state["optimizer"]["state"]
+    loaded = vescale_ckpt.load(path)
+    assert loaded["optimizer"]["state"].keys() == numbered.keys()
+    assert_same(dict(sorted(loaded["model"].items())), dict(sorted(state["model"].items())))
+    loaded["model"], loaded["optimizer"]["state"] = state["model"], numbered
+    assert_same(loaded, state)
+
+
+def test_damage_is_found_without_a_state_too(mixed: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = mixed
+    (data,) = path.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError):
+        vescale_ckpt.load(path)
+
+
+def test_tensors_larger_than_their_records_are_refused_before_memory_is_taken(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"w": torch.ones(4)})
+    file = checkpoint / ".metadata"
+    metadata = metadata_file.loads(file.read_bytes(), "")
+    stored = metadata.state_dict_metadata["w"]
+    stored.size = stored.chunks[0].sizes = torch.Size([1 << 50])
+    file.write_bytes(metadata_file.dumps(metadata))
+    with pytest.raises(UntrustedCheckpointError, match="claims 4,503,599,627,370,496 bytes"):
+        vescale_ckpt.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("x",), "b": ("x", "y")},
+        {"a": ("x", 0), "b": ("x", "y")},
+        {"a": ("x", 1 << 40), "b": ("y",)},
+        {"a": (0,), "b": ("y",)},
+        {"a": ("x", -1), "b": ("y",)},
+        {"a": (), "b": ("y",)},
+        {"a": "xy", "b": ("y",)},
+    ],
+)
+def test_places_that_no_state_has_are_refused(paths: dict[str, Any]) -> None:
+    with pytest.raises(UntrustedCheckpointError):
+        nested({"a": {}, "b": 1}, paths)
+
+
+def test_no_checkpoint_is_a_named_error(checkpoint: Path) -> None:
+    checkpoint.mkdir()
+    for state in (None, {"x": 1}):
+        with pytest.raises(CheckpointError, match=r"no \.metadata: not a checkpoint"):
+            vescale_ckpt.load(checkpoint, state)  # type: ignore[call-overload]
+
+
+def test_a_planner_of_ones_own_goes_through_dcp(checkpoint: Path) -> None:
+    class Planner(dcp.DefaultLoadPlanner):
+        called = False
+
+        def create_global_plan(self, plans: Any) -> Any:
+            self.called = True
+            return super().create_global_plan(plans)
+
+    layer = nn.Linear(2, 3)
+    vescale_ckpt.save(checkpoint, {"layer": layer.state_dict(), "n": {"step": 3}})
+    other, planner = nn.Linear(2, 3), Planner()
+    state = {"layer": other, "n": {"step": 0}}
+    vescale_ckpt.load(checkpoint, state, planner=planner)
+    assert planner.called and state["n"] == {"step": 3}
+    assert_same(other.state_dict(), layer.state_dict())

@@ -1,0 +1,214 @@
+"""`load` of what other ways of training and saving leave: FSDP1, metadata of each rank, numbers, old keys, old
+torch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from states import assert_same, bits
+from torch import nn
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._state.application import saved_form
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, MissingKeysError
+
+# --- FSDP1, whose shards are ShardedTensors, or DTensors if it was given a mesh
+
+
+def _model(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(13, 30), nn.Tanh(), nn.Linear(30, 21), nn.LayerNorm(21), nn.Linear(21, 3)
+    )
+    model.register_buffer("calls", torch.tensor(seed))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind.startswith("FSDP1"):
+        options = {"device_mesh": mesh if kind == "FSDP1 with a mesh" else None, "use_orig_params": True}
+        for number, layer in enumerate(model):
+            if isinstance(layer, nn.Linear) and number < 4:
+                model[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+    elif kind == "FSDP2":
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
+    torch.manual_seed(9)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 13)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _from_each_kind_to_each(directory: Path) -> None:
+    kinds = ["FSDP1", "FSDP1 with a mesh", "FSDP2", "plain"]
+    for kind in kinds:
+        model, optimizer = _model(kind, seed=1)
+        _train(model, optimizer)
+        vescale_ckpt.save(directory / kind, saved_form({"model": model, "optimizer": optimizer}))
+        if kind == "FSDP1":
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(states, storage_writer=FileSystemWriter(directory / "stock", sync_files=False))
+        if kind == "FSDP2":  # its parameters numbered
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.save(states, storage_writer=FileSystemWriter(directory / "numbers", sync_files=False))
+        expected = _train(model, optimizer)
+        for name in {"FSDP1": ["FSDP1", "stock"], "FSDP2": ["FSDP2", "numbers"]}.get(kind, [kind]):
+            for loader in kinds if kind.startswith("FSDP1") else kinds[2:] if name == "numbers" else kinds[:2]:
+                fresh, its_optimizer = _model(loader, seed=2)
+                state = {"model": fresh, "optimizer": its_optimizer}
+                for broadcast in (True, False):
+                    report = vescale_ckpt.load(directory / name, state, broadcast_checkpoint=broadcast)
+                    assert report.missing == report.unexpected == report.mismatched == []
+                assert int(saved_form(state)["model"]["calls"]) == 1
+                assert _train(fresh, its_optimizer) == pytest.approx(expected, rel=1e-5), f"{name} -> {loader}"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_fsdp1_loads_and_is_loaded_by_all_others(checkpoint: Path) -> None:
+    run_ranks(2, _from_each_kind_to_each, checkpoint)
+
+
+# --- Saved without collectives: each rank has metadata of its own, of its own shards
+
+
+def _own_metadata(directory: Path, ours: bool) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(70.0).view(10, 7)
+    writer: Any = StorageWriter(directory) if ours else FileSystemWriter(directory)
+    layer = nn.Linear(3, 4)
+    state = {
+        "rows": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
+        "everywhere": distribute_tensor(full, mesh, [Replicate()], src_data_rank=None),
+        "plain": torch.full((5,), float(rank)),
+        "object": {"rank": rank},
+        "layer": layer.state_dict(),
+    }
+    dcp.save(state, storage_writer=writer, use_collectives=False)
+    dist.barrier()
+    for broadcast in (True, False, "auto"):
+        target: dict[str, Any] = {
+            "rows": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)], src_data_rank=None),
+            "everywhere": distribute_tensor(torch.zeros(10, 7), mesh, [Shard(1)], src_data_rank=None),
+            "plain": torch.zeros(5),
+            "object": {"rank": None},
+            "layer": nn.Linear(3, 4),
+        }
+        vescale_ckpt.load(directory, target, broadcast_checkpoint=broadcast)  # type: ignore[arg-type]
+        assert bits(target["rows"].to_local()) == bits(state["rows"].to_local())
+        assert_same(target["everywhere"].to_local(), full.tensor_split(2, 1)[rank])
+        assert_same(target["plain"], state["plain"])
+        assert target["object"] == {"rank": rank}
+        assert_same(target["layer"].state_dict(), layer.state_dict())
+    whole = {"rows": torch.zeros(10, 7)}
+    with pytest.raises(CorruptCheckpointError, match="rows: the checkpoint does not hold all of it"):
+        vescale_ckpt.load(directory, whole)
+    if rank == 1:  # the ranks that saved are counted anew: one process has the first one's part
+        assert vescale_ckpt.load(directory, keys="object", process_group=_alone()) == {"object": {"rank": 0}}
+    else:
+        _alone()
+    dist.barrier()
+    if rank == 0:
+        (directory / "__1.metadata").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank 1: .*metadata"):
+        vescale_ckpt.load(directory, {"plain": torch.zeros(5)})
+
+
+def _alone() -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups(1)
+    return group
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
+def test_metadata_of_each_rank(checkpoint: Path, ours: bool) -> None:
+    run_ranks(2, _own_metadata, checkpoint, ours)
+
+
+# --- Saved before torch 2.4, when containers without tensors were one object
+
+
+@pytest.fixture
+def keys_as_before_torch_2_4() -> Iterator[None]:
+    _version._derived_version = "2_3"
+    yield
+    _version._derived_version = None
+
+
+@pytest.mark.xfail(strict=True, raises=MissingKeysError, reason="`load` asks only for the keys of today")
+@pytest.mark.parametrize("with_objects", [False, True])
+def test_keys_of_torch_before_2_4(checkpoint: Path, with_objects: bool, keys_as_before_torch_2_4: None) -> None:
+    layer = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.125)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    steps = {"schedule": {"epoch": 3, "history": [{"x": 1}]}}
+    dcp.save(
+        steps if not with_objects else saved_form({"model": layer, "optimizer": optimizer}), checkpoint_id=checkpoint
+    )
+    _version._derived_version = None
+    if not with_objects:
+        target: dict[str, Any] = {"schedule": {"epoch": 0, "history": [{"x": 0}]}}
+        vescale_ckpt.load(checkpoint, target)
+        assert target == steps
+        return
+    fresh = nn.Linear(2, 3)
+    its_optimizer = torch.optim.AdamW(fresh.parameters())
+    vescale_ckpt.load(checkpoint, {"model": fresh, "optimizer": its_optimizer})
+    assert_same(fresh.state_dict(), layer.state_dict())
+    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+
+
+# --- torch 2.1 and 2.2, whose tensor properties are those of ShardedTensor
+
+
+def test_metadata_of_torch_2_1(checkpoint: Path) -> None:
+    values = {"weight": torch.arange(12.0).reshape(3, 4), "counts": torch.arange(5), "step": 7}
+    dcp.save(values, storage_writer=FileSystemWriter(checkpoint, sync_files=False), no_dist=True)
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for stored in metadata.state_dict_metadata.values():
+        if isinstance(stored, TensorStorageMetadata):
+            stored.properties = ShardedTensorProperties(dtype=stored.properties.dtype)
+    for newer in ("storage_meta", "version"):
+        vars(metadata).pop(newer, None)
+    for info in metadata.storage_data.values():
+        vars(info).pop("transform_descriptors", None)
+    path.write_bytes(pickle.dumps(metadata))
+    assert b"_shard.sharded_tensor.metadata" in path.read_bytes()
+
+    for load in (vescale_ckpt.load, _load_by_dcp):
+        target: dict[str, Any] = {"weight": torch.zeros(3, 4), "counts": torch.zeros(5, dtype=torch.long), "step": 0}
+        load(checkpoint, target)
+        assert_same(target, values)
+    assert_same(vescale_ckpt.load(checkpoint), values)
+    report = vescale_ckpt.verify(checkpoint)
+    assert report.ok and report.keys == 3, report
+    assert vescale_ckpt.verify(checkpoint, quick=True).ok
+
+
+def _load_by_dcp(directory: Path, target: dict[str, Any]) -> None:
+    dcp.load(target, storage_reader=vescale_ckpt.StorageReader(directory), no_dist=True)

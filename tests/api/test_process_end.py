@@ -1,0 +1,219 @@
+"""Processes that end while a save goes on, or after one that failed and that nobody asked about."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import json
+import multiprocessing
+import multiprocessing.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damage import blank, same, small_state
+from rank_pool import _forks
+
+import vescale_ckpt
+from vescale_ckpt._engine import _C
+from vescale_ckpt._write.snapshot import StagedPart
+from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt.manager.manager import CheckpointManager
+
+BOUND = 120.0
+
+
+def whole(directory: Path, k: int) -> bool:
+    values = blank(small_state(0))
+    vescale_ckpt.load(directory, values)
+    return same(values, small_state(k))
+
+
+def save_in_background(directory: Path) -> None:
+    """A save that does not begin to write before the process ends."""
+    write = StagedPart.write
+
+    def late(part: StagedPart) -> Any:
+        deadline = time.monotonic() + BOUND
+        while not multiprocessing.util._exiting and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        return write(part)
+
+    StagedPart.write = late  # type: ignore[method-assign]
+    handle = vescale_ckpt.save(directory, small_state(1), async_checkpoint=True)
+    assert not handle.done()
+
+
+def save_in_background_and_raise(directory: Path) -> None:
+    save_in_background(directory)
+    raise SystemExit(3)
+
+
+def manage_in_background(directory: Path) -> None:
+    saver = CheckpointManager(directory, max_to_keep=1)
+    saver.save(1, small_state(1))
+    saver.wait()
+    write = StagedPart.write
+
+    def late(part: StagedPart) -> Any:
+        time.sleep(0.05)
+        return write(part)
+
+    StagedPart.write = late  # type: ignore[method-assign]
+    saver.save(2, small_state(2))
+
+
+def fail_in_background(directory: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    vescale_ckpt.save(directory, small_state(1), async_checkpoint=True)
+
+
+def fail_and_exit(directory: Path) -> None:
+    fail_in_background(directory)
+    sys.exit(3)
+
+
+def fail_and_ask(directory: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    with contextlib.suppress(CheckpointError):
+        vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).result(BOUND)
+
+
+def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -> int | None:
+    process = context.Process(target=function, args=(directory,))
+    process.start()
+    process.join(BOUND)
+    if process.exitcode is None:
+        process.kill()
+    code: int | None = process.exitcode
+    return code
+
+
+# --- Children of multiprocessing
+
+
+@pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
+def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
+    context = _forks() if kind == "forkserver" else multiprocessing.get_context(kind)
+    assert exit_code(context, save_in_background, checkpoint) == 0
+    assert whole(checkpoint, 1)
+
+
+def test_what_ends_a_child_is_not_changed(checkpoint: Path) -> None:
+    assert exit_code(_forks(), save_in_background_and_raise, checkpoint) == 3
+    assert whole(checkpoint, 1)
+
+
+def test_a_child_removes_what_its_last_save_supersedes(checkpoint: Path) -> None:
+    assert exit_code(_forks(), manage_in_background, checkpoint) == 0
+    assert os.listdir(checkpoint) == ["step-2"] and whole(checkpoint / "step-2", 2)
+
+
+@pytest.mark.parametrize(("function", "code"), [(fail_in_background, 1), (fail_and_exit, 3), (fail_and_ask, 0)])
+def test_a_child_whose_save_failed_unseen(checkpoint: Path, function: Callable[[Path], None], code: int) -> None:
+    assert exit_code(_forks(), function, checkpoint) == code
+
+
+# --- The exit status
+
+
+def fail_and_look(directory: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    assert vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).exception(BOUND) is not None
+
+
+def fail_and_be_told(directory: Path) -> None:
+    fail_in_background(directory)
+    with contextlib.suppress(CheckpointError):
+        vescale_ckpt.save(directory, small_state(2))
+
+
+def fail_in_manager(directory: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    CheckpointManager(directory).save(1, small_state(1))
+
+
+def fail_in_manager_and_wait(directory: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    saver = CheckpointManager(directory)
+    saver.save(1, small_state(1))
+    with contextlib.suppress(CheckpointError):
+        saver.wait()
+
+
+def fail_with_another_status(directory: Path) -> None:
+    os.environ["VESCALE_CKPT_EXIT_STATUS"] = "7"
+    fail_in_background(directory)
+
+
+def fail_without_a_status(directory: Path) -> None:
+    os.environ["VESCALE_CKPT_EXIT_STATUS"] = "0"
+    fail_in_background(directory)
+
+
+def give_up(directory: Path, timeout: str = "1") -> None:
+    os.environ["VESCALE_CKPT_EXIT_TIMEOUT"] = timeout
+    os.environ["VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND"] = "1"
+    vescale_ckpt.save(directory, {"large": torch.zeros(8 << 20)}, async_checkpoint=True)
+
+
+def give_up_on_purpose(directory: Path) -> None:
+    give_up(directory, "0")
+
+
+def save_while_ending(directory: Path) -> None:
+    atexit._run_exitfuncs()  # what is registered before ours runs after it, and may save
+    assert vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).done()
+
+
+CASES: dict[Callable[[Path], None], int] = {
+    fail_in_background: 1,
+    fail_and_exit: 3,
+    fail_and_ask: 0,
+    fail_and_look: 0,
+    fail_and_be_told: 0,
+    fail_in_manager: 1,
+    fail_in_manager_and_wait: 0,
+    fail_with_another_status: 7,
+    fail_without_a_status: 0,
+    give_up: 1,
+    give_up_on_purpose: 0,
+    save_while_ending: 0,
+}
+
+
+def end_in_every_way(directory: str) -> None:
+    """Prints the exit status of each case, a fork of this interpreter that ends as interpreters do."""
+    statuses = {}
+    for function in CASES:
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            function(Path(directory, function.__name__))
+            print(function.__name__)
+            return
+        _, status = os.waitpid(pid, 0)
+        statuses[function.__name__] = os.waitstatus_to_exitcode(status)
+    print(json.dumps(statuses))
+
+
+def test_the_exit_status_tells_of_a_save_that_failed_unseen(tmp_path: Path) -> None:
+    code = "import sys, test_process_end; test_process_end.end_in_every_way(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), *sys.path])}
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=BOUND
+    )
+    assert result.returncode == 0, result.stderr
+    *printed, statuses = result.stdout.splitlines()
+    assert json.loads(statuses) == {function.__name__: status for function, status in CASES.items()}, result.stderr
+    # What was printed before is there, though another status took the place of 0.
+    assert set(printed) == {function.__name__ for function in CASES} - {"fail_and_exit"}
+    assert whole(tmp_path / "save_while_ending", 1)
+    assert "status 0 of this process becomes 7" in result.stderr

@@ -1,0 +1,615 @@
+"""Sharded tensors on several ranks: every placement saved, every other loaded, by us and by stock DCP."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_pool import run_ranks
+from states import KiB, assert_same, bits, blank, load_blank, random_tensor
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+
+# Even, uneven, fewer rows than ranks, nothing at all, more dimensions, and parts that cross blocks of checksums.
+SHAPES = [(16, 8), (5, 7), (1, 3), (2, 2), (0, 4), (3, 5, 4), (1030, 700)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+PLACEMENTS_1D: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
+PLACEMENTS_2D: list[list[Placement]] = [
+    [Replicate(), Shard(0)],
+    [Shard(0), Replicate()],
+    [Shard(0), Shard(1)],
+    [Shard(1), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Shard(1), Shard(1)],
+    [Replicate(), Replicate()],
+]
+
+SAVERS: dict[str, tuple[Any, Any]] = {
+    "ours": (StorageWriter, SavePlanner),
+    "stock": (FileSystemWriter, DefaultSavePlanner),
+}
+LOADERS: dict[str, tuple[Any, Any]] = {
+    "ours": (StorageReader, LoadPlanner),
+    "stock": (FileSystemReader, DefaultLoadPlanner),
+}
+# Who saves and who loads. Stock with stock would test nothing of ours.
+PAIRS = [("ours", "ours"), ("ours", "stock"), ("stock", "ours")]
+
+
+def full_tensor(number: int) -> torch.Tensor:
+    """The value of the `number`-th tensor of a state, equal on all ranks."""
+    shape, dtype = SHAPES[number % len(SHAPES)], DTYPES[number % len(DTYPES)]
+    return (torch.arange(math.prod(shape)) * 7 + number).to(dtype).reshape(shape)
+
+
+def sharded_state(mesh: DeviceMesh, placements: list[Placement], zeros: bool = False) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for number in range(len(SHAPES)):
+        value = full_tensor(number)
+        state[f"{number}"] = distribute_tensor(
+            torch.zeros_like(value) if zeros else value, mesh, placements, src_data_rank=None
+        )
+    return state
+
+
+def save_by(who: str, path: str, state: dict[str, Any], **options: Any) -> Any:
+    writer, planner = SAVERS[who]
+    return dcp.save(state, storage_writer=writer(path, sync_files=False), planner=planner(), **options)
+
+
+def load_by(who: str, path: str, state: dict[str, Any], **options: Any) -> Any:
+    reader, planner = LOADERS[who]
+    reader = reader(path)
+    dcp.load(state, storage_reader=reader, planner=planner(), **options)
+    return reader
+
+
+def assert_same_shards(actual: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    assert actual.keys() == expected.keys(), where
+    for key, value in expected.items():
+        assert actual[key].placements == value.placements
+        assert bits(actual[key].to_local()) == bits(value.to_local()), f"{where}: {key}, {tuple(value.shape)}"
+
+
+def _all_placements(directory: str, mesh_shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    saver, loader = pair
+    mesh = init_device_mesh("cpu", mesh_shape)
+    everything = PLACEMENTS_1D if len(mesh_shape) == 1 else PLACEMENTS_2D
+    wanted = {str(placements): sharded_state(mesh, placements) for placements in everything}
+    for number, saved in enumerate(everything):
+        path = f"{directory}/{number}"
+        save_by(saver, path, wanted[str(saved)])
+        for loaded in everything:
+            target = sharded_state(mesh, loaded, zeros=True)
+            load_by(loader, path, target)
+            assert_same_shards(target, wanted[str(loaded)], f"{saved} -> {loaded}")
+        plain = {f"{number}": torch.zeros_like(full_tensor(number)) for number in range(len(SHAPES))}
+        load_by(loader, path, plain)
+        assert_same(plain, {key: full_tensor(int(key)) for key in plain})
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
+def test_every_placement_to_every_other(tmp_path: Path, mesh_shape: tuple[int, ...], pair: tuple[str, str]) -> None:
+    run_ranks(math.prod(mesh_shape), _all_placements, str(tmp_path), mesh_shape, pair)
+
+
+def _save_sharded(path: str, saver: str, placements: list[Placement]) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = sharded_state(mesh, placements) | {"plain": torch.arange(100), "object": {"step": 7}}
+    save_by(saver, path, state)
+
+
+def _load_sharded(path: str, loader: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placements in PLACEMENTS_1D:
+        target = sharded_state(mesh, placements, zeros=True)
+        others: dict[str, Any] = {"plain": torch.zeros(100, dtype=torch.int64), "object": {"step": 0}}
+        load_by(loader, path, target | others)
+        assert_same_shards(target, sharded_state(mesh, placements), str(placements))
+        assert_same(others, {"plain": torch.arange(100), "object": {"step": 7}})
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+@pytest.mark.parametrize(("ranks_before", "ranks_after"), [(4, 2), (4, 1), (2, 4), (1, 4), (2, 1)])
+def test_another_number_of_ranks(tmp_path: Path, ranks_before: int, ranks_after: int, pair: tuple[str, str]) -> None:
+    for number, placements in enumerate(PLACEMENTS_1D):
+        path = str(tmp_path / str(number))
+        run_ranks(ranks_before, _save_sharded, path, pair[0], placements)
+        run_ranks(ranks_after, _load_sharded, path, pair[1])
+
+
+def test_checkpoint_of_four_ranks_loads_without_any(tmp_path: Path) -> None:
+    run_ranks(4, _save_sharded, str(tmp_path), "ours", [Shard(0)])
+    state: dict[str, Any] = {f"{number}": full_tensor(number) for number in range(len(SHAPES))}
+    state |= {"plain": torch.arange(100), "object": {"step": 7}}
+    assert_same(load_blank(tmp_path, state), state)
+
+
+def _part_of_a_large_tensor(path: str) -> tuple[int, int]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    value = torch.arange(3000 * 1000, dtype=torch.float32).view(3000, 1000)
+    save_by("ours", path, {"a": distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)})
+    rows = {"a": distribute_tensor(torch.zeros(3000, 1000), mesh, [Shard(0)], src_data_rank=None)}
+    reader = load_by("ours", path, rows)
+    assert_same(rows["a"].to_local(), value[rank * 1500 : (rank + 1) * 1500])
+    columns = {"a": distribute_tensor(torch.zeros(3000, 1000), mesh, [Shard(1)], src_data_rank=None)}
+    column_reader = load_by("ours", path, columns)
+    assert_same(columns["a"].to_local(), value[:, rank * 500 : (rank + 1) * 500])
+    return reader.last_stats.bytes, column_reader.last_stats.bytes
+
+
+def test_each_rank_reads_its_part_only(tmp_path: Path) -> None:
+    half = 3000 * 1000 * 4 // 2
+    assert run_ranks(2, _part_of_a_large_tensor, str(tmp_path)) == [(half, half)] * 2
+
+
+def _plans(directory: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = sharded_state(mesh, [Replicate(), Shard(0)])
+    state |= {f"plain {i}": torch.full((i,), i) for i in range(20)} | {"nested": {"list": [torch.ones(2), {"x": 1}]}}
+    ours = save_by("ours", f"{directory}/ours", state)
+    stock = save_by("stock", f"{directory}/stock", state)
+    assert ours.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
+    for key, expected in stock.state_dict_metadata.items():
+        found = ours.state_dict_metadata[key]
+        if isinstance(expected, TensorStorageMetadata):  # chunks are sorted, without empty ones, and may be cut
+            assert (found.properties, found.size) == (expected.properties, expected.size)
+            for metadata in (found, expected):
+                assert sum(chunk.sizes.numel() for chunk in metadata.chunks) == expected.size.numel()
+        else:
+            assert found == expected
+    assert ours.planner_data == stock.planner_data
+    assert set(os.listdir(f"{directory}/ours")) == {".metadata", ".metadata.index"} | {
+        info.relative_path for info in ours.storage_data.values()
+    }
+
+
+def test_metadata_equals_stock_metadata(tmp_path: Path) -> None:
+    run_ranks(4, _plans, str(tmp_path))
+
+
+def _replicated(path: str, saver: str, loader: str) -> int:
+    state = {f"{i}": torch.full((1000 + i,), float(i)) for i in range(40)} | {"object": "same", "n": {"step": 3}}
+    save_by(saver, path, state)
+    target = blank(state)
+    load_by(loader, path, target)
+    assert_same(target, state)
+    return sum(os.path.getsize(f"{path}/{name}") for name in os.listdir(path))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_replicated_tensors_are_saved_once(tmp_path: Path, pair: tuple[str, str], world_size: int) -> None:
+    sizes = run_ranks(world_size, _replicated, str(tmp_path / "c"), *pair)
+    assert sizes[0] < 1.9 * sum(4 * (1000 + i) for i in range(40))
+
+
+def _rounds_with_one_planner(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    planner, writer = SavePlanner(), StorageWriter(path, sync_files=False)
+    for number, placement in enumerate([Shard(0), Shard(0), Shard(1), Replicate(), Shard(0)]):
+        value = torch.arange(40 * 6, dtype=torch.float32).view(40, 6) + number
+        state = {
+            "a": distribute_tensor(value, mesh, [placement], src_data_rank=None),
+            "plain": torch.full((5 + number // 2,), number),
+            "rank": {"object": number},
+        }
+        dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=f"{path}/{number}")
+        target = {"a": torch.zeros(40, 6), "plain": torch.zeros_like(state["plain"]), "rank": {"object": None}}
+        load_by("ours", f"{path}/{number}", target)
+        assert_same(target, state | {"a": value})
+
+
+def test_one_planner_for_changing_shards(tmp_path: Path) -> None:
+    run_ranks(2, _rounds_with_one_planner, str(tmp_path))
+
+
+def _change_on_one_rank(path: str) -> None:
+    # Ranks may not decide each for itself whether a kept plan still serves.
+    planner = SavePlanner()
+    for number in range(4):
+        state: dict[str, Any] = {"a": torch.full((3,), number)}
+        if dist.get_rank() == 1 and number % 2:
+            state["only here"] = torch.full((4,), number)
+        dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=planner)
+        target = blank(state)
+        load_by("ours", path, target)
+        assert_same(target, state)
+        everything = StorageReader(path).read_metadata().state_dict_metadata
+        assert set(everything) == ({"a", "only here"} if number % 2 else {"a"})
+
+
+def test_change_on_one_rank_is_noticed(tmp_path: Path) -> None:
+    run_ranks(2, _change_on_one_rank, str(tmp_path / "c"))
+
+
+def _part_of_the_ranks(path: str, saver: str, loader: str) -> None:
+    mesh = DeviceMesh("cpu", [1, 2])  # ranks 0 and 3 hold nothing of it
+    value = torch.arange(50.0).view(10, 5)
+    inside = mesh.get_coordinate() is not None
+    state: dict[str, Any] = {"everywhere": torch.ones(3)}
+    target: dict[str, Any] = {"everywhere": torch.zeros(3)}
+    state["a"] = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    target["a"] = distribute_tensor(torch.zeros(10, 5), mesh, [Shard(1)], src_data_rank=None)
+    save_by(saver, path, state)
+    load_by(loader, path, target)
+    assert_same(target["everywhere"], torch.ones(3))
+    if inside:
+        assert_same(target["a"].to_local(), value.tensor_split(2, 1)[mesh.get_local_rank()])
+    whole = {"a": torch.zeros(10, 5)}
+    load_by(loader, path, whole)
+    assert_same(whole["a"], value)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_mesh_of_some_ranks(tmp_path: Path, pair: tuple[str, str]) -> None:
+    run_ranks(4, _part_of_the_ranks, str(tmp_path / "c"), *pair)
+
+
+def _own_metadata(directory: str, saver: str, loader: str, alone: bool) -> None:
+    # Each rank's metadata describes its own shards, which cover a part of the tensor only.
+    path = f"{directory}/{dist.get_rank()}" if alone else directory
+    mesh = init_device_mesh("cpu", (2,))
+    options = {"no_dist": True} if alone else {}
+    for placements in PLACEMENTS_1D:
+        state = sharded_state(mesh, placements)
+        save_by(saver, path, state, **(options or {"use_collectives": False}))
+        dist.barrier()
+        target = sharded_state(mesh, placements, zeros=True)
+        load_by(loader, path, target, **options)
+        assert_same_shards(target, state, str(placements))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["use_collectives=False", "no_dist=True"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_shards_saved_by_each_rank_for_itself(tmp_path: Path, pair: tuple[str, str], alone: bool) -> None:
+    run_ranks(2, _own_metadata, str(tmp_path), *pair, alone)
+
+
+# --- ShardedTensor
+
+
+def _sharded(value: torch.Tensor, dim: int, cuts: list[int]) -> sharded_tensor.ShardedTensor:
+    """Parts of a tensor along a dimension, the i-th on rank i % world size."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    shards = []
+    for number, (start, stop) in enumerate(itertools.pairwise([0, *cuts, value.shape[dim]])):
+        if number % world_size == rank:
+            part = value.narrow(dim, start, stop - start).clone()
+            offsets = [start if at == dim else 0 for at in range(value.dim())]
+            metadata = ShardMetadata(offsets, list(part.shape), f"rank:{rank}/cpu")
+            shards.append(sharded_tensor.Shard(part, metadata))
+    return sharded_tensor.init_from_local_shards(shards, list(value.shape))
+
+
+def _sharded_tensors(path: str, saver: str, loader: str) -> None:
+    value = torch.arange(60 * 44, dtype=torch.float32).view(60, 44)
+    zeros = torch.zeros_like(value)
+    save_by(saver, path, {"a": _sharded(value, 0, [7, 30, 31]), "b": {"c": _sharded(value, 1, [1])}})
+    targets = [(_sharded(zeros, 0, [50]), _sharded(zeros, 0, [3, 7, 9])), (_sharded(zeros, 1, [5, 22]), zeros.clone())]
+    for a, c in targets:
+        state = {"a": a, "b": {"c": c}}
+        load_by(loader, path, state)
+        for tensor in (a, c):
+            if isinstance(tensor, sharded_tensor.ShardedTensor):
+                for shard in tensor.local_shards():
+                    expected = value
+                    for dim, (start, size) in enumerate(
+                        zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+                    ):
+                        expected = expected.narrow(dim, start, size)
+                    assert_same(shard.tensor, expected)
+            else:
+                assert_same(tensor, value)
+    mesh = init_device_mesh("cpu", (2,))
+    target = {"a": distribute_tensor(zeros, mesh, [Shard(1)], src_data_rank=None)}
+    load_by(loader, path, target)
+    assert_same(target["a"].to_local(), value.tensor_split(2, 1)[dist.get_rank()])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_sharded_tensors(tmp_path: Path, pair: tuple[str, str]) -> None:
+    run_ranks(2, _sharded_tensors, str(tmp_path / "c"), *pair)
+
+
+# --- FSDP2
+
+
+def _model(mesh: DeviceMesh, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(13, 30),
+        torch.nn.Tanh(),
+        torch.nn.Linear(30, 21),
+        torch.nn.LayerNorm(21),
+        torch.nn.Linear(21, 3),
+    )
+    if mesh.ndim == 2 and mesh.mesh_dim_names == ("fsdp", "tp"):
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = mesh["fsdp"]
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    torch.manual_seed(seed)
+    loss = model(torch.randn(8, 13)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+def _mesh(kind: str) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if kind == "fsdp":
+        return init_device_mesh("cpu", (ranks,))
+    names = ("replicate", "shard") if kind == "hsdp" else ("fsdp", "tp")
+    return init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=names)
+
+
+def _full(model: torch.nn.Module) -> dict[str, Any]:
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
+    }
+
+
+def _train_and_save(path: str, kind: str, saver: str) -> tuple[dict[str, Any], float]:
+    model, optimizer = _model(_mesh(kind), seed=1)
+    for step in range(2):
+        _train(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    save_by(saver, path, {"model": model_state, "optimizer": optimizer_state, "step": 2})
+    full = _full(model)
+    return full, _train(model, optimizer, 99)
+
+
+def _load_and_train(path: str, kind: str, loader: str) -> tuple[dict[str, Any], float]:
+    model, optimizer = _model(_mesh(kind), seed=2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    load_by(loader, path, state)
+    assert state["step"] == 2
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    full = _full(model)
+    return full, _train(model, optimizer, 99)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+@pytest.mark.parametrize(
+    ("before", "ranks_before", "after", "ranks_after"),
+    [
+        ("fsdp", 4, "fsdp", 4),
+        ("fsdp", 4, "fsdp", 2),
+        ("hsdp", 4, "fsdp", 4),
+        ("fsdp", 2, "hsdp", 4),
+        ("tp", 4, "fsdp", 2),
+        ("fsdp", 2, "tp", 4),
+    ],
+)
+def test_fsdp_model_and_optimizer_resume(
+    tmp_path: Path, before: str, ranks_before: int, after: str, ranks_after: int, pair: tuple[str, str]
+) -> None:
+    saved = run_ranks(ranks_before, _train_and_save, str(tmp_path / "c"), before, pair[0])
+    loaded = run_ranks(ranks_after, _load_and_train, str(tmp_path / "c"), after, pair[1])
+    for full, loss in loaded:
+        assert_same(full, saved[0][0])
+        # The same step from there, up to the order of sums: the optimizer's state was loaded as well.
+        assert math.isclose(loss, saved[0][1], rel_tol=1e-4)
+
+
+def _full_state_dict(path: str) -> None:
+    model, _ = _model(_mesh("fsdp"), seed=1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)  # whole tensors on rank 0, nothing elsewhere
+    save_by("ours", path, {"model": state})
+    target, _ = _model(_mesh("fsdp"), seed=2)
+    sharded = get_model_state_dict(target)
+    load_by("ours", path, {"model": sharded})
+    assert_same(_full(target), _full(model))
+
+
+def test_full_state_of_the_first_rank_loads_into_shards(tmp_path: Path) -> None:
+    run_ranks(2, _full_state_dict, str(tmp_path / "c"))
+
+
+# --- Any chunks at all, in one process, against slices
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+def _slice(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+class _SaveChunks(SavePlanner):
+    def __init__(self, boxes: list[Box]) -> None:
+        super().__init__()
+        self.boxes = boxes
+
+    def create_local_plan(self) -> SavePlan:
+        tensor = self.state_dict["a"]
+        assert isinstance(tensor, torch.Tensor)
+        items = [
+            WriteItem(
+                MetadataIndex("a", offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    TensorProperties.create_from_tensor(tensor),
+                    tensor.size(),
+                ),
+            )
+            for offsets, sizes in self.boxes
+        ]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        sizes = {offsets: sizes for offsets, sizes in self.boxes}[tuple(index.offset or ())]
+        tensor = self.state_dict["a"]
+        assert isinstance(tensor, torch.Tensor)
+        return _slice(tensor, (tuple(index.offset or ()), sizes))
+
+
+class _LoadChunks(LoadPlanner):
+    def __init__(self, targets: dict[tuple[int, ...], torch.Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        chunks = [ChunkStorageMetadata(torch.Size(offset), target.size()) for offset, target in self.targets.items()]
+        return LoadPlan(create_read_items_for_chunk_list("a", self.metadata.state_dict_metadata["a"], chunks))  # type: ignore[arg-type]
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.targets[tuple(index.offset or ())]
+
+
+@st.composite
+def _tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that cover a shape exactly."""
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        number = draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[number]
+        dim = draw(st.integers(0, len(shape) - 1))
+        if sizes[dim] < 2:
+            continue
+        cut = draw(st.integers(1, sizes[dim] - 1))
+        first = (offsets, (*sizes[:dim], cut, *sizes[dim + 1 :]))
+        second = (
+            (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :]),
+            (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :]),
+        )
+        boxes[number : number + 1] = [first, second]
+    return boxes
+
+
+@st.composite
+def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Any boxes inside a shape: apart, one over another, or none."""
+    boxes = {}
+    for _ in range(draw(st.integers(1, 4))):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        boxes[offsets] = tuple(draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True))
+    return list(boxes.items())
+
+
+_shapes = st.sampled_from([(300_001,), (700, 650), (650, 700), (40, 90, 101), (2, 3, 300, 200), (5000, 64)]) | st.lists(
+    st.integers(1, 12), min_size=1, max_size=4
+).map(tuple)
+
+
+_DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
+_LAYOUTS = ["contiguous", "transposed", "inside of another"]
+
+
+def _memory(layout: str, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Somewhere to load to."""
+    if layout == "transposed":
+        return random_tensor(sizes[::-1], dtype).permute(*reversed(range(len(sizes))))
+    if layout == "inside of another":
+        return _slice(random_tensor(tuple(size + 3 for size in sizes), dtype), ((1,) * len(sizes), sizes))
+    return random_tensor(sizes, dtype)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    yield path
+    shutil.rmtree(path)
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_chunks_to_any_boxes(scratch: Path, data: st.DataObject) -> None:
+    draw: Callable[..., Any] = data.draw
+    shape = draw(_shapes, label="shape")
+    dtype = draw(st.sampled_from(_DTYPES), label="dtype")
+    saved, wanted = draw(_tilings(shape), label="saved"), draw(_boxes(shape), label="wanted")
+    source, target_layout = (draw(st.sampled_from(_LAYOUTS), label=label) for label in ("from", "to"))
+    direct_io, verify, checksums = draw(st.sampled_from(["auto", False])), draw(st.booleans()), draw(st.booleans())
+    stock_reads, stock_writes = draw(st.booleans()), draw(st.booleans())
+
+    value = _memory(source, shape, dtype)
+    writer: Any = StorageWriter(scratch, sync_files=False, direct_io=direct_io, checksums=checksums)
+    if stock_writes:
+        writer = FileSystemWriter(scratch, sync_files=False)
+    dcp.save({"a": value}, storage_writer=writer, planner=_SaveChunks(saved))
+    targets = {offsets: _memory(target_layout, sizes, dtype) for offsets, sizes in wanted}
+    reader: Any = StorageReader(scratch, direct_io=direct_io, verify=verify)
+    if stock_reads and not stock_writes:
+        reader = FileSystemReader(scratch)
+    dcp.load({"a": value}, storage_reader=reader, planner=_LoadChunks(targets))
+    for box in wanted:
+        assert bits(targets[box[0]]) == bits(_slice(value, box)), box
+
+
+def test_rows_columns_and_blocks_of_a_large_tensor(scratch: Path) -> None:
+    value = torch.arange(2000 * 1500, dtype=torch.int32).view(2000, 1500)
+    saved: list[Box] = [((0, 0), (1000, 1500)), ((1000, 0), (1000, 700)), ((1000, 700), (1000, 800))]
+    wanted: list[Box] = [
+        ((0, 0), (2000, 1)),
+        ((999, 0), (2, 1500)),
+        ((500, 650), (1000, 100)),
+        ((0, 1499), (2000, 1)),
+        ((1, 1), (64 * KiB // 1500, 1499)),
+        ((1999, 1499), (1, 1)),
+    ]
+    dcp.save({"a": value}, storage_writer=StorageWriter(scratch), planner=_SaveChunks(saved))
+    for verify in (True, False):
+        targets = {box[0]: torch.zeros(box[1], dtype=torch.int32) for box in wanted}
+        reader = StorageReader(scratch, verify=verify)
+        dcp.load({"a": value}, storage_reader=reader, planner=_LoadChunks(targets))
+        for box in wanted:
+            assert_same(targets[box[0]], _slice(value, box))
+        assert reader.last_stats is not None
+        assert reader.last_stats.unverified_bytes == 0

@@ -1,0 +1,516 @@
+"""What we save, we load: every dtype, layout, size and kind of object."""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import run_ranks
+from states import (
+    DTYPES,
+    SHAPES,
+    UNPLANNABLE,
+    KiB,
+    MiB,
+    assert_same,
+    at_address,
+    bits,
+    blank,
+    data_files,
+    error_in,
+    layouts,
+    load,
+    load_blank,
+    mixed_state,
+    random_tensor,
+    save,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+from vescale_ckpt.errors import CheckpointError
+
+# --- Structures, dtypes, shapes
+
+
+def test_nested_state(checkpoint: Path) -> None:
+    state = mixed_state()
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+def test_directory_holds_one_data_file_and_the_metadata(checkpoint: Path) -> None:
+    save(checkpoint, mixed_state())
+    assert len(data_files(checkpoint)) == 1
+    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index", *data_files(checkpoint)]
+
+
+def test_empty_state(checkpoint: Path) -> None:
+    save(checkpoint, {})
+    assert load_blank(checkpoint, {}) == {}
+    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
+
+
+def test_names_of_any_kind(checkpoint: Path) -> None:
+    names = ["", "a/b", "..", "é\n", "\0", "a'b\"", "\ud800", "x" * 100_000]
+    state: dict[str, Any] = {name: torch.full((3,), number) for number, name in enumerate(names)}
+    state |= {f"{name} object": number for number, name in enumerate(names)}
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_dtype_in_every_shape(checkpoint: Path, verify: bool) -> None:
+    state = {f"{dtype} {shape}": random_tensor(shape, dtype) for dtype in DTYPES for shape in SHAPES}
+    save(checkpoint, state)
+    target = blank(state)
+    reader = load(checkpoint, target, verify=verify)
+    assert_same(target, state)
+    assert reader.last_stats is not None
+    assert reader.last_stats.fallback_tensors == 0
+    assert reader.last_stats.verified is verify
+
+
+def test_every_dtype_large(checkpoint: Path) -> None:
+    state = {str(dtype): random_tensor((2_100_000 // dtype.itemsize + 3,), dtype) for dtype in DTYPES}
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize("dtype", UNPLANNABLE, ids=str)
+def test_dtype_that_stock_cannot_plan_is_saved_or_named(checkpoint: Path, dtype: torch.dtype) -> None:
+    state = {"odd": random_tensor((10,), dtype)}
+    try:
+        save(checkpoint, state)
+    except CheckpointException as raised:
+        error = error_in(raised)
+        assert isinstance(error, CheckpointError)
+        assert "odd" in str(error)
+        assert str(dtype) in str(error)
+    else:
+        assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize(
+    "name", ["int4", "uint3", "bit"] + [name for name in ("quint4x2", "qint8") if hasattr(torch, name)]
+)
+def test_dtype_that_cannot_be_stored_is_named(checkpoint: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    if name == "qint8":
+        tensor = torch.quantize_per_tensor(torch.randn(10), 0.1, 0, dtype)
+    else:
+        tensor = torch.empty(4, dtype=dtype)
+    with pytest.raises(CheckpointException) as raised:
+        save(checkpoint, {"fine": torch.ones(3), "odd": tensor})
+    error = error_in(raised.value)
+    assert isinstance(error, CheckpointError)
+    assert "odd" in str(error)
+    assert str(dtype) in str(error)
+    assert not checkpoint.exists() or not data_files(checkpoint)
+
+
+# --- Where elements lie in memory
+
+
+@pytest.mark.parametrize("rows", [64, 12 * KiB], ids=["small", "large"])
+def test_saves_any_layout(checkpoint: Path, rows: int, backend: str) -> None:
+    state = layouts(rows)
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize("direct_io", ["auto", False])
+@pytest.mark.parametrize("rows", [64, 12 * KiB], ids=["small", "large"])
+def test_loads_into_any_layout(checkpoint: Path, rows: int, direct_io: Any) -> None:
+    like = layouts(rows)
+    del like["overlapping_windows"]
+    values = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in like.items()}
+    save(checkpoint, values)
+    target = {}
+    for name, tensor in like.items():
+        storage = torch.UntypedStorage(tensor.untyped_storage().nbytes()).fill_(0x5A)
+        target[name] = torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+    load(checkpoint, target, direct_io=direct_io)
+    assert_same(target, values)
+    for name, tensor in target.items():
+        assert tensor.stride() == like[name].stride()
+        memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        tensor.zero_()
+        assert int((memory == 0x5A).sum()) == memory.numel() - tensor.nbytes, f"{name}: wrote beside the target"
+
+
+def test_expanded_tensor_is_saved_in_full(checkpoint: Path) -> None:
+    row = torch.randn(1, 300)
+    state = {"rows": row.expand(500, 300), "number": torch.tensor(3.0).expand(4, 5), "large": row.expand(4000, 300)}
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+def test_views_of_one_storage_are_saved_apart(checkpoint: Path) -> None:
+    base = torch.randn(1000, 1000)
+    state = {"whole": base, "same": base, "view": base.view(-1), "rows": base[10:20], "transposed": base.t()}
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+def test_loads_into_views_of_one_storage(checkpoint: Path) -> None:
+    parts = {"left": torch.randn(500, 300), "right": torch.randn(500, 700)}
+    save(checkpoint, parts)
+    whole = torch.zeros(500, 1000)
+    load(checkpoint, {"left": whole[:, :300], "right": whole[:, 300:]})
+    assert_same(whole, torch.cat([parts["left"], parts["right"]], 1))
+
+
+def test_tied_tensors_stay_tied(checkpoint: Path) -> None:
+    weight = torch.randn(600, 1000)
+    save(checkpoint, {"embedding": weight, "head": weight})
+    target = torch.zeros(600, 1000)
+    state = {"embedding": target, "head": target}
+    load(checkpoint, state)
+    assert state["embedding"] is target
+    assert state["head"] is target
+    assert_same(target, weight)
+
+
+@pytest.mark.parametrize("size", [10, 200_000], ids=["small", "large"])
+def test_conjugated_and_negated_views(checkpoint: Path, size: int) -> None:
+    numbers = torch.randn(size, 3, dtype=torch.complex64)
+    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "conj_t": numbers.conj().t(), "plain": numbers}
+    assert state["conj"].is_conj()
+    assert state["neg"].is_neg()
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    target["conj"] = torch.zeros_like(numbers).conj()
+    target["neg"] = torch.zeros_like(numbers).conj().imag
+    load(checkpoint, target)
+    assert_same(target, state)
+    assert target["conj"].is_conj()
+
+
+def test_parameters_and_tensors_with_gradients(checkpoint: Path) -> None:
+    parameter = torch.nn.Parameter(torch.randn(100, 100))
+    state = {"parameter": parameter, "result": parameter * 2, "buffer": torch.nn.Buffer(torch.randn(3))}
+    save(checkpoint, state)
+    target: dict[str, Any] = {
+        "parameter": torch.nn.Parameter(torch.zeros(100, 100)),
+        "result": torch.zeros(100, 100),
+        "buffer": torch.nn.Buffer(torch.zeros(3)),
+    }
+    pointer = target["parameter"].data_ptr()
+    load(checkpoint, target)
+    assert target["parameter"].data_ptr() == pointer
+    assert target["parameter"].requires_grad
+    for key, value in state.items():
+        assert bits(target[key]) == bits(value), key
+
+
+def test_module_and_optimizer_resume(checkpoint: Path) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        module = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 2))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        module(torch.randn(8, 30)).sum().backward()
+        optimizer.step()
+        return module, optimizer
+
+    module, optimizer = make()
+    save(checkpoint, {"module": module, "optimizer": optimizer})
+    other_module, other_optimizer = make()
+    load(checkpoint, {"module": other_module, "optimizer": other_optimizer})
+    assert_same(dict(other_module.state_dict()), dict(module.state_dict()))
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+# --- Sizes around the borders that the engine cuts on, and addresses
+
+
+@pytest.mark.parametrize("direct_io", ["auto", False])
+def test_sizes_around_borders(checkpoint: Path, backend: str, direct_io: Any) -> None:
+    borders = [64, 4 * KiB, 256 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB]
+    state = {}
+    for border in borders:
+        for extra in (-4097, -4096, -65, -64, -1, 0, 1, 63, 64, 4096, 4097) if border < MiB else (-1, 0, 1, 4032, 4096):
+            size = border + extra
+            if size >= 0:
+                state[f"{border}{extra:+}"] = random_tensor((size,), torch.uint8)
+    save(checkpoint, state, direct_io=direct_io)
+    assert_same(load_blank(checkpoint, state, direct_io=direct_io), state)
+
+
+@pytest.mark.parametrize("within_page", [0, 1, 8, 63, 64, 65, 512, 576, 4032, 4095])
+def test_memory_anywhere_in_a_page(checkpoint: Path, within_page: int) -> None:
+    values = random_tensor((5 * MiB + 123,), torch.uint8)
+    state = {
+        "small": torch.ones(3),
+        "large": at_address(values, within_page),
+        "next": at_address(values[:-1], within_page),
+    }
+    save(checkpoint, state)
+    target = {
+        "small": torch.zeros(3),
+        "large": at_address(torch.zeros_like(values), within_page),
+        "next": at_address(torch.zeros_like(values[:-1]), (within_page + 64) % 4096),
+    }
+    load(checkpoint, target)
+    assert_same(target, state)
+
+
+def test_congruent_memory_needs_no_copy(checkpoint: Path) -> None:
+    values = {"large": at_address(random_tensor((16 * MiB,), torch.uint8), 64)}
+    writer = save(checkpoint, values)
+    target = {"large": at_address(torch.zeros(16 * MiB, dtype=torch.uint8), 64)}
+    reader = load(checkpoint, target)
+    assert_same(target, values)
+    assert writer.last_stats is not None
+    assert reader.last_stats is not None
+    assert writer.last_stats.in_place_bytes > 15 * MiB
+    assert reader.last_stats.in_place_bytes > 15 * MiB
+
+
+def test_thousands_of_tiny_tensors_and_objects(checkpoint: Path) -> None:
+    state: dict[str, Any] = {f"tensor {i}": torch.full((i % 7,), i) for i in range(3000)}
+    state |= {f"object {i}": {"number": i} if i % 2 else str(i) for i in range(3000)}
+    writer = save(checkpoint, state)
+    target = {key: blank(value) if isinstance(value, torch.Tensor | dict) else None for key, value in state.items()}
+    reader = load(checkpoint, target)
+    assert_same(target, state)
+    assert writer.last_stats is not None
+    assert reader.last_stats is not None
+    assert (writer.last_stats.tensors, writer.last_stats.objects) == (3000, 3000)
+    assert (reader.last_stats.tensors, reader.last_stats.objects) == (3000, 3000)
+
+
+_SIZES = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([4 * KiB, 64 * KiB, 128 * KiB, 256 * KiB, MiB, 2 * MiB, 4 * MiB, 9 * MiB]).flatmap(
+        lambda size: st.integers(size - 100, size + 100)
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp())
+    yield path
+    shutil.rmtree(path)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_sequence_of_sizes_and_any_part_of_it(scratch: Path, data: st.DataObject) -> None:
+    draw: Callable[..., Any] = data.draw
+    sizes = draw(st.lists(_SIZES, min_size=1, max_size=12), label="sizes")
+    strided = draw(st.sets(st.integers(0, len(sizes) - 1)), label="strided")
+    state: dict[str, Any] = {}
+    for number, size in enumerate(sizes):
+        step = 2 if number in strided else 1
+        state[f"{number}"] = random_tensor((size * step,), torch.uint8)[::step]
+    for number in range(draw(st.integers(0, 3), label="objects")):
+        state[f"object {number}"] = "x" * draw(_SIZES)
+    options = {"direct_io": draw(st.sampled_from(["auto", False])), "thread_count": draw(st.integers(1, 5))}
+    if draw(st.booleans(), label="saved by stock"):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch, sync_files=False))
+    else:
+        save(scratch, state, sync_files=False, checksums=draw(st.booleans(), label="checksums"), **options)
+    keys = draw(st.lists(st.sampled_from(sorted(state)), unique=True, min_size=1), label="loaded")
+    wanted = {key: state[key] for key in keys}
+    assert_same(load_blank(scratch, wanted, verify=draw(st.booleans(), label="verify"), **options), wanted)
+
+
+# --- Objects
+
+
+OBJECTS: dict[str, Any] = {
+    "none": None,
+    "bool": True,
+    "int": -7,
+    "large int": 1 << 200,
+    "float": 0.1,
+    "nan": float("nan"),
+    "infinity": float("-inf"),
+    "negative zero": -0.0,
+    "complex": 1 + 2j,
+    "text": "ünïcode \0 \ud800",
+    "empty text": "",
+    "bytes": b"\x00\xff",
+    "empty bytes": b"",
+    "bytes in a list": [b"", [b"abc"]],
+    "bytearray": bytearray(b"abc"),
+    "list": [1, "a", [None]],
+    "long list": list(range(1000)),
+    "empty list": [],
+    "tuple": (1, (2, [3, {"x": None}])),
+    "empty tuple": (),
+    "set": {1, "a"},
+    "deep": [[[[[[[[[[1]]]]]]]]]],
+    "tensor in a tuple": (torch.arange(5), {"x": torch.ones(2, dtype=torch.bfloat16)}),
+    "dtype": torch.float8_e4m3fn,
+    "size": torch.Size([1, 2]),
+    "device": torch.device("cpu"),
+    "large text": "x" * (3 * MiB),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_object(checkpoint: Path, name: str) -> None:
+    save(checkpoint, {"object": OBJECTS[name]})
+    target: dict[str, Any] = {"object": 0}
+    load(checkpoint, target)
+    assert_same(target, {"object": OBJECTS[name]})
+
+
+def test_objects_together(checkpoint: Path) -> None:
+    save(checkpoint, OBJECTS)
+    target: dict[str, Any] = dict.fromkeys(OBJECTS)
+    load(checkpoint, target)
+    assert_same(target, OBJECTS)
+
+
+@pytest.mark.parametrize("size", [100 * KiB, 2 * MiB, 3 * MiB + 1, 20 * MiB])
+def test_large_object(checkpoint: Path, size: int) -> None:
+    state = {"before": 1, "object": "x" * size, "tensor": torch.ones(1000), "after": {"y": "z" * size}}
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+def test_objects_of_one_identity_stay_one(checkpoint: Path) -> None:
+    shared = [1]
+    recursive: list[Any] = [shared, (shared,)]
+    save(checkpoint, {"object": (shared, recursive)})
+    target: dict[str, Any] = {"object": 0}
+    load(checkpoint, target)
+    first, (second, (third,)) = target["object"]
+    assert first is second is third
+
+
+def test_ordered_dict_and_counter_keep_their_kind_inside_a_tuple(checkpoint: Path) -> None:
+    value = (collections.OrderedDict(b=1, a=2), collections.Counter("aab"))
+    save(checkpoint, {"object": value})
+    target: dict[str, Any] = {"object": 0}
+    load(checkpoint, target)
+    assert_same(target["object"], value)
+
+
+# --- Tensors without memory that could be read or written: an error or the right values, but never a crash
+
+
+def _save_odd(path: str, kind: str) -> str:
+    values = torch.arange(1000.0)
+    if kind == "wrapper subclass":
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        odd: Any = TwoTensor(values, values)
+    elif kind == "collective in flight":
+        from torch.distributed._functional_collectives import all_gather_tensor
+
+        odd = all_gather_tensor(values, 0, dist.group.WORLD)
+    elif kind == "freed storage":
+        odd = values.clone()
+        odd.untyped_storage().resize_(0)
+    elif kind == "storage cut short":
+        odd = torch.arange(1 << 20, dtype=torch.float32)
+        odd.untyped_storage().resize_(1000)
+    elif kind == "fake":
+        from torch._subclasses import FakeTensorMode
+
+        with FakeTensorMode():
+            odd = torch.ones(1000)
+    elif kind == "meta":
+        odd = torch.ones(1000, device="meta")
+    elif kind == "sparse":
+        odd = values.to_sparse()
+    elif kind == "zero tensor":
+        values = torch.zeros(1000)
+        odd = torch._efficientzerotensor(1000)
+    else:
+        odd = values.as_subclass(type("Subclass", (torch.Tensor,), {}))
+    try:
+        save(path, {"before": torch.full((3000,), 7.0), "odd": odd})
+    except CheckpointException as error:
+        raised = error_in(error)
+        return f"{type(raised).__name__}: {raised}"
+    target = {"odd": torch.zeros(1000)}
+    load(path, target)
+    return "right values" if bits(target["odd"]) == bits(values) else f"wrong values: {target['odd'][:3]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes"),
+    [
+        ("plain subclass", ("right values",)),
+        ("collective in flight", ("right values",)),
+        ("wrapper subclass", ("right values", "CheckpointError")),
+        ("zero tensor", ("right values", "CheckpointError")),
+        ("freed storage", ("CheckpointError",)),
+        ("storage cut short", ("CheckpointError",)),
+        ("fake", ("CheckpointError",)),
+        ("meta", ("CheckpointError", "NotImplementedError")),
+        ("sparse", ("CheckpointError",)),
+    ],
+)
+def test_saving_a_tensor_without_plain_memory(checkpoint: Path, kind: str, outcomes: tuple[str, ...]) -> None:
+    (outcome,) = run_ranks(1, _save_odd, str(checkpoint), kind)
+    assert outcome.startswith(outcomes), outcome
+
+
+def _load_odd(path: str, kind: str) -> str:
+    values = torch.arange(1000.0)
+    save(path, {"odd": values})
+    if kind == "wrapper subclass":
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        target: Any = TwoTensor(torch.zeros(1000), torch.zeros(1000))
+    elif kind == "freed storage":
+        target = torch.zeros(1000)
+        target.untyped_storage().resize_(0)
+    elif kind == "storage cut short":
+        target = torch.zeros(1000)
+        target.untyped_storage().resize_(16)
+    elif kind == "sparse":
+        target = torch.eye(1000)[0].to_sparse()
+    else:
+        target = torch.zeros(1000).as_subclass(type("Subclass", (torch.Tensor,), {}))
+    try:
+        load(path, {"odd": target})
+    except CheckpointException as error:
+        raised = error_in(error)
+        return f"{type(raised).__name__}: {raised}"
+    if kind == "wrapper subclass":
+        return "right values" if torch.equal(target.a, values) and torch.equal(target.b, values) else "wrong values"
+    return "right values" if torch.equal(target.as_subclass(torch.Tensor), values) else "wrong values"
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes"),
+    [
+        ("plain subclass", ("right values",)),
+        ("wrapper subclass", ("right values", "CheckpointError")),
+        ("freed storage", ("CheckpointError",)),
+        ("storage cut short", ("CheckpointError",)),
+        ("sparse", ("CheckpointError", "NotImplementedError", "RuntimeError")),
+    ],
+)
+def test_loading_into_a_tensor_without_plain_memory(checkpoint: Path, kind: str, outcomes: tuple[str, ...]) -> None:
+    (outcome,) = run_ranks(1, _load_odd, str(checkpoint), kind)
+    assert outcome.startswith(outcomes), outcome
+
+
+def test_inference_tensors(checkpoint: Path) -> None:
+    with torch.inference_mode():
+        values = torch.randn(100)
+        save(checkpoint, {"a": values})
+        target = torch.zeros(100)
+        load(checkpoint, {"a": target})
+    assert_same(target, values)

@@ -1,0 +1,208 @@
+"""Asynchronous saves of several ranks: all learn of a failure, wherever it was, and none is left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from damage import load, only_named_files, same, save
+from rank_pool import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import vescale_ckpt
+from vescale_ckpt._engine import _C
+from vescale_ckpt._write.snapshot import StagedPart
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError
+
+BOUND = 60.0  # seconds after which something counts as hung
+ROWS, COLUMNS = 2048, 400  # large enough to be sent alone
+
+
+def whole_state(k: int) -> dict[str, Any]:
+    return {
+        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).add_(k).view(ROWS, COLUMNS),
+        "replicated": torch.full((700_000,), float(k)),
+        "small": torch.full((100,), float(k)),
+        "step": k,
+    }
+
+
+def state_of_rank(k: int) -> dict[str, Any]:
+    values = whole_state(k)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = values["rows"].chunk(dist.get_world_size())[dist.get_rank()].clone()
+    values["rows"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return values
+
+
+def loads(directory: str | Path, k: int) -> bool:
+    return same(load(directory, whole_state(0)), whole_state(k))
+
+
+class _Unwilling:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def _failing(phase: str) -> Any:
+    """On this rank."""
+    if phase == "stage":
+        with mock.patch.object(StagedPart, "__init__", side_effect=RuntimeError("no copy today")):
+            yield
+        return
+    calls = {"open": "open", "write": "write", "sync": "sync", "commit": "rename"}
+    if phase in calls:
+        _C.inject_fault(calls[phase], errno.EIO, 0, 1000)
+    yield
+
+
+def _fails(directory: str, phase: str, who: int, seen_by: tuple[int, ...]) -> list[str]:
+    """What the failed save raised, what the next one did; then saves that go well."""
+    rank = dist.get_rank()
+    if rank == 0:
+        save(directory, whole_state(1))
+    dist.barrier()
+    told: list[str] = []
+
+    def attempt(values: dict[str, Any]) -> None:
+        try:
+            handle = vescale_ckpt.save(directory, values, async_checkpoint=True)
+            error = handle.exception(BOUND)
+            if error is not None and rank in seen_by:
+                handle.result()
+            told.append("" if error is None else f"{type(error).__name__} {getattr(error, 'rank', None)}")
+        except CheckpointError as error:
+            told.append(f"{type(error).__name__} {getattr(error, 'rank', None)}")
+
+    values = state_of_rank(2)
+    with _failing(phase) if rank == who else contextlib.nullcontext():
+        attempt({**values, "unwilling": _Unwilling() if phase == "describe" and rank == who else 1})
+    _C.clear_faults()
+    dist.barrier()
+    assert loads(directory, 1), "the checkpoint before is gone"
+    dist.barrier()
+    for k in (3, 4):
+        attempt({**state_of_rank(k), "unwilling": 1})
+    dist.barrier()
+    assert loads(directory, 4)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("phase", ["describe", "stage", "open", "write", "sync", "commit"])
+def test_all_ranks_are_told_of_a_failure(checkpoint: Path, phase: str) -> None:
+    who = 0 if phase == "commit" else 2
+    for told in run_ranks(4, _fails, str(checkpoint), phase, who, (0, 1, 2, 3)):
+        failed, second, third = told
+        assert failed.endswith(f" {who}") and (second, third) == ("", "")
+    assert only_named_files(checkpoint)
+
+
+def test_a_failure_that_one_rank_has_not_seen_is_raised_by_the_next_save_of_all(checkpoint: Path) -> None:
+    for told in run_ranks(4, _fails, str(checkpoint), "write", 1, (0, 1, 3)):
+        failed, second, third = told
+        assert failed == "CheckpointError 1" and second.startswith("SaveFailedError") and third == ""
+
+
+def _dies(directory: str, who: int) -> Any:
+    rank = dist.get_rank()
+    if rank == 0:
+        save(directory, whole_state(1))
+    dist.barrier()
+    write = StagedPart.write
+
+    def last_act(part: StagedPart) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return write(part)
+
+    with mock.patch.object(StagedPart, "write", last_act) if rank == who else contextlib.nullcontext():
+        handle = vescale_ckpt.save(directory, state_of_rank(2), async_checkpoint=True)
+        error = handle.exception(BOUND)
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_a_rank_that_dies_is_named(checkpoint: Path, who: int) -> None:
+    answers = run_ranks(4, _dies, str(checkpoint), who, check=False)
+    for rank, answer in enumerate(answers):
+        assert rank == who or (f"rank {who} of 4" in answer and "CheckpointTimeoutError" in answer), answers
+    assert loads(checkpoint, 1)
+
+
+def _busy(directory: str, on_busy: Any) -> list[str]:
+    """Only rank 1's save goes on when the next one begins."""
+    release = threading.Event()
+    write = StagedPart.write
+
+    def late(part: StagedPart) -> Any:
+        assert release.wait(BOUND)
+        return write(part)
+
+    patch = mock.patch.object(StagedPart, "write", late) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with patch:
+        first = vescale_ckpt.save(directory, state_of_rank(1), async_checkpoint=True)
+        told = []
+        try:
+            told.append(vescale_ckpt.save(directory, state_of_rank(2), on_busy=on_busy).skipped)
+        except SaveInProgressError:
+            told.append("raised")
+        release.set()
+        first.result(BOUND)
+    told.append(vescale_ckpt.save(directory, state_of_rank(3), on_busy=on_busy).skipped)
+    assert loads(directory, 3)
+    return told
+
+
+@pytest.mark.parametrize(("on_busy", "first"), [("skip", True), ("raise", "raised")])
+def test_all_ranks_skip_a_save_or_none(checkpoint: Path, on_busy: str, first: object) -> None:
+    assert run_ranks(4, _busy, str(checkpoint), on_busy) == [[first, False]] * 4
+
+
+def _groups(directory: str) -> None:
+    """A save of each group goes on at the same time."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[rank // 2]
+    handles = [
+        vescale_ckpt.save(f"{directory} {rank // 2}", {"value": torch.full((1000,), rank // 2), "step": k},
+                          async_checkpoint=True, process_group=mine)
+        for k in range(3)
+    ]  # fmt: skip
+    everyone = vescale_ckpt.save(directory, state_of_rank(7), async_checkpoint=True)
+    assert [handle.result(BOUND).seconds > 0 for handle in (*handles, everyone)] == [True] * 4
+
+
+def test_groups_save_at_the_same_time(checkpoint: Path) -> None:
+    run_ranks(4, _groups, str(checkpoint))
+    assert loads(checkpoint, 7)
+    for group in range(2):
+        found = load(f"{checkpoint} {group}", {"value": torch.zeros(1000, dtype=torch.int64), "step": 0})
+        assert found["step"] == 2 and found["value"].eq(group).all()
+
+
+def _prepares(directory: str) -> None:
+    vescale_ckpt.prepare(state_of_rank(1))
+    with mock.patch.object(vescale_ckpt.SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
+        vescale_ckpt.save(directory, state_of_rank(2), async_checkpoint=True).result(BOUND)
+    failing = {**state_of_rank(3), "x": _Unwilling() if dist.get_rank() == 1 else 1}
+    with pytest.raises(SaveFailedError, match="today"):
+        vescale_ckpt.prepare(failing)
+
+
+def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
+    run_ranks(2, _prepares, str(checkpoint))
+    assert loads(checkpoint, 2)

@@ -1,0 +1,711 @@
+"""System calls that fail, disks that are full, ranks that raise: a save is whole or has never been, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import (
+    State,
+    cause,
+    data_files,
+    drop_from_cache,
+    in_child,
+    load,
+    only_named_files,
+    outcome,
+    same,
+    save,
+    small_state,
+    state,
+)
+from rank_pool import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import vescale_ckpt
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageFullError
+
+MiB = 1 << 20
+SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+BACKENDS = ["threads"] + (["uring"] if _C.capabilities()["io_uring"] else [])
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("VESCALE_CKPT_IO_BACKEND", request.param)
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None]:
+    _C.clear_faults()
+    _C.inject_fault(call, error, skip, times)
+    try:
+        yield
+    finally:
+        _C.clear_faults()
+
+
+def failed_save(directory: Path, values: State, **options: Any) -> CheckpointError | None:
+    """None if the save went well."""
+    try:
+        save(directory, values, **options)
+    except CheckpointException as error:
+        failure = cause(error)
+        assert isinstance(failure, CheckpointError), f"an error without a name: {failure!r}"
+        return failure
+    return None
+
+
+# --- One call fails, once
+
+
+@pytest.mark.parametrize("call", SAVE_CALLS)
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=os.strerror)
+def test_a_call_that_fails_fails_the_save_and_nothing_else(
+    checkpoint: Path, backend: str, call: str, error: int
+) -> None:
+    save(checkpoint, state(1))
+    failures = 0
+    for number in range(100):
+        with fault(call, error, skip=number):
+            failure = failed_save(checkpoint, state(2))
+            reached = _C.calls_seen(call) > number
+        if failure is None:  # it can do without an index, and without a file's second descriptor, for direct I/O
+            assert outcome(checkpoint, state(2)) is None
+            assert not reached or call == "open"
+        else:
+            failures += 1
+            assert os.strerror(error) in str(failure) and str(checkpoint) in str(failure)
+            if error in FULL:
+                assert isinstance(failure, StorageFullError) and failure.path and failure.free > 0
+            if call == "sync_directory":  # the last of them comes after the commit: it may have happened
+                assert outcome(checkpoint, state(1), state(2)) is None
+            else:
+                assert outcome(checkpoint, state(1)) is None
+        save(checkpoint, state(1))
+        assert only_named_files(checkpoint)
+        if not reached:
+            break
+    assert failures >= 1 and not reached
+
+
+@pytest.mark.parametrize("call", ["open", "write", "sync", "sync_directory", "rename", "truncate", "allocate"])
+def test_what_cannot_be_removed_after_a_failure_is_removed_by_the_next_save(checkpoint: Path, call: str) -> None:
+    save(checkpoint, state(1))
+    failures = 0
+    for number in range(100):
+        _C.clear_faults()
+        _C.inject_fault(call, errno.EIO, number)
+        _C.inject_fault("unlink", errno.EIO, 0, 1000)
+        failure = failed_save(checkpoint, state(2))
+        reached = _C.calls_seen(call) > number
+        _C.clear_faults()
+        if not reached:
+            break
+        failures += failure is not None
+        assert outcome(checkpoint, state(1), state(2)) is None
+        save(checkpoint, state(1))
+        assert only_named_files(checkpoint)
+    assert failures >= 1 and not reached
+
+
+@pytest.mark.parametrize("single_file_per_rank", [True, False])
+def test_a_failed_first_save_leaves_no_checkpoint(checkpoint: Path, single_file_per_rank: bool) -> None:
+    with fault("write", errno.EIO, skip=2):
+        failure = failed_save(checkpoint, state(1), single_file_per_rank=single_file_per_rank)
+    assert failure is not None
+    assert os.listdir(checkpoint) == []
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        load(checkpoint, state(1))
+    save(checkpoint, state(1))
+    assert outcome(checkpoint, state(1)) is None
+
+
+def test_a_commit_that_fails_leaves_no_data(checkpoint: Path) -> None:
+    for call in ("rename", "sync_directory"):
+        with fault(call, errno.EIO, skip=1 if call == "sync_directory" else 0, times=1000):
+            assert failed_save(checkpoint, state(1)) is not None
+        assert data_files(checkpoint) == []
+    save(checkpoint, state(1))
+    with fault("rename", errno.EIO, times=1000):
+        assert failed_save(checkpoint, state(2)) is not None
+    assert only_named_files(checkpoint) and len(data_files(checkpoint)) == 1
+    with fault("sync_directory", errno.EIO, skip=2, times=1000):  # behind the rename of the metadata
+        assert failed_save(checkpoint, state(3)) is not None
+    assert outcome(checkpoint, state(3)) is None
+
+
+@pytest.mark.parametrize(("of", "call"), [(os, "listdir"), (_C, "remove_file")])
+def test_a_clean_up_that_fails_fails_no_save_that_has_committed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, of: Any, call: str
+) -> None:
+    """Each call of its kind fails once, and all after it."""
+    real, left = getattr(of, call), 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *arguments)
+        return real(*arguments)
+
+    for number in range(30):
+        for directory, format in ((checkpoint / "dcp", "dcp"), (checkpoint / "export", "safetensors")):
+            tensors = [{str(i): torch.full((1,), float(k)) for i in range(3)} for k in (0, 1)]
+            vescale_ckpt.save(directory, tensors[0], format=format, max_shard_size=4)
+            left = number
+            with monkeypatch.context() as patched:
+                patched.setattr(of, call, failing)
+                try:
+                    vescale_ckpt.save(directory, tensors[1], format=format, max_shard_size=4)
+                    failed = False
+                except CheckpointError:
+                    failed = True
+            assert vescale_ckpt.load(directory)["0"][0] == (0 if failed else 1)
+        if left > 0:
+            break
+    assert left > 0
+
+
+def test_every_directory_that_is_made_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = _C.sync_directory
+
+    def note(directory: str) -> None:
+        synced.append(os.path.realpath(directory))
+        sync(directory)
+
+    def made_durable(*levels: Path) -> bool:
+        found, missing = set(synced), {str(level) for level in levels}
+        synced.clear()
+        return missing <= found
+
+    monkeypatch.setattr(_C, "sync_directory", note)
+    monkeypatch.chdir(tmp_path)
+    values = {"a": torch.ones(2)}
+    vescale_ckpt.save("a/b/c", values)
+    assert made_durable(tmp_path, tmp_path / "a", tmp_path / "a" / "b")
+    vescale_ckpt.save("a/b/c", values)
+    assert not made_durable(tmp_path / "a" / "b")  # once is enough
+    (tmp_path / "mine" / "own").mkdir(parents=True)  # who made it may not have synced it
+    vescale_ckpt.save("mine/own", values)
+    assert made_durable(tmp_path / "mine")
+    vescale_ckpt.save(f"{tmp_path}/mine/own/", values)
+    assert made_durable(tmp_path / "mine")
+    inode = (tmp_path / "mine" / "own").stat().st_ino
+    shutil.rmtree("mine/own")
+    (tmp_path / "mine" / "own").mkdir()  # most file systems give it the number that the one before had
+    real = os.stat("mine/own")
+    again = os.stat_result([real.st_mode, inode, *real[2:]])
+    with pytest.MonkeyPatch.context() as patch:
+        stat = os.stat
+        same = os.fspath(tmp_path / "mine" / "own")
+        patch.setattr(os, "stat", lambda path, *a, **k: again if path == same else stat(path, *a, **k))
+        vescale_ckpt.save("mine/own", values)
+    assert made_durable(tmp_path / "mine")
+    vescale_ckpt.save("x/y/z", values, format="safetensors")
+    assert made_durable(tmp_path, tmp_path / "x", tmp_path / "x" / "y")
+    with vescale_ckpt.CheckpointManager("m/n", async_checkpoint=False) as manager:
+        manager.save(1, values)
+    assert made_durable(tmp_path, tmp_path / "m", tmp_path / "m" / "n")
+    for format in ("dcp", "npy", "safetensors"):
+        vescale_ckpt.convert("a/b/c", f"{format}/d/made", format=format)
+        assert made_durable(tmp_path, tmp_path / format, tmp_path / format / "d")
+
+
+def test_a_directory_above_that_may_not_be_read_fails_no_save(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with fault("sync_directory", errno.EACCES, skip=1):
+        save(tmp_path / "a" / "b", small_state(1))
+    assert outcome(tmp_path / "a" / "b", small_state(1)) is None
+
+
+def test_a_directory_that_cannot_be_made_durable_is_a_named_error(checkpoint: Path) -> None:
+    with fault("sync_directory", errno.EIO):
+        assert failed_save(checkpoint, state(1)) is not None
+    save(checkpoint, state(1))
+    assert outcome(checkpoint, state(1)) is None
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE], ids=os.strerror)
+@pytest.mark.parametrize("source", ["page cache", "disk"])
+def test_a_load_survives_or_names_every_call_that_fails(
+    checkpoint: Path, backend: str, call: str, error: int, source: str
+) -> None:
+    save(checkpoint, state(1))
+    failures = 0
+    for number in range(100):
+        if source == "disk":
+            drop_from_cache(data_files(checkpoint)[0])
+        with fault(call, error, skip=number):
+            failure = outcome(checkpoint, state(1))
+            reached = _C.calls_seen(call) > number
+        if failure is not None:
+            failures += 1
+            assert os.strerror(error) in str(failure) and data_files(checkpoint)[0].name in str(failure)
+        if not reached:
+            break
+    assert failures >= 1
+    assert outcome(checkpoint, state(1)) is None
+
+
+# --- Calls that are interrupted, short or refused
+
+
+@pytest.mark.parametrize("call", [call for call in [*SAVE_CALLS, "read"] if call != "rename"])
+def test_interrupted_calls_are_repeated(checkpoint: Path, backend: str, call: str) -> None:
+    for number in range(12):
+        with fault(call, errno.EINTR, skip=number, times=3):
+            save(checkpoint, state(number))
+            assert outcome(checkpoint, state(number)) is None
+    assert only_named_files(checkpoint)
+
+
+@pytest.mark.parametrize("source", ["page cache", "disk"])
+def test_short_transfers_are_continued(checkpoint: Path, backend: str, source: str) -> None:
+    for number in range(8):
+        with fault("write", 0, skip=number, times=1 + number):
+            save(checkpoint, state(number))
+        if source == "disk":
+            drop_from_cache(data_files(checkpoint)[0])
+        with fault("read", 0, skip=number, times=1 + number):
+            assert outcome(checkpoint, state(number)) is None
+    with fault("write", 0, times=10_000):
+        save(checkpoint, state(9))
+    with fault("read", 0, times=10_000):
+        assert outcome(checkpoint, state(9)) is None
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP], ids=os.strerror)
+def test_refused_direct_transfers_go_another_way(checkpoint: Path, backend: str, error: int) -> None:
+    save(checkpoint, state(0))
+    survived = {"write": 0, "read": 0}
+    for number in range(8):
+        with fault("write", error, skip=number):
+            failure = failed_save(checkpoint, state(1))
+        if failure is not None:  # that was .metadata, which is small and never direct
+            assert ".metadata" in str(failure) and outcome(checkpoint, state(0)) is None
+            save(checkpoint, state(1))
+        survived["write"] += failure is None
+        drop_from_cache(data_files(checkpoint)[0])
+        with fault("read", error, skip=number):
+            failure = outcome(checkpoint, state(1))
+        assert failure is None or os.strerror(error) in str(failure)  # some reads are too small to be direct
+        survived["read"] += failure is None
+        save(checkpoint, state(0))
+    assert survived["write"] >= 6 and survived["read"] >= 3
+
+
+def test_file_systems_that_cannot_reserve_space_are_written_to_all_the_same(checkpoint: Path) -> None:
+    with fault("allocate", errno.EOPNOTSUPP, times=100):
+        save(checkpoint, state(1))
+    assert outcome(checkpoint, state(1)) is None
+
+
+# --- Full disks. A small tmpfs stands for the disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "vescale_ckpt_test", str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.mark.root
+def test_a_state_that_does_not_fit_says_so_before_anything_is_written(small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    save(directory, state(1))
+    failure = failed_save(directory, {**state(2), "more": torch.zeros(5 * MiB)})
+    assert isinstance(failure, StorageFullError)
+    assert failure.path == str(directory)
+    assert failure.needed > 20 * MiB > 16 * MiB > failure.free > 10 * MiB
+    assert f"{failure.needed:,}" in str(failure) and f"{failure.free:,}" in str(failure)
+    assert only_named_files(directory)
+    assert outcome(directory, state(1)) is None
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_disk_that_fills_up_meanwhile_keeps_the_old_checkpoint(small_disk: Path, reserves: bool) -> None:
+    directory = small_disk / "checkpoint"
+    save(directory, state(1))
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(8 * MiB))
+    # Objects are not known before they are written: this is found out by writing.
+    too_much = {**state(2), "more": b"x" * (12 * MiB)}
+    with fault("allocate", errno.EOPNOTSUPP, times=0 if reserves else 100):
+        failure = failed_save(directory, too_much)
+    assert isinstance(failure, StorageFullError)
+    assert failure.path == str(directory) and failure.needed > 12 * MiB > failure.free
+    assert only_named_files(directory)
+    assert outcome(directory, state(1)) is None
+    ballast.unlink()
+    fits = {**state(2), "more": b"x" * (7 * MiB)}
+    save(directory, fits)
+    assert outcome(directory, fits) is None
+    assert only_named_files(directory)
+
+
+@pytest.mark.root
+def test_leftovers_are_removed_before_the_space_is_counted(small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    save(directory, state(1))
+    (directory / "__3_0123abcd.distcp").write_bytes(bytes(12 * MiB))  # of a save that was killed
+    save(directory, state(2))
+    assert outcome(directory, state(2)) is None
+    assert only_named_files(directory)
+
+
+@pytest.mark.root
+def test_a_full_disk_at_the_commit_keeps_the_old_checkpoint(small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    save(directory, state(1))
+    long_names = {"k" * 150 + str(i): i for i in range(200)}  # data files of little, metadata of much
+    for free in range(0, 600_000, 40_000):
+        ballast = small_disk / "ballast"
+        with ballast.open("wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, _C.free_bytes(str(small_disk)) - free)
+        failure = failed_save(directory, long_names)
+        ballast.unlink()
+        if failure is None:
+            break
+        assert isinstance(failure, StorageFullError)
+        assert outcome(directory, state(1)) is None
+    assert free > 0 and failure is None
+    assert outcome(directory, long_names) is None
+    assert only_named_files(directory)
+
+
+def test_a_limit_on_file_sizes_is_a_named_error(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    answer = in_child(save_within, checkpoint, 1 * MiB)
+    assert "File too large" in answer.value and "ulimit -f" in answer.value and f"{MiB:,} bytes" in answer.value
+    assert "no room" not in answer.value
+    assert only_named_files(checkpoint)
+    assert outcome(checkpoint, state(1)) is None
+
+
+def save_within(directory: Path, most: int) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    failure = failed_save(directory, state(2))
+    assert isinstance(failure, StorageFullError)
+    return str(failure)
+
+
+def test_a_quota_is_named(checkpoint: Path) -> None:
+    with fault("write", errno.EDQUOT):
+        failure = failed_save(checkpoint, state(1))
+    assert isinstance(failure, StorageFullError) and "quota" in str(failure) and "no room" not in str(failure)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("format", ["dcp", "safetensors", "convert"])
+def test_a_file_system_without_inodes_is_named(small_disk: Path, format: str) -> None:
+    if subprocess.run(["mount", "-o", "remount,nr_inodes=20", str(small_disk)], check=False).returncode:
+        pytest.skip("cannot limit inodes here")
+    with contextlib.suppress(OSError):
+        for number in range(30):
+            (small_disk / str(number)).touch()
+    with pytest.raises(StorageFullError, match="no inodes left") as full:
+        if format == "convert":
+            torch.save({"a": torch.ones(1)}, small_disk.parent / "a.pt")
+            vescale_ckpt.convert(small_disk.parent / "a.pt", small_disk / "made", format="npy")
+        else:
+            vescale_ckpt.save(small_disk, {"a": torch.ones(1)}, format=format)
+    assert full.value.free > 0
+    with pytest.raises(StorageFullError, match="no inodes left"):
+        vescale_ckpt.save(small_disk / "deep" / "er", {"a": torch.ones(1)})
+
+
+def test_a_limit_on_open_files_does_not_bind(checkpoint: Path) -> None:
+    answer = in_child(save_with_few_files, checkpoint)
+    assert answer.value
+
+
+def save_with_few_files(directory: Path) -> bool:
+    """More data files than the process may have open."""
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 140, used + 140))
+    values = {f"tensor {i}": torch.full((3,), float(i)) for i in range(200)}
+    save(directory, values, single_file_per_rank=False)
+    return outcome(directory, values) is None
+
+
+# --- Paths that cannot be saved to
+
+
+@pytest.mark.root
+def test_a_read_only_disk_is_a_named_error_and_can_be_loaded_from(small_disk: Path) -> None:
+    directory = small_disk / "checkpoint"
+    save(directory, state(1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for where in (directory, small_disk / "new"):
+        failure = failed_save(where, state(2))
+        assert failure is not None and "Read-only file system" in str(failure) and str(where) in str(failure)
+    assert outcome(directory, state(1)) is None
+
+
+def test_a_path_that_is_a_file_is_a_named_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    for where in (path, path / "below"):
+        failure = failed_save(where, small_state(1))
+        assert failure is not None and str(where) in str(failure)
+        with pytest.raises(CheckpointError, match="file"):
+            load(where, small_state(1))
+    assert path.read_text() == "precious"
+
+
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "b" / "c", small_state(1))
+    assert outcome(tmp_path / "a" / "b" / "c", small_state(1)) is None
+
+
+def test_a_path_that_does_not_exist_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no directory"):
+        load(tmp_path / "nowhere", small_state(1))
+    with pytest.raises(CheckpointException, match="no directory") as caught:
+        dcp.load(small_state(1), storage_reader=StorageReader(tmp_path / "nowhere"), no_dist=True)
+    assert isinstance(cause(caught.value), CheckpointError)
+
+
+# --- A rank that fails
+
+WRITER_CALLS = [
+    "storage_meta",
+    "set_up_storage_writer",
+    "prepare_local_plan",
+    "prepare_global_plan",
+    "write_data",
+    "finish",
+]
+READER_CALLS = ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"]
+COORDINATOR_ONLY = {"prepare_global_plan", "finish"}
+BOUND = 120.0  # seconds after which a run of ranks counts as hung
+
+
+class Deliberate(CheckpointError):
+    pass
+
+
+def raising(kind: type, method: str, rank: int) -> type:
+    """A class like `kind` whose `method` raises on one rank."""
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise Deliberate(f"{method} on rank {rank}")
+        return getattr(kind, method)(self, *args, **kwargs)
+
+    return type(f"Raising{kind.__name__}", (kind,), {method: fail})
+
+
+def sharded_state(k: int) -> State:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(512 * 1024, dtype=torch.float32).add_(k).view(1024, 512)
+    rows = whole.chunk(dist.get_world_size())[dist.get_rank()]
+    return {
+        "rows": DTensor.from_local(rows.clone(), mesh, [Shard(0)]),
+        "same": DTensor.from_local(torch.full((100,), float(k)), mesh, [Replicate()]),
+        "plain": torch.full((7,), float(k)),
+        "step": k,
+    }
+
+
+def locals_of(values: State) -> State:
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()}
+
+
+def save_on_ranks(directory: Path, k: int, writer: type[StorageWriter] = StorageWriter) -> None:
+    dcp.save(sharded_state(k), storage_writer=writer(directory), planner=SavePlanner())
+
+
+def check_on_ranks(directory: Path, k: int, reader: type[StorageReader] = StorageReader) -> None:
+    values = sharded_state(-1)
+    dcp.load(values, storage_reader=reader(directory), planner=LoadPlanner())
+    assert same(locals_of(values), locals_of(sharded_state(k)))
+
+
+def expect_failure(message: str, function: Any, *args: Any) -> None:
+    with pytest.raises(CheckpointException, match=message):
+        function(*args)
+
+
+def fail_at_every_call_of_a_writer(directory: Path) -> list[str]:
+    """What was tried, in order."""
+    tried = []
+    save_on_ranks(directory, 1)
+    for method in WRITER_CALLS:
+        for rank in range(1 if method in COORDINATOR_ONLY else dist.get_world_size()):
+            writer = raising(StorageWriter, method, rank)
+            expect_failure(f"{method} on rank {rank}", save_on_ranks, directory, 2, writer)
+            check_on_ranks(directory, 1)
+            save_on_ranks(directory, 1)
+            if dist.get_rank() == 0:
+                assert only_named_files(directory)
+            dist.barrier()
+            tried.append(f"{method} {rank}")
+    save_on_ranks(directory, 3)
+    check_on_ranks(directory, 3)
+    return tried
+
+
+def fail_at_every_call_of_a_reader(directory: Path) -> list[str]:
+    tried = []
+    save_on_ranks(directory, 1)
+    for method in READER_CALLS:
+        for rank in range(1 if method in COORDINATOR_ONLY else dist.get_world_size()):
+            reader = raising(StorageReader, method, rank)
+            expect_failure(f"{method} on rank {rank}", check_on_ranks, directory, 1, reader)
+            check_on_ranks(directory, 1)
+            tried.append(f"{method} {rank}")
+    return tried
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_raises_while_saving_fails_all_and_commits_nothing(checkpoint: Path, world_size: int) -> None:
+    tried = run_ranks(world_size, fail_at_every_call_of_a_writer, checkpoint, timeout=BOUND)
+    assert tried == [tried[0]] * world_size and len(tried[0]) == 4 * world_size + 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_that_raises_while_loading_fails_all(checkpoint: Path, world_size: int) -> None:
+    tried = run_ranks(world_size, fail_at_every_call_of_a_reader, checkpoint, timeout=BOUND)
+    assert tried == [tried[0]] * world_size and len(tried[0]) == 4 * world_size + 1
+
+
+def fail_at_system_calls(directory: Path, failing: int) -> None:
+    save_on_ranks(directory, 1)
+    for call in ("open", "write", "allocate", "truncate", "sync", "space"):
+        if dist.get_rank() == failing:
+            _C.inject_fault(call, errno.EIO, times=100)
+        expect_failure(os.strerror(errno.EIO), save_on_ranks, directory, 2)
+        _C.clear_faults()
+        check_on_ranks(directory, 1)
+        save_on_ranks(directory, 1)
+        if dist.get_rank() == 0:
+            assert only_named_files(directory)
+        dist.barrier()
+    for call in ("open", "read"):
+        if dist.get_rank() == failing:
+            _C.inject_fault(call, errno.EIO, times=100)
+        expect_failure(os.strerror(errno.EIO), check_on_ranks, directory, 1)
+        _C.clear_faults()
+        check_on_ranks(directory, 1)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_disk_fails_fails_all(checkpoint: Path, failing: int) -> None:
+    run_ranks(2, fail_at_system_calls, checkpoint, failing, timeout=BOUND)
+
+
+def find_damage_on_one_rank(directory: Path) -> str:
+    save_on_ranks(directory, 1)
+    mine = next(path for path in data_files(directory) if path.name.startswith("__1_"))
+    if dist.get_rank() == 1:
+        with mine.open("r+b") as file:
+            file.seek(100_000)
+            file.write(b"damage")
+    dist.barrier()
+    with pytest.raises(CheckpointException) as caught:
+        check_on_ranks(directory, 1)
+    assert isinstance(cause(caught.value), CorruptCheckpointError)
+    assert set(caught.value.failures) == {1}
+    return str(cause(caught.value))
+
+
+def test_damage_that_one_rank_finds_reaches_all_by_name(checkpoint: Path) -> None:
+    first, second = run_ranks(2, find_damage_on_one_rank, checkpoint)
+    assert first == second and "rows" in first and "__1_" in first
+
+
+# --- Forks
+
+
+def test_a_child_saves_and_loads_after_its_parent_did(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    assert outcome(checkpoint, state(1)) is None
+    assert in_child(save_and_load_again, checkpoint, 2).value
+    assert outcome(checkpoint, state(2)) is None
+    save(checkpoint, state(3))
+    assert only_named_files(checkpoint)
+
+
+def save_and_load_again(directory: Path, k: int) -> bool:
+    save(directory, state(k))
+    return outcome(directory, state(k)) is None
+
+
+def test_children_forked_in_the_middle_of_a_save_do_their_own(checkpoint: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+    saved = []
+
+    def keep_saving() -> None:
+        while not stop.is_set():
+            save(checkpoint, state(len(saved)))
+            saved.append(len(saved))
+
+    thread = threading.Thread(target=keep_saving)
+    thread.start()
+    try:
+        for k in range(12):
+            assert in_child(save_and_load_again, tmp_path / "child", k).value
+    finally:
+        stop.set()
+        thread.join(60)
+    assert saved and outcome(checkpoint, state(saved[-1])) is None
+    assert only_named_files(checkpoint)
+
+
+# --- The end of a process
+
+AT_EXIT = """
+import atexit, sys, torch, torch.distributed.checkpoint as dcp, vescale_ckpt
+
+def save():
+    writer = vescale_ckpt.StorageWriter(sys.argv[1])
+    dcp.save({"weight": torch.full((3,), 7.0)}, storage_writer=writer, planner=vescale_ckpt.SavePlanner())
+
+atexit.register(save)
+"""
+
+
+def test_a_save_while_the_interpreter_ends_is_a_save(checkpoint: Path) -> None:
+    # The last thing that a trainer does when it is told to stop.
+    command = [sys.executable, "-W", "ignore", "-c", AT_EXIT, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Error" not in done.stderr, done.stderr
+    assert outcome(checkpoint, {"weight": torch.full((3,), 7.0)}) is None

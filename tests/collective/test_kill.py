@@ -1,0 +1,210 @@
+"""SIGKILL at any moment of a save: what is there afterwards is the old checkpoint or the new one, whole.
+
+`VESCALE_CKPT_TEST_KILLS` sets how many processes the first test kills (the others in proportion).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import State, fork, load, only_named_files, outcome, same, save, state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+
+KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60"))
+BOUND = 120.0  # seconds after which a process counts as hung
+
+
+class Shared:
+    """Numbers that children write and their parent reads: each by one store, so that none is torn by a kill."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.numbers = (ctypes.c_int64 * count).from_buffer(mmap.mmap(-1, 8 * count))
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.numbers[index] = value
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.numbers[index])
+
+
+def wait_until(numbers: Shared, exceed: int, what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while min(numbers[i] for i in range(numbers.count)) <= exceed:
+        assert time.monotonic() < deadline, f"{what}: not within {BOUND:.0f} s"
+        time.sleep(0.0005)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it ended before: {status}"
+
+
+def await_end(pid: int, what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    in_time = time.monotonic() < deadline
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert in_time, f"{what} did not end within {BOUND:.0f} s"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"single_file_per_rank": False}, {"sync_files": False}],
+    ids=["one file", "a file each", "without syncing"],
+)
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(checkpoint: Path, options: dict[str, bool]) -> None:
+    rng = random.Random(1)
+    kills = KILLS if not options else max(1, KILLS // 4)
+    save(checkpoint, state(0))
+    last, committed = 0, Shared(1)
+    left_something = 0
+    for number in range(kills):
+        committed[0] = last
+        pid = fork(functools.partial(save_on_and_on, checkpoint, committed, options))
+        if number % 8:  # else it may be killed before its first save
+            wait_until(committed, last, "the first save of a child")
+        time.sleep(rng.random() * 0.02)
+        kill(pid)
+
+        last = old_or_new(checkpoint, committed[0])
+        left_something += not only_named_files(checkpoint)
+        if number % 4 == 0:
+            last += 1
+            save(checkpoint, state(last), **options)
+            assert only_named_files(checkpoint)
+            assert outcome(checkpoint, state(last)) is None
+    if kills >= 50:
+        assert left_something > kills // 20, "hardly any process was killed while it saved"
+
+
+def old_or_new(checkpoint: Path, sure: int) -> int:
+    """Which save was loaded: the one that is known to be durable, or the next, and nothing of another."""
+    values = load(checkpoint, state(0))
+    last: int = values["step"]
+    assert last in (sure, sure + 1), f"save {sure} was durable, {last} was loaded"
+    assert same(values, state(last)), "a mixture of two saves, or of a save and what came after it"
+    return last
+
+
+def save_on_and_on(directory: Path, committed: Shared, options: dict[str, bool]) -> NoReturn:
+    k = committed[0]
+    while True:
+        k += 1
+        save(directory, state(k), **options)
+        committed[0] = k
+
+
+# --- Two ranks
+
+ROWS, COLUMNS = 1024, 512
+
+
+def whole_state(k: int) -> State:
+    return {
+        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).add_(k).view(ROWS, COLUMNS),
+        "plain": torch.full((1000,), float(k)),
+        "step": k,
+    }
+
+
+def save_for_ever(directory: Path, store: Path, committed: Shared, rank: int) -> NoReturn:
+    # A rank that is left alone must not wait for half an hour, gloo's own limit.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=BOUND / 2)
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    k = committed[rank]
+    writer, planner = StorageWriter(directory), SavePlanner()
+    while True:
+        k += 1
+        values = whole_state(k)
+        values["rows"] = DTensor.from_local(values["rows"].chunk(2)[rank].clone(), mesh, [Shard(0)])
+        dcp.save(values, storage_writer=writer, planner=planner)
+        committed[rank] = k
+
+
+@pytest.mark.parametrize("victims", [(0, 1), (1, 0), (0,), (1,)], ids=["both", "both, 1 first", "rank 0", "rank 1"])
+def test_killed_ranks_leave_the_old_checkpoint_or_the_new_one(
+    checkpoint: Path, tmp_path: Path, victims: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    rng = random.Random(2)
+    save(checkpoint, whole_state(0))
+    last, committed = 0, Shared(2)
+    for number in range(max(1, KILLS // 24)):
+        committed[0] = committed[1] = last
+        begin = functools.partial(save_for_ever, checkpoint, tmp_path / f"store {number}", committed)
+        pids = [fork_silently(functools.partial(begin, rank)) for rank in (0, 1)]
+        try:
+            wait_until(committed, last, "the first save of two ranks")
+            time.sleep(rng.random() * 0.03)
+        finally:
+            for victim in victims:
+                os.kill(pids[victim], signal.SIGKILL)
+            for rank in (0, 1):
+                await_end(pids[rank], f"rank {rank}" + ("" if rank in victims else ", left alone,"))
+
+        sure = max(committed[0], committed[1])
+        values = load(checkpoint, whole_state(0))
+        last = values["step"]
+        assert sure <= last <= sure + 1
+        assert same(values, whole_state(last)), "a mixture of two saves"
+        if number % 3 == 0:
+            last += 1
+            save(checkpoint, whole_state(last))
+            assert only_named_files(checkpoint)
+
+
+def fork_silently(body: Callable[[], object]) -> int:
+    """What a rank prints when its peer dies is expected."""
+
+    def quiet() -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        body()
+
+    return fork(quiet)
+
+
+def test_a_process_killed_while_it_loads_harms_nothing(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    rng = random.Random(3)
+    loads = Shared(1)
+
+    def keep_loading() -> None:
+        while True:
+            load(checkpoint, state(1))
+            loads[0] = 1
+
+    for _ in range(max(1, KILLS // 24)):
+        loads[0] = 0
+        pid = fork(keep_loading)
+        wait_until(loads, 0, "the first load of a child")
+        time.sleep(rng.random() * 0.01)
+        kill(pid)
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert outcome(checkpoint, state(1)) is None

@@ -1,0 +1,342 @@
+"""Something fails on one rank in a load in which ranks read for each other: all raise, in bounded time, naming rank and
+cause, no object is given anything, and the next load works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import run_ranks
+from states import MiB, assert_same
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._dcp.fill_planner import FillPlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._engine import _C
+from vescale_ckpt._share import routes
+from vescale_ckpt._share.rounds import RoutedRead
+from vescale_ckpt._state import objects
+from vescale_ckpt._state.application import saved_form
+from vescale_ckpt._state.per_rank import PerRank
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError
+
+RANKS = 3
+FOREVER = 30.0  # seconds; the timeout of each step where nobody is late
+SHORT = 2.0  # the same where somebody is
+ROUNDS = 6  # at least, of the checkpoint that is loaded
+
+
+class Witness:
+    """Stateful: counts what is handed to it."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+
+
+def _values() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(1 << 20, dtype=torch.float32)
+    return {"everywhere": numbers.view(512, 2048) * 3, "halves": numbers.view(2048, 512) + 1}
+
+
+def _own() -> torch.Tensor:
+    return torch.full((70_000,), float(dist.get_rank()))
+
+
+def _prepare(directory: Path) -> None:
+    os.environ.update(
+        VESCALE_CKPT_NODE=str(dist.get_rank() // 2),  # two see each other's memory, the third gets messages
+        VESCALE_CKPT_BROADCAST_BYTES=str(4 * MiB),
+        VESCALE_CKPT_DIRECT_IO="off",
+    )
+    layer = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5)
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    objects_ = {"layer": layer, "optimizer": optimizer, "witness": Witness(), "rng": PerRank(dist.get_rank()), "n": 7}
+    own = {f"own{dist.get_rank()}": _own()}
+    vescale_ckpt.save(directory, {**_values(), **saved_form(objects_), **own})
+
+
+class Target:
+    """A state to load into, with one of everything that is handed over at the end."""
+
+    def __init__(self) -> None:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        with torch.device("meta"):
+            self.layer = nn.Linear(3, 4)
+        self.optimizer = torch.optim.AdamW(self.layer.parameters(), lr=0.25)
+        self.witness = Witness()
+        self.rng: PerRank = PerRank("untouched")
+        values = _values()
+        self.state: dict[str, Any] = {
+            "everywhere": torch.zeros_like(values["everywhere"]),
+            "halves": distribute_tensor(torch.zeros_like(values["halves"]), mesh, [Shard(1)], src_data_rank=None),
+            f"own{dist.get_rank()}": torch.zeros_like(_own()),
+            "layer": self.layer,
+            "optimizer": self.optimizer,
+            "witness": self.witness,
+            "rng": self.rng,
+            "n": "untouched",
+        }
+
+    def assert_untouched(self) -> None:
+        assert self.witness.loads == 0 and self.rng.obj == self.state["n"] == "untouched"
+        assert self.layer.weight.is_meta and not self.optimizer.state and self.optimizer.param_groups[0]["lr"] == 0.25
+
+    def assert_filled(self) -> None:
+        values = _values()
+        assert_same(self.state["everywhere"], values["everywhere"])
+        expected = values["halves"].chunk(RANKS, 1)
+        assert_same(self.state["halves"].to_local(), expected[dist.get_rank()])
+        assert_same(self.state[f"own{dist.get_rank()}"], _own())
+        assert self.witness.loads == 1 and self.rng.obj == dist.get_rank() and self.state["n"] == 7
+        assert not self.layer.weight.is_meta and len(self.optimizer.state) == 2
+
+
+def _raised(directory: Path, target: Target, timeout: float) -> CheckpointError:
+    begin = time.monotonic()
+    try:
+        vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=timeout)
+    except CheckpointError as error:
+        target.assert_untouched()
+        assert time.monotonic() - begin < 2 * FOREVER
+        return error
+    raise AssertionError("nothing was raised")
+
+
+# --- Errors of one rank, in each step
+
+
+def _failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Callable[[], Any]:
+    """A patch that raises in a function, at its first call but `after`."""
+
+    def patch() -> Any:
+        function, calls = getattr(owner, name), [0]
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > after:
+                raise error
+            return function(*args, **kwargs)
+
+        return mock.patch.object(owner, name, fails)
+
+    return patch
+
+
+@contextlib.contextmanager
+def _disk_fails(skip: int) -> Iterator[None]:
+    _C.inject_fault("read", 5, skip=skip, times=1000)
+    yield
+    _C.clear_faults()
+
+
+Fault = tuple[Callable[[], Any], int, type[CheckpointError], str]
+
+#: in each step: how it fails, on which rank, what all raise, and what stands in the text
+FAULTS: dict[str, Fault] = {
+    "reading metadata": (_failing(StorageReader, "unpack_metadata", OSError(5, "gone")), 0, LoadFailedError, "gone"),
+    "planning": (_failing(FillPlanner, "misfits", MemoryError("small")), 0, LoadFailedError, "small"),
+    "planning the reading": (_failing(FillPlanner, "finish_plan", KeyError("x")), 2, LoadFailedError, "KeyError"),
+    "planning the routes": (_failing(routes, "_plan_for", MemoryError("routes")), 0, LoadFailedError, "routes"),
+    "reading all, the index too": (lambda: _disk_fails(0), 1, CheckpointError, "Input/output error"),
+    "the first round": (lambda: _disk_fails(1), 1, CheckpointError, "Input/output error"),
+    "a later round": (lambda: _disk_fails(6), 1, CheckpointError, "Input/output error"),
+    "packing": (_failing(_C, "pack_table", MemoryError("packed")), 0, LoadFailedError, "packed"),
+    "placing": (_failing(_C, "place_table", MemoryError("placed"), 2), 2, LoadFailedError, "placed"),
+    "placing the last": (_failing(_C, "place_table", MemoryError("late"), ROUNDS - 1), 1, LoadFailedError, "late"),
+    "reading objects": (_failing(_C, "read_objects", OSError(5, "objects")), 2, LoadFailedError, "objects"),
+    "unpickling": (_failing(objects, "load", ValueError("odd")), 1, LoadFailedError, "odd"),
+}
+
+
+def _fail(directory: Path) -> list[tuple[str, int | None, str]]:
+    _prepare(directory)
+    told = []
+    for name, (patch, rank, _, _) in FAULTS.items():
+        try:
+            with patch() if rank == dist.get_rank() else contextlib.nullcontext():
+                error = _raised(directory, Target(), FOREVER)
+        except AssertionError as wrong:
+            raise AssertionError(f"{name}: {wrong}") from wrong
+        told.append((type(error).__name__, getattr(error, "rank", None), str(error)))
+        dist.barrier()
+    _load_after(directory)
+    return told
+
+
+def _load_after(directory: Path) -> None:
+    target = Target()
+    vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=FOREVER)
+    target.assert_filled()
+
+
+def test_all_ranks_hear_who_failed_and_why(checkpoint: Path) -> None:
+    results = run_ranks(RANKS, _fail, checkpoint)
+    assert all(told == results[0] for told in results)
+    for (name, (_, rank, kind, text)), told in zip(FAULTS.items(), results[0], strict=True):
+        assert told[:2] == (kind.__name__, rank) and text in told[2], f"{name}: {told}"
+
+
+def _without_memory(directory: Path) -> None:
+    """Each rank reads for itself then."""
+    _prepare(directory)
+    for patch in (
+        _failing(os, "memfd_create", OSError(24, "no more")),
+        _failing(_C, "SharedMap", _C.EngineError("no room")),
+    ):
+        target = Target()
+        with patch() if dist.get_rank() == 1 else contextlib.nullcontext():
+            report = vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=FOREVER)
+        target.assert_filled()
+        assert report.stats.shared_bytes == 0
+
+
+def test_a_rank_without_memory_for_rounds_is_no_failure(checkpoint: Path) -> None:
+    run_ranks(RANKS, _without_memory, checkpoint)
+
+
+# --- Dead and late ranks
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hanging(owner: Any, name: str, hang: Callable[[], None], after: int) -> Any:
+    """A patch after which a function hangs, or worse, at its first call but `after`."""
+    function, calls = getattr(owner, name), [0]
+
+    def hangs(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == after + 1:
+            hang()
+        return function(*args, **kwargs)
+
+    return mock.patch.object(owner, name, hangs)
+
+
+#: where a rank stops
+STOPS: dict[str, tuple[Any, str, int]] = {
+    "before the rounds": (RoutedRead, "_meet", 0),
+    "reading a round": (_C, "staging_table", 2),
+    "between reading and sending": (RoutedRead, "_send", 3),
+    "placing the last round": (_C, "place_table", ROUNDS - 1),
+    "after the rounds": (_C, "read_objects", 0),
+}
+
+
+def _die(directory: Path, where: str) -> list[int]:
+    _prepare(directory)
+    _load_after(directory)  # connects
+    dist.barrier()
+    target = Target()
+    with _hanging(*STOPS[where][:2], _kill, STOPS[where][2]) if dist.get_rank() == 1 else contextlib.nullcontext():
+        error = _raised(directory, target, FOREVER)
+    assert isinstance(error, CheckpointTimeoutError), error
+    return error.late_ranks
+
+
+@pytest.mark.parametrize("where", ["before the rounds", "reading a round", "after the rounds"])
+def test_a_dead_rank_is_named(checkpoint: Path, where: str) -> None:
+    first, dead, last = run_ranks(RANKS, _die, checkpoint, where, check=False)
+    assert (first, last) == ([1], [1]) and "died" in str(dead)
+
+
+def _be_late(directory: Path, places: list[str]) -> list[tuple[str, list[int], str]]:
+    _prepare(directory)
+    late, told = dist.get_rank() == 1, []
+    for where in places:
+        owner, name, after = STOPS[where]
+        given_up = directory / f"{where} was given up"
+
+        def wait(given_up: Path = given_up) -> None:
+            while not given_up.exists():
+                time.sleep(0.05)
+
+        with _hanging(owner, name, wait, after) if late else contextlib.nullcontext():
+            error = _raised(directory, Target(), SHORT)
+        given_up.touch()
+        assert isinstance(error, CheckpointTimeoutError), f"{where}: {error}"
+        told.append((where, error.late_ranks, str(error)))
+        dist.barrier()
+        given_up.unlink(missing_ok=True)
+        dist.barrier()
+    _load_after(directory)
+    return told
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["placing the last round", "after the rounds"],
+        ["before the rounds", "reading a round", "between reading and sending"],
+    ],
+)
+def test_a_late_rank_is_named(checkpoint: Path, places: list[str]) -> None:
+    results = run_ranks(RANKS, _be_late, checkpoint, places)
+    assert all(told == results[0] for told in results)
+    for where, late, text in results[0]:
+        assert late == [1] and "rank 1" in text, f"{where}: {late} {text}"
+
+
+class _FailsOn1:
+    """Stateful: fails on rank 1, in one of its two methods."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self.where and dist.get_rank() == 1:
+            raise RuntimeError(f"no {where}")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fail("state")
+        return {"w": torch.zeros(4)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fail("load")
+
+
+class _PlansWhatDoesNotPickle(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return replace(plan, planner_data=lambda: 1) if dist.get_rank() == 1 else plan
+
+
+def _load_by_a_planner(path: Path, where: str) -> str:
+    planner = _PlansWhatDoesNotPickle() if where == "pickle" else DefaultLoadPlanner()
+    with pytest.raises(LoadFailedError) as caught:
+        vescale_ckpt.load(path, {"m": _FailsOn1(where)}, planner=planner, timeout=FOREVER)
+    values = {"m": {"w": torch.zeros(4)}}
+    vescale_ckpt.load(path, values, planner=DefaultLoadPlanner(), timeout=FOREVER)
+    assert values["m"]["w"].tolist() == [0, 1, 2, 3]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["state", "load", "pickle"])
+def test_all_raise_where_a_load_by_a_planner_fails_on_one(tmp_path: Path, where: str) -> None:
+    vescale_ckpt.save(tmp_path, {"m": {"w": torch.arange(4.0)}})
+    for text in run_ranks(2, _load_by_a_planner, tmp_path, where):
+        assert "rank 1" in text and where in text

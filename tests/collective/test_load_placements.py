@@ -1,0 +1,177 @@
+"""`load` of every placement into every other, on meshes of other sizes and shapes, ranks reading for each other and
+each for itself. One group of ranks does it all: subgroups of it are the jobs of fewer ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rank_pool import run_ranks
+from states import assert_same, bits
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import vescale_ckpt
+from vescale_ckpt._engine.torch_private import StridedShard
+from vescale_ckpt._state.application import saved_form
+
+# A scalar, even, uneven, fewer rows than ranks, none at all, one dimension, more, and enough for several blocks.
+SHAPES = [(), (16, 8), (7, 5), (1, 3), (2, 9), (0, 4), (11,), (3, 5, 4), (5, 2, 3, 7), (310, 601)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+WAYS_1D: list[tuple[Placement, ...]] = [
+    (Replicate(),),
+    (Shard(0),),
+    (Shard(1),),
+    (Shard(-1),),
+    (StridedShard(0, split_factor=2),),
+]
+WAYS_2D: list[tuple[Placement, ...]] = [
+    (Replicate(), Replicate()),
+    (Replicate(), Shard(0)),
+    (Shard(0), Replicate()),
+    (Replicate(), Shard(-1)),
+    (Shard(0), Shard(0)),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Shard(-1), Shard(-1)),
+    (StridedShard(0, split_factor=2), Shard(0)),  # FSDP over tensor parallelism
+    (StridedShard(0, split_factor=2), Replicate()),  # two runs of rows on each rank
+    (StridedShard(1, split_factor=3), Shard(0)),
+]
+
+JOBS: dict[str, tuple[list[int] | list[list[int]], list[tuple[Placement, ...]]]] = {
+    "one": ([0], WAYS_1D),
+    "two": ([1, 2], WAYS_1D),
+    "three": ([0, 1, 3], WAYS_1D),
+    "four": ([0, 1, 2, 3], WAYS_1D),
+    "grid": ([[0, 1], [2, 3]], WAYS_2D),
+}
+#: who saves, who loads, with which `broadcast_checkpoint`
+LOADS = [
+    ("four", "four", True), ("four", "four", False), ("grid", "grid", True), ("grid", "grid", False),
+    ("four", "grid", True), ("grid", "four", False), ("grid", "three", True), ("two", "grid", True),
+    ("one", "two", True), ("two", "three", False), ("three", "four", True), ("one", "four", False),
+    ("four", "three", True), ("three", "two", True), ("two", "one", True), ("grid", "one", False),
+]  # fmt: skip
+
+
+class Job(NamedTuple):
+    """Ranks that save or load together. Only they may use it."""
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    ways: list[tuple[Placement, ...]]
+
+
+def _jobs() -> dict[str, Job]:
+    """Those that this rank is in; all ranks make them together."""
+    jobs = {}
+    for name, (ranks, ways) in JOBS.items():
+        mesh = DeviceMesh("cpu", ranks)
+        members = mesh.mesh.flatten().tolist()
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            jobs[name] = Job(mesh, group, ways)
+    return jobs
+
+
+def _full(number: int) -> torch.Tensor:
+    shape = SHAPES[number]
+    return (torch.arange(math.prod(shape)) * 7 % 8191 + number).to(DTYPES[number % len(DTYPES)]).view(shape)
+
+
+def _sharded(full: torch.Tensor, job: Job, way: tuple[Placement, ...]) -> DTensor:
+    dims = [way.dim for way in way if isinstance(way, Shard | StridedShard)]
+    if not full.dim() or any(dim >= full.dim() for dim in dims):
+        way = (Replicate(),) * len(way)
+    return distribute_tensor(full, job.mesh, way, src_data_rank=None)
+
+
+def _save_all(directory: Path, job: Job) -> None:
+    state = {
+        f"{number} {place}": _sharded(_full(number), job, way)
+        for number in range(len(SHAPES))
+        for place, way in enumerate(job.ways)
+    }
+    vescale_ckpt.save(directory, state, process_group=job.group)
+
+
+def _load_all(directory: Path, job: Job, saved_ways: int, broadcast: bool) -> None:
+    """Each key as each placement, a load for each of them: two keys of a load are never wanted alike."""
+    for shift in range(len(job.ways)):
+        state, expected = {}, {}
+        for number in range(len(SHAPES)):
+            full = _full(number)
+            for place in range(saved_ways):
+                key, way = f"{number} {place}", job.ways[(place + shift) % len(job.ways)]
+                state[key] = _sharded(torch.zeros_like(full), job, way)
+                expected[key] = _sharded(full, job, way)
+        report = vescale_ckpt.load(directory, state, broadcast_checkpoint=broadcast, process_group=job.group)
+        assert report.missing == report.unexpected == report.mismatched == []
+        for key, value in expected.items():
+            assert state[key].placements == value.placements
+            assert bits(state[key].to_local()) == bits(value.to_local()), (
+                f"{directory.name} {key} -> {job.mesh.shape} {value.placements}, {tuple(value.shape)}, {broadcast=}"
+            )
+
+
+def _every_pair(directory: Path) -> list[str]:
+    jobs = _jobs()
+    for name, job in jobs.items():
+        _save_all(directory / name, job)
+    dist.barrier()
+    for saver, loader, broadcast in LOADS:
+        if loader in jobs:
+            _load_all(directory / saver, jobs[loader], len(JOBS[saver][1]), broadcast)
+    return list(jobs)
+
+
+def test_every_placement_loads_into_every_other(tmp_path: Path) -> None:
+    ran = run_ranks(4, _every_pair, tmp_path)
+    assert set().union(*ran) == set(JOBS)
+
+
+# --- What FSDP over tensor parallelism makes of a model
+
+
+def _tp_model(mesh: DeviceMesh, features: int) -> torch.nn.Module:
+    torch.manual_seed(features)
+    model = torch.nn.Sequential(torch.nn.Linear(5, features), torch.nn.Tanh(), torch.nn.Linear(features, 3))
+    if mesh.ndim == 2:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = mesh["fsdp"]
+    return fully_shard(model, mesh=mesh)
+
+
+def _whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in module.state_dict().items() if isinstance(value, DTensor)}
+
+
+def _fsdp_over_tp(directory: Path) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    line = init_device_mesh("cpu", (4,))
+    for features in (8, 22):  # 22 rows: uneven chunks of chunks
+        models = {"grid": _tp_model(grid, features), "line": _tp_model(line, features)}
+        weight = models["grid"].state_dict()["0.weight"]
+        assert any(isinstance(placement, StridedShard) for placement in weight.placements)
+        for saver in models:
+            path = directory / f"{features} {saver}"
+            vescale_ckpt.save(path, saved_form({"model": models[saver]}))
+            saved = _whole(models[saver])
+            for loader, module in models.items():
+                for broadcast in (True, False):
+                    with torch.no_grad():
+                        for parameter in module.parameters():
+                            parameter.zero_()
+                    vescale_ckpt.load(path, {"model": module}, broadcast_checkpoint=broadcast)
+                    assert_same(_whole(module), saved, f"{features} {saver} -> {loader}")
+
+
+def test_models_under_fsdp_over_tensor_parallelism(tmp_path: Path) -> None:
+    run_ranks(4, _fsdp_over_tp, tmp_path)

@@ -1,0 +1,542 @@
+"""Plans over several ranks, through `dcp.save` and `vescale_ckpt.save`: once each byte, kept from save to save, and
+never for a state they were not made for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from states import assert_same, blank
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import api
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._state.per_rank import PerRank
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError, SaveFailedError
+
+BOUND = 120.0  # seconds after which a run of ranks counts as hung
+WAYS = ("dcp", "ours")
+
+
+def save(way: str, path: str, state: dict[str, Any], planner: SavePlanner | None = None, group: Any = None) -> None:
+    if way == "dcp":
+        dcp.save(state, storage_writer=StorageWriter(path), planner=planner or SavePlanner(), process_group=group)
+    else:
+        vescale_ckpt.save(path, state, planner=planner, process_group=group)
+
+
+def blanked(state: dict[str, Any]) -> dict[str, Any]:
+    shards = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, DTensor)}
+    return blank({key: value for key, value in state.items() if key not in shards}) | shards
+
+
+def load(path: str, state: dict[str, Any], group: Any = None) -> dict[str, Any]:
+    target = blanked(state)
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), process_group=group)
+    return target
+
+
+def load_by_stock(path: str, state: dict[str, Any]) -> dict[str, Any]:
+    target = blanked(state)
+    dcp.load(target, storage_reader=FileSystemReader(path))
+    return target
+
+
+def everything_in(error: BaseException) -> str:
+    """Its text, and those of the errors that DCP gathered in it."""
+    inside = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return "; ".join([str(error), *(str(failure[0]) for failure in inside)])
+
+
+def replicated(k: int) -> dict[str, Any]:
+    """Large enough to be cut in pieces, and small; views, and all kinds of objects."""
+    return {
+        "table": torch.arange(1_500_000, dtype=torch.float32).view(1500, 1000) + k,
+        "small": [torch.full((100 + i,), k + i, dtype=torch.bfloat16) for i in range(20)],
+        "transposed": torch.arange(600_000.0).view(1000, 600).t() + k,
+        "scalar": torch.tensor(float(k)),
+        "empty": torch.empty(0, 3),
+        "step": k,
+        "nested": {"text": "x" * k, "list": [1, {"a": k}]},
+    }
+
+
+def plans_made(planner: SavePlanner) -> list[int]:
+    """A list that grows with every plan that is made."""
+    made: list[int] = []
+    original = planner.global_plan_of
+
+    def counted(plans: list[SavePlan]) -> Any:
+        planned, fresh = original(plans)
+        if fresh:
+            made.append(len(plans))
+        return planned, fresh
+
+    planner.global_plan_of = counted  # type: ignore[method-assign]
+    return made
+
+
+# --- Each byte once, evenly
+
+
+def _replicas(way: str, path: str) -> int:
+    state = replicated(1)
+    save(way, path, state)
+    assert_same(load(path, state), state)
+    assert_same(load_by_stock(path, state), state)
+    mine = [name for name in os.listdir(path) if name.startswith(f"__{dist.get_rank()}_")]
+    return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: int) -> None:
+    sizes = run_ranks(world_size, _replicas, way, str(checkpoint), timeout=BOUND)
+    needed = 4 * (1_500_000 + 600_000)
+    assert needed <= sum(sizes) < 1.2 * needed
+    assert max(sizes) < 1.25 * sum(sizes) / world_size
+
+
+def _few_rows(way: str, directory: str) -> int:
+    mesh = init_device_mesh("cpu", (2, 2))
+    planner = SavePlanner()
+    for k in (1, 2):  # the second time by the kept plan
+        path = f"{directory}/{k}"
+        experts = torch.arange(3 * 700 * 1024, dtype=torch.float32).view(3, 700, 1024) + k
+        halves = torch.arange(4 * 1400 * 512, dtype=torch.float32).view(4, 1400, 512) - k
+        state: dict[str, Any] = {
+            "experts": experts,
+            "strided": experts.transpose(0, 2),
+            "halves": distribute_tensor(halves, mesh, [Replicate(), Shard(1)], src_data_rank=None),
+        }
+        save(way, path, state, planner)
+        for loaded in (load(path, state), load_by_stock(path, state)):
+            assert torch.equal(loaded["halves"].to_local(), state["halves"].to_local())
+            assert all(torch.equal(loaded[key], state[key]) for key in ("experts", "strided"))
+        # Wanted boxes that cross the pieces.
+        for dim in range(3):
+            target = {"experts": distribute_tensor(torch.zeros_like(experts), mesh, [Shard(dim), Replicate()])}
+            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+            assert torch.equal(target["experts"].full_tensor(), experts)
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
+        assert {chunk.sizes[0] for chunk in stored["experts"].chunks} == {3}, "a piece has all of the first dimension"
+        assert len(stored["experts"].chunks) > 1
+    mine = [name for name in os.listdir(path) if name.startswith(f"__{dist.get_rank()}_")]
+    return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_large_rows_are_cut_along_the_dimension_behind(tmp_path: Path, way: str) -> None:
+    sizes = run_ranks(4, _few_rows, way, str(tmp_path), timeout=BOUND)
+    assert max(sizes) < 1.03 * sum(sizes) / 4
+
+
+def _meshes(way: str, path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    value = torch.arange(4000 * 300, dtype=torch.float32).view(4000, 300)
+    state: dict[str, Any] = {
+        f"{first} {second}": distribute_tensor(value, mesh, [first, second], src_data_rank=None)
+        for first in (Replicate(), Shard(0), Shard(1))
+        for second in (Replicate(), Shard(0), Shard(1))
+    }
+    state["uneven"] = distribute_tensor(torch.arange(7.0), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    state["fewer rows than ranks"] = distribute_tensor(
+        torch.arange(2.0).view(1, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None
+    )
+    save(way, path, state)
+    for loaded in (load(path, state), load_by_stock(path, state)):
+        for key, tensor in state.items():
+            assert torch.equal(loaded[key].to_local(), tensor.to_local()), key
+    whole = {key: torch.zeros(tensor.shape) for key, tensor in state.items()}
+    dcp.load(whole, storage_reader=StorageReader(path), planner=LoadPlanner())
+    for key, tensor in state.items():
+        assert torch.equal(whole[key], tensor.full_tensor()), key
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_placement_of_two_dimensions(checkpoint: Path, way: str) -> None:
+    run_ranks(4, _meshes, way, str(checkpoint), timeout=BOUND)
+
+
+def _strided_shards(way: str, path: str) -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    rank = dist.get_rank()
+    whole = torch.arange(16 * 6, dtype=torch.float32).view(16, 6)
+    # Tensor parallel shards the rows first, then FSDP shards each of those.
+    local = whole.chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    state = {"w": DTensor.from_local(local, mesh, placements, run_check=False)}
+    save(way, path, state)
+    assert torch.equal(load(path, state)["w"].to_local(), local)
+    for reader in (StorageReader(path), FileSystemReader(path)):
+        target = {"w": torch.zeros(16, 6)}
+        dcp.load(target, storage_reader=reader)
+        assert torch.equal(target["w"], whole)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_of_two_dimensions_of_a_mesh_over_the_same_rows(checkpoint: Path, way: str) -> None:
+    run_ranks(4, _strided_shards, way, str(checkpoint), timeout=BOUND)
+
+
+# --- Kept plans
+
+
+def _steady(way: str, directory: str) -> list[int]:
+    planner = SavePlanner()
+    made = plans_made(planner)
+    for k in range(1, 5):
+        state = replicated(k)
+        save(way, f"{directory}/{k % 2}", state, planner)
+        assert_same(load(f"{directory}/{k % 2}", state), state)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kept_plan_writes_the_values_of_now(tmp_path: Path, way: str) -> None:
+    made = run_ranks(2, _steady, way, str(tmp_path), timeout=BOUND)
+    assert made == [[2], []]  # one plan, by the coordinator, for four saves
+
+
+def _changes() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
+    def rename(state: dict[str, Any]) -> None:
+        state["other"] = state.pop("a")
+
+    return [
+        ("dtype", lambda state: state.update(a=state["a"].to(torch.int32))),
+        ("shape", lambda state: state.update(a=state["a"][:40])),
+        ("transposed shape", lambda state: state.update(a=state["a"].view(80, 50))),
+        ("name", rename),
+        ("new object", lambda state: state.update(new={"x": 1})),
+        ("object instead of a tensor", lambda state: state.update(a=3)),
+        ("requires_grad", lambda state: state.update(a=state["a"].requires_grad_())),
+        ("order", lambda state: state.update(a=state.pop("a"))),
+    ]
+
+
+def _change(way: str, directory: str, number: int, only_rank: int | None) -> list[int]:
+    planner = SavePlanner()
+    made = plans_made(planner)
+    for k in range(3):
+        state: dict[str, Any] = {
+            "a": torch.arange(4000, dtype=torch.float32).view(50, 80) + k,
+            "b": torch.full((3,), float(k)),
+            f"of rank {dist.get_rank()}": torch.full((5,), float(k)),
+        }
+        if k == 1:
+            if only_rank is not None:
+                if dist.get_rank() == only_rank:
+                    state["only here"] = torch.full((4,), 2.0)
+            else:
+                _changes()[number][1](state)
+        save(way, f"{directory}/{k}", state, planner)
+        with torch.no_grad():
+            assert_same(load(f"{directory}/{k}", state), state)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", range(len(_changes())), ids=[name for name, _ in _changes()])
+def test_any_change_makes_a_new_plan(tmp_path: Path, way: str, number: int) -> None:
+    made = run_ranks(2, _change, way, str(tmp_path), number, None, timeout=BOUND)
+    assert made == [[2, 2], []]  # the third save finds the plan of the first
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_change_on_one_rank_makes_a_new_plan(tmp_path: Path, way: str, rank: int) -> None:
+    made = run_ranks(2, _change, way, str(tmp_path), 0, rank, timeout=BOUND)
+    assert made == [[2, 2, 2], []]  # in the third save the other rank names the plan of the second
+
+
+def _positions(way: str, directory: str) -> None:
+    # Rank 1 is the second of one group and the first of the other; what it holds is the same in both.
+    planner = SavePlanner()
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    for k in range(6):
+        group = groups[k % 2]
+        if dist.get_rank(group) >= 0:
+            state = replicated(k)
+            save(way, f"{directory}/{k}", state, planner, group)
+            assert_same(load(f"{directory}/{k}", state, group), state)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_planner_for_two_groups(tmp_path: Path, way: str) -> None:
+    run_ranks(3, _positions, way, str(tmp_path), timeout=BOUND)
+
+
+def _keeps_plans_here_only(ways: tuple[str, ...], directory: str, keeping: int) -> list[int]:
+    planner = SavePlanner(enable_plan_caching=dist.get_rank() == keeping)
+    made = plans_made(planner)
+    for k in range(4):
+        state = replicated(k)
+        save(ways[k % len(ways)], f"{directory}/{k}", state, planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+    return made
+
+
+@pytest.mark.parametrize("ways", [("dcp",), ("ours",), ("ours", "dcp")], ids="-".join)
+@pytest.mark.parametrize("keeping", [0, 1])
+def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
+    made = run_ranks(2, _keeps_plans_here_only, ways, str(tmp_path), keeping, timeout=BOUND)
+    assert made == [[2, 2, 2, 2], []]
+
+
+def _fail_then_save(way: str, directory: str) -> None:
+    planner = SavePlanner()
+    state = replicated(1)
+    save(way, f"{directory}/1", state, planner)
+    broken = replicated(2)
+    if dist.get_rank() == 1:
+        broken["table"] = broken["table"][:, :-1].contiguous()
+    with pytest.raises((CheckpointError, CheckpointException)) as caught:
+        save(way, f"{directory}/2", broken, planner)
+    assert "table: rank 0 has shape (1500, 1000), rank 1 has (1500, 999)" in everything_in(caught.value)
+    assert not os.path.exists(f"{directory}/2/.metadata")
+    for k in (3, 4):
+        state = replicated(k)
+        save(way, f"{directory}/{k}", state, planner)
+        assert_same(load(f"{directory}/{k}", state), state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_disagree_are_told_and_the_next_save_goes_on(tmp_path: Path, way: str) -> None:
+    run_ranks(2, _fail_then_save, way, str(tmp_path), timeout=BOUND)
+
+
+def _other_paths(directory: str) -> None:
+    with pytest.raises(CheckpointError, match="different places"):
+        vescale_ckpt.save(f"{directory}/{dist.get_rank()}", {"a": torch.ones(3)})
+    vescale_ckpt.save(f"{directory}/both", {"a": torch.ones(3)})
+
+
+def test_different_arguments_on_ranks_are_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(2, _other_paths, str(tmp_path), timeout=BOUND)
+
+
+class _Exploding(SavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in the planner of rank 1")
+        return super().create_local_plan()
+
+
+def _explode(path: str) -> None:
+    with pytest.raises(SaveFailedError, match="rank 1: ZeroDivisionError: in the planner of rank 1") as caught:
+        vescale_ckpt.save(path, {"a": torch.ones(3)}, planner=_Exploding())
+    assert caught.value.rank == 1
+    assert not os.path.exists(f"{path}/.metadata")
+    vescale_ckpt.save(path, {"a": torch.ones(3)})
+    assert_same(load(path, {"a": torch.ones(3)}), {"a": torch.ones(3)})
+
+
+def test_a_planner_that_fails_on_one_rank_fails_all(checkpoint: Path) -> None:
+    run_ranks(2, _explode, str(checkpoint), timeout=BOUND)
+
+
+class _PlansItems(SavePlanner):
+    """Wants to see lists of items."""
+
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+
+class _WritesTooLate(_PlansItems):
+    def __init__(self, gave_up: Path) -> None:
+        super().__init__()
+        self.gave_up = gave_up
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        while dist.get_rank() == 1 and not self.gave_up.exists():  # the run has a limit
+            time.sleep(0.01)
+        return super().finish_plan(new_plan)
+
+
+def _plan_items(path: str) -> None:
+    state = {"a": torch.arange(5.0), "step": 3, "of all": torch.full((4,), 1.0 + dist.get_rank())}
+    vescale_ckpt.save(path, state, planner=_PlansItems())
+    error: CheckpointTimeoutError | None = None
+    try:
+        planner = _WritesTooLate(Path(path) / "gave up")
+        vescale_ckpt.save(path, {"a": torch.zeros(5)}, planner=planner, timeout=60.0 if dist.get_rank() else 2.0)
+    except CheckpointTimeoutError as raised:
+        error = raised
+        planner.gave_up.touch()
+    assert error is not None and error.late_ranks == [1] and error.committed is False
+    assert_same(load(path, {"a": torch.zeros(5), "step": 0}), {"a": torch.arange(5.0), "step": 3})
+    with pytest.raises(LoadFailedError, match="rank 1: ZeroDivisionError: in the load planner of rank 1"):
+        vescale_ckpt.load(path, {"a": torch.zeros(5)}, planner=_ExplodingLoads())
+    target = {"a": torch.zeros(5), "step": 0}
+    vescale_ckpt.load(path, target, planner=_OwnLoadPlanner())
+    assert_same(target, {"a": torch.arange(5.0), "step": 3})
+    with pytest.raises(SaveFailedError, match="rank 0: ZeroDivisionError: on the coordinator alone"):
+        vescale_ckpt.save(path, state, planner=_FailsToCommit())
+    assert_same(load(path, {"a": torch.zeros(5)}), {"a": torch.arange(5.0)})
+
+
+class _OwnLoadPlanner(dcp.DefaultLoadPlanner):
+    pass
+
+
+class _ExplodingLoads(_OwnLoadPlanner):
+    def finish_plan(self, new_plan: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("in the load planner of rank 1")
+        return super().finish_plan(new_plan)
+
+
+class _FailsToCommit(_PlansItems):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        raise ZeroDivisionError("on the coordinator alone")
+
+
+def test_saves_by_planners_of_others_have_our_bounds_and_our_errors(checkpoint: Path) -> None:
+    run_ranks(2, _plan_items, str(checkpoint), timeout=BOUND)
+
+
+def _keep_default_plan(directory: str) -> list[int]:
+    vescale_ckpt.save(f"{directory}/0", replicated(0))
+    planner = api._planners.of(None)
+    made = plans_made(planner)
+    other = {"b": torch.ones(3)}
+    for k in (1, 2):
+        state = replicated(k)
+        vescale_ckpt.save(f"{directory}/{k}", state)
+        assert_same(load(f"{directory}/{k}", state), state)
+        vescale_ckpt.save(f"{directory}/other {k}", other)
+        assert_same(load(f"{directory}/other {k}", other), other)
+    return made
+
+
+def test_save_without_a_planner_keeps_plans(tmp_path: Path) -> None:
+    assert run_ranks(2, _keep_default_plan, str(tmp_path), timeout=BOUND) == [[2], []]
+
+
+def test_save_of_one_process(tmp_path: Path) -> None:
+    for k in (1, 2):
+        state = replicated(k)
+        handle = vescale_ckpt.save(tmp_path / "c", state)
+        assert handle.done() and handle.staged.done() and handle.result().tensors == 24
+        assert handle.progress() == (handle.result().bytes,) * 2
+        assert_same(load(str(tmp_path / "c"), state), state)
+    with pytest.raises(CheckpointError, match="overwrite"):
+        vescale_ckpt.save(tmp_path / "c", state, overwrite=False)
+
+
+# --- Objects
+
+
+def _per_rank(way: str, path: str) -> None:
+    rank = dist.get_rank()
+    save(way, path, {"rng": PerRank({"seed": 100 + rank}), "step": 3, "n": {"t": [PerRank(torch.full((3,), rank))]}})
+    target = {"rng": PerRank(None), "step": 0, "n": {"t": [PerRank(None)]}}
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert target["rng"].obj == {"seed": 100 + rank} and target["step"] == 3
+    assert torch.equal(target["n"]["t"][0].obj, torch.full((3,), rank))
+
+
+def _per_rank_elsewhere(path: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"rng": PerRank(None)}, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert "rng: the state to load into has state of 4 ranks, the checkpoint has that of 2" in everything_in(
+        caught.value
+    )
+    seen: list[Any] = []
+
+    def reshard(values: list[Any], rank: int, size: int) -> Any:
+        seen.append((rank, size))
+        return [value["seed"] for value in values]
+
+    target = {"rng": PerRank(None, reshard=reshard)}
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert target["rng"].obj == [100, 101] and seen == [(rank, size)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_of_each_rank_comes_back_to_it(checkpoint: Path, way: str) -> None:
+    run_ranks(2, _per_rank, way, str(checkpoint), timeout=BOUND)
+    run_ranks(4, _per_rank_elsewhere, str(checkpoint), timeout=BOUND)
+
+
+def _per_rank_in_a_tuple(way: str, path: str) -> None:
+    rank = dist.get_rank()
+    for state in ({"opt": {"rng": (1, PerRank(rank))}}, {"opt": {"rng": [5, (1, {"x": [PerRank(rank)]})]}}):
+        with pytest.raises((CheckpointError, CheckpointException)) as caught:
+            save(way, path, state)
+        assert "opt.rng: a PerRank is part of a value that is saved as one object" in everything_in(caught.value)
+        assert not os.path.exists(f"{path}/.metadata")
+    endless: list[Any] = [1]
+    endless.append((endless,))
+    save(way, path, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
+    with pytest.raises(CheckpointException) as refused:
+        target = {"opt": {"rng": (1, PerRank(rank))}}
+        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert "opt.rng: a PerRank is part of" in everything_in(refused.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path, way: str) -> None:
+    run_ranks(2, _per_rank_in_a_tuple, way, str(checkpoint), timeout=BOUND)
+
+
+class _Loader:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_an_object_with_a_state_of_its_own_is_restored_in_place(checkpoint: Path) -> None:
+    loader = _Loader()
+    loader.position = 7
+    vescale_ckpt.save(checkpoint, {"data": PerRank(loader)})
+    loader.position = 0
+    dcp.load({"data": PerRank(loader)}, storage_reader=StorageReader(checkpoint), planner=LoadPlanner())
+    assert loader.position == 7
+
+
+def _differing(way: str, path: str) -> list[str]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("vescale_ckpt")
+    logger.addHandler(handler)
+    try:
+        save(way, path, {"same": {"x": 1}, "rng": {"seed": dist.get_rank()}, "a": torch.ones(2)})
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_objects_that_differ_from_rank_to_rank_are_warned_of(checkpoint: Path, way: str) -> None:
+    on_coordinator, elsewhere = run_ranks(2, _differing, way, str(checkpoint), timeout=BOUND)
+    assert elsewhere == []
+    (message,) = on_coordinator
+    assert "rng.seed (ranks 0 and 1)" in message and "PerRank" in message and "same" not in message

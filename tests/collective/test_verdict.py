@@ -1,0 +1,141 @@
+"""A rank that is late to commit: what the others have raised by then must be true."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import TIMEOUT as RUN_TIMEOUT
+from rank_pool import run_ranks
+from torch.distributed.checkpoint.planner import SavePlan
+
+import vescale_ckpt
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt.errors import CheckpointTimeoutError, StorageFullError
+
+TIMEOUT = 2.0  # seconds
+FOREVER = 10 * RUN_TIMEOUT
+
+
+class PlansItems(SavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "async": {"async_checkpoint": True},
+    "items": {"planner": PlansItems()},
+    "local": {"planner": SavePlanner(placement="local")},
+    "safetensors": {"format": "safetensors"},
+    "local safetensors": {"format": "safetensors", "planner": SavePlanner(placement="local")},
+}
+
+
+def _state(fill: float) -> dict[str, Any]:
+    # Not replicated: each rank of a local export has files of its own.
+    return {f"of {dist.get_rank()}": torch.full((8,), fill), "w": torch.full((8,), fill)}
+
+
+def _late_to_commit(way: str, asks_first: bool, directory: Path) -> Any:
+    rank, path, options = dist.get_rank(), directory / "c", WAYS[way]
+    vescale_ckpt.save(path, _state(1), **options).result()
+    may_commit = Exchange.may_commit
+
+    def late(exchange: Exchange) -> None:
+        if asks_first:
+            may_commit(exchange)
+        while len(list(directory.glob("gave up *"))) < 2:  # the run has a limit
+            time.sleep(0.01)
+        if not asks_first:
+            may_commit(exchange)
+
+    def save() -> CheckpointTimeoutError | None:
+        try:
+            timeout = TIMEOUT if rank else FOREVER
+            vescale_ckpt.save(path, _state(2), timeout=timeout, **options).result()
+        except CheckpointTimeoutError as error:
+            return error
+        return None
+
+    if rank:
+        error = save()
+        (directory / f"gave up {rank}").touch()
+    else:
+        with mock.patch.object(Exchange, "may_commit", late):
+            error = save()
+    assert error is not None and error.late_ranks == [0], error
+    names = sorted(os.listdir(path))
+    values = {}
+    if error.committed is not None or not way.startswith("local safe"):  # else it has files of neither, perhaps
+        values = {key: float(value[0]) for key, value in vescale_ckpt.load(path, timeout=FOREVER).items()}
+    return error.committed, str(error), values, names
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_coordinator_commits_nothing_after_the_others_gave_up(way: str, tmp_path: Path) -> None:
+    answers = run_ranks(3, _late_to_commit, way, False, tmp_path)
+    for committed, text, values, _ in answers:
+        if way == "local safetensors":  # others had given up what was there before, and had to
+            assert committed is None and "is not known" in text
+            continue
+        assert committed is False and "rank 0 of 3" in text and "known" not in text
+        assert set(values.values()) == {1.0}
+    assert not [name for name in answers[0][3] if ".tmp" in name]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "local safetensors"])
+def test_who_gives_up_while_it_is_committed_says_that_it_does_not_know(way: str, tmp_path: Path) -> None:
+    answers = run_ranks(3, _late_to_commit, way, True, tmp_path)
+    for rank, (committed, text, _, _) in enumerate(answers):
+        assert committed is (None if rank else True), text
+        assert ("is not known" if rank else "is there") in text
+    # By then rank 0 has committed: it holds what it said.
+    assert set(answers[0][2].values()) == {2.0}
+
+
+def _no_store(directory: Path) -> Any:
+    path = directory / "c"
+    vescale_ckpt.save(path, _state(1))
+    if dist.get_rank() == 0:
+        from vescale_ckpt._ranks.rendezvous import RollCall
+        from vescale_ckpt._ranks.store_clerk import StoreGoneError
+
+        with mock.patch.object(RollCall, "may_commit", side_effect=StoreGoneError()):
+            error = _error_of_save(path)
+    else:
+        error = _error_of_save(path)
+    vescale_ckpt.save(directory / "d", _state(3))  # the connections are good
+    return error.committed, str(error), float(vescale_ckpt.load(path)["w"][0])
+
+
+def _error_of_save(path: Path) -> CheckpointTimeoutError:
+    with pytest.raises(CheckpointTimeoutError) as caught:
+        vescale_ckpt.save(path, _state(2), timeout=FOREVER)
+    return caught.value
+
+
+def test_nothing_is_committed_when_nobody_can_say_whether_others_still_wait(tmp_path: Path) -> None:
+    for committed, text, value in run_ranks(2, _no_store, tmp_path):
+        assert committed is False and "rank 0" in text and "the store" in text
+        assert value == 1.0
+
+
+def _full_disk(directory: Path) -> None:
+    """Every other error of a commit keeps its kind."""
+    path = directory / "c"
+    full = StorageFullError(str(path), 2, 1)
+    with mock.patch.object(vescale_ckpt.StorageWriter, "commit", side_effect=full), pytest.raises(StorageFullError):
+        vescale_ckpt.save(path, _state(1))
+    vescale_ckpt.save(path, _state(1))
+
+
+def test_other_errors_of_a_commit_stay_what_they_are(tmp_path: Path) -> None:
+    run_ranks(2, _full_disk, tmp_path)

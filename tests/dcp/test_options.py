@@ -1,0 +1,634 @@
+"""What the options, the environment and the ways of calling DCP promise: bytes on every path, files, stats, threads,
+processes, asynchronous saves and groups of ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from states import (
+    MiB,
+    assert_same,
+    blank,
+    data_files,
+    error_in,
+    load,
+    load_blank,
+    mixed_state,
+    random_tensor,
+    save,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import vescale_ckpt
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt.errors import CheckpointError, IncompatibleStateError
+from vescale_ckpt.reports import LoadStats, SaveStats
+
+# --- Ways to and from the disk
+
+
+@pytest.mark.parametrize("direct_io", ["auto", True, False])
+def test_direct_io(checkpoint: Path, backend: str, direct_io: Any) -> None:
+    state = mixed_state()
+    try:
+        writer = save(checkpoint, state, direct_io=direct_io)
+    except CheckpointException as error:
+        if direct_io is True and "page cache" in str(error_in(error)):
+            pytest.skip("this file system has no direct I/O")
+        raise
+    target = blank(state)
+    reader = load(checkpoint, target, direct_io=False if direct_io is False else "auto")
+    assert_same(target, state)
+    for stats in (writer.last_stats, reader.last_stats):
+        assert stats is not None
+        if direct_io is False:
+            assert stats.direct_bytes == 0
+        assert stats.direct_bytes + stats.uncached_bytes + stats.buffered_bytes >= stats.bytes
+    if direct_io is True:
+        assert writer.last_stats is not None
+        assert writer.last_stats.direct_bytes > 0
+        assert writer.last_stats.buffered_bytes == 0
+
+
+def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint: Path) -> None:
+    state = {"a": torch.randn(MiB), "b": torch.ones(3), "object": 1}
+    try:
+        save(checkpoint / "probe", state, direct_io=True)
+    except CheckpointException:
+        pytest.skip("this file system has no direct I/O")
+    save(checkpoint, state, direct_io=False)
+    target = blank(state)
+    reader = load(checkpoint, target, direct_io=True)
+    assert_same(target, state)
+    assert reader.last_stats is not None
+    assert reader.last_stats.buffered_bytes == reader.last_stats.uncached_bytes == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 1000, MiB + 1])
+def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, backend: str, length: int) -> None:
+    values = {"a": torch.randn(length), "b": torch.ones(3)}
+    try:
+        save(checkpoint / "probe", values, direct_io=True)
+        load(checkpoint / "probe", blank(values), direct_io=True)
+    except CheckpointException:
+        pytest.skip("this file system has no direct I/O")
+    vescale_ckpt.save(checkpoint, values, format="safetensors")
+    target = blank(values)
+    reader = load(checkpoint, target, direct_io=True)
+    assert_same(target, values)
+    assert reader.last_stats is not None and reader.last_stats.direct_bytes >= 4 * length
+
+
+@pytest.mark.parametrize("thread_count", [1, 3, 16])
+def test_thread_count(checkpoint: Path, thread_count: int) -> None:
+    state = mixed_state() | {f"{i}": torch.randn(500_000) for i in range(10)}
+    save(checkpoint, state, thread_count=thread_count)
+    assert_same(load_blank(checkpoint, state, thread_count=thread_count), state)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLOT_BYTES": str(4 * MiB), "ARENA_BYTES": str(4 * MiB)},
+        {"SLOT_BYTES": str(64 * MiB), "ARENA_BYTES": str(4 * MiB)},
+        {"SLOT_BYTES": str(5 * MiB), "THREADS": "7", "DEPTH": "3"},
+    ],
+    ids=["one slot", "slot above the budget", "odd numbers"],
+)
+def test_small_memory(
+    checkpoint: Path, backend: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"VESCALE_CKPT_{name}", value)
+    state = mixed_state() | {
+        "strided": torch.randn(3000, 1500).t(),
+        "conj": torch.randn(9, 99_999).to(torch.cfloat).conj(),
+    }
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+    cast = {key: torch.zeros(value.shape, dtype=torch.complex128) for key, value in state.items() if key == "conj"}
+    dcp.load(cast, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
+    assert torch.equal(cast["conj"], state["conj"].to(torch.complex128))
+
+
+def _save_and_load_with_slots(path: str, slot_bytes: int) -> str:
+    os.environ["VESCALE_CKPT_SLOT_BYTES"] = str(slot_bytes)
+    state = {"a": random_tensor((11 * MiB,), torch.uint8), "b": torch.randn(2000, 1500).t(), "c": torch.ones(3)}
+    try:
+        save(path, state)
+    except CheckpointException as error:
+        return type(error_in(error)).__name__
+    for verify in (True, False):
+        assert_same(load_blank(path, state, verify=verify), state)
+    return "saved and loaded"
+
+
+@pytest.mark.parametrize("slot_bytes", [4 * MiB + 1, 4 * MiB + 4096, 5_000_000])
+def test_slot_size_that_is_no_round_number_works_or_is_refused(checkpoint: Path, slot_bytes: int) -> None:
+    # In a process of its own: what this guards against is a crash.
+    (outcome,) = run_ranks(1, _save_and_load_with_slots, str(checkpoint), slot_bytes)
+    assert outcome in ("saved and loaded", "ValueError")
+
+
+@pytest.mark.parametrize("number", [20, 300])
+def test_a_file_for_each_item(checkpoint: Path, number: int) -> None:
+    state: dict[str, Any] = {f"{i}": torch.full((i,), i) for i in range(number)} | {"object": 1, "other": "x"}
+    writer = save(checkpoint, state, single_file_per_rank=False, sync_files=False)
+    assert len(data_files(checkpoint)) == number + 2
+    assert_same(load_blank(checkpoint, state), state)
+    assert writer.last_stats is not None
+    assert writer.last_stats.file_bytes == sum((checkpoint / name).stat().st_size for name in data_files(checkpoint))
+
+
+def test_without_syncing(checkpoint: Path) -> None:
+    state = mixed_state()
+    save(checkpoint, state, sync_files=False)
+    assert_same(load_blank(checkpoint, state), state)
+
+
+def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
+    def syncs(sync_files: bool) -> int:
+        _C.inject_fault("write", 0, skip=1 << 40)  # never reached, but calls are counted
+        save(checkpoint, {"a": torch.ones(3)}, sync_files=sync_files)
+        seen = int(_C.calls_seen("sync"))
+        _C.clear_faults()
+        return seen
+
+    assert syncs(True) > syncs(False)
+
+
+def test_checkpoint_without_checksums(checkpoint: Path) -> None:
+    state = {"small": torch.randn(10), "large": torch.randn(MiB), "empty": torch.empty(0), "object": 3}
+    save(checkpoint, state, checksums=False)
+    target = blank(state)
+    reader = load(checkpoint, target)
+    assert_same(target, state)
+    assert reader.last_stats is not None
+    assert reader.last_stats.unverified_bytes == state["small"].nbytes + state["large"].nbytes
+
+
+def test_checkpoint_with_checksums_has_no_unverified_bytes(checkpoint: Path) -> None:
+    state = {"small": torch.randn(10), "large": torch.randn(MiB), "zeros": torch.zeros(100), "empty": torch.empty(0)}
+    save(checkpoint, state)
+    target = blank(state)
+    reader = load(checkpoint, target)
+    assert reader.last_stats is not None
+    assert reader.last_stats.verified
+    assert reader.last_stats.unverified_bytes == 0
+
+
+# --- What the options and objects promise
+
+
+def test_overwrite_false_raises_and_keeps_the_checkpoint(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(3)}, overwrite=False)
+    before = sorted(os.listdir(checkpoint))
+    with pytest.raises(CheckpointException) as raised:
+        save(checkpoint, {"a": torch.zeros(3)}, overwrite=False)
+    assert isinstance(error_in(raised.value), CheckpointError)
+    assert "overwrite=False" in str(raised.value)
+    assert sorted(os.listdir(checkpoint)) == before
+    assert_same(load_blank(checkpoint, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
+
+
+def test_saving_again_replaces_the_checkpoint_and_its_files(checkpoint: Path) -> None:
+    for value in range(3):
+        save(checkpoint, {"a": torch.full((1000,), value)})
+        assert len(os.listdir(checkpoint)) == 3
+        assert_same(load_blank(checkpoint, {"a": torch.full((1000,), 9)}), {"a": torch.full((1000,), value)})
+
+
+def test_one_writer_and_one_reader_serve_many_directories(tmp_path: Path) -> None:
+    writer, planner = StorageWriter(tmp_path / "unused"), SavePlanner()
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "step": step} | ({"extra": "x"} if step == 2 else {})
+        dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / f"step_{step}")
+    assert sorted(os.listdir(tmp_path)) == ["step_0", "step_1", "step_2"]
+    reader, load_planner = StorageReader(tmp_path / "unused"), LoadPlanner()
+    for step in (2, 0, 1):
+        target: dict[str, Any] = {"a": torch.zeros(10, dtype=torch.int64), "step": None}
+        dcp.load(target, storage_reader=reader, planner=load_planner, checkpoint_id=str(tmp_path / f"step_{step}"))
+        assert_same(target, {"a": torch.full((10,), step), "step": step})
+
+
+def test_dtype_change_between_saves_of_one_planner_is_noticed(checkpoint: Path) -> None:
+    writer, planner = StorageWriter(checkpoint), SavePlanner()
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        state = {"a": torch.ones(10, dtype=dtype), "b": torch.ones(3)}
+        dcp.save(state, storage_writer=writer, planner=planner)
+        assert_same(load_blank(checkpoint, state), state)
+
+
+def test_two_states_saved_in_turn_by_one_planner(tmp_path: Path) -> None:
+    states = [{"a": torch.ones(3), "b": {"c": 1}}, {"a": torch.zeros(4), "b": [1, {"c": torch.ones(1)}]}, {"z": 1}]
+    writer, planner = StorageWriter(tmp_path), SavePlanner()
+    for _ in range(2):
+        for number, state in enumerate(states):
+            dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / str(number))
+            assert_same(load_blank(tmp_path / str(number), state), state)
+
+
+def test_writer_reader_and_planners_can_be_pickled_between_uses(checkpoint: Path) -> None:
+    state = mixed_state()
+    writer, reader, save_planner, load_planner = (
+        StorageWriter(checkpoint, thread_count=2, direct_io=False),
+        StorageReader(checkpoint, verify=False),
+        SavePlanner(),
+        LoadPlanner(allow_cast=True),
+    )
+    for _ in range(2):
+        writer, reader, save_planner, load_planner = pickle.loads(
+            pickle.dumps((writer, reader, save_planner, load_planner))
+        )
+        dcp.save(state, storage_writer=writer, planner=save_planner)
+        target = blank(state)
+        dcp.load(target, storage_reader=reader, planner=load_planner)
+        assert_same(target, state)
+    assert (writer.thread_count, writer.direct_io, reader.verify) == (2, False, False)
+    assert load_planner.allow_cast
+
+
+def test_stats(checkpoint: Path) -> None:
+    state = {"a": torch.randn(1000), "b": torch.randn(MiB), "object": 1}
+    writer = save(checkpoint, state)
+    assert isinstance(writer.last_stats, SaveStats)
+    assert writer.last_stats.tensors == 2
+    assert writer.last_stats.objects == 1
+    assert writer.last_stats.bytes == 4 * MiB + 4000
+    (name,) = data_files(checkpoint)
+    assert writer.last_stats.file_bytes == (checkpoint / name).stat().st_size
+    assert writer.last_stats.in_place_bytes + writer.last_stats.slot_bytes >= writer.last_stats.bytes
+    assert writer.last_stats.io_path
+    reader = load(checkpoint, blank(state))
+    assert isinstance(reader.last_stats, LoadStats)
+    assert reader.last_stats.bytes == writer.last_stats.bytes
+    assert reader.last_stats.seconds > 0
+    assert pickle.loads(pickle.dumps(reader.last_stats)) == reader.last_stats
+
+
+def test_metadata_that_save_returns_is_complete(checkpoint: Path) -> None:
+    metadata = dcp.save({"a": torch.ones(3), "b": 1}, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
+    assert metadata.version == "1.0.0"
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == str(checkpoint)
+    assert metadata.storage_meta.save_id
+    assert {index.fqn for index in metadata.storage_data} == {"a", "b"}
+    assert StorageReader(checkpoint).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+
+
+@pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated")
+def test_deprecated_entry_points_of_dcp(checkpoint: Path) -> None:
+    state = mixed_state()
+    dcp.save_state_dict(state, StorageWriter(checkpoint), no_dist=True, planner=SavePlanner())
+    target = blank(state)
+    dcp.load_state_dict(target, StorageReader(checkpoint), no_dist=True, planner=LoadPlanner())
+    assert_same(target, state)
+
+
+def test_path_as_text_pathlike_and_url(tmp_path: Path) -> None:
+    for number, form in enumerate((str, Path, lambda path: path.as_uri())):
+        directory = tmp_path / f"with space {number}" / "new"
+        path: Any = form(directory)
+        save(path, {"a": torch.ones(3)})
+        assert (directory / ".metadata").is_file()
+        assert_same(load_blank(path, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
+        assert StorageWriter(path).checkpoint_id == str(directory)
+
+
+def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("here", {"a": torch.ones(3)})
+    assert_same(load_blank("here", {"a": torch.zeros(3)}), {"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
+def test_validate_checkpoint_id(kind: type, tmp_path: Path) -> None:
+    assert kind.validate_checkpoint_id(tmp_path)
+    assert kind.validate_checkpoint_id(str(tmp_path / "new"))
+    assert kind.validate_checkpoint_id("file:///tmp/x")
+    assert not kind.validate_checkpoint_id("s3://bucket/key")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": "s3://bucket/key"},
+        {"path": b"bytes"},
+        {"thread_count": 0},
+        {"thread_count": -1},
+        {"direct_io": "maybe"},
+        {"direct_io": None},
+    ],
+)
+@pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
+def test_bad_argument(kind: type, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        kind(**({"path": "x"} | arguments))
+
+
+def test_unknown_format() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        StorageWriter("x", format="zip")
+
+
+@pytest.mark.parametrize("value", ["none", "-1", "0"])
+def test_bad_environment_variable_is_named(checkpoint: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_THREADS", value)
+    with pytest.raises(CheckpointException, match="VESCALE_CKPT_THREADS"):
+        save(checkpoint, {"a": torch.ones(3)})
+
+
+def test_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointException) as raised:
+        save(tmp_path / "file", {"a": torch.ones(3)})
+    assert isinstance(error_in(raised.value), OSError | CheckpointError)
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_directory_without_checkpoint(tmp_path: Path) -> None:
+    for path, words in ((tmp_path, "has no .metadata"), (tmp_path / "nowhere", "is no directory")):
+        with pytest.raises(CheckpointException, match=words):
+            load(path, {"a": torch.ones(3)})
+
+
+def test_reading_data_before_set_up_is_an_error(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="set_up_storage_reader"):
+        StorageReader(checkpoint).read_data(dcp.planner.LoadPlan([]), LoadPlanner())
+
+
+# --- Several saves at once, and other processes
+
+
+@pytest.mark.parametrize("arena", [4 * MiB, 256 * MiB], ids=["one slot", "usual memory"])
+def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(arena))
+    states = [{"a": torch.randn(700, 1000).t(), "b": torch.randn(MiB), "c": torch.randn(10)} for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(2):
+                save(tmp_path / str(number), states[number], sync_files=False)
+                assert_same(load_blank(tmp_path / str(number), states[number]), states[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+def _save_then_fork_and_save(path: str) -> int:
+    state = {"a": torch.randn(700, 1000).t(), "b": torch.randn(MiB)}
+    save(f"{path}/parent", state)
+    child = os.fork()
+    if child == 0:
+        save(f"{path}/child", state, no_dist=True)
+        os._exit(17)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    for name in ("parent", "child"):
+        assert_same(load_blank(f"{path}/{name}", state), state)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_forked_process_can_save_after_its_parent_did(tmp_path: Path) -> None:
+    # In a rank, because torch's own OpenMP threads, which the test process has, do not survive a fork.
+    assert run_ranks(1, _save_then_fork_and_save, str(tmp_path)) == [17]
+
+
+# --- Asynchronous saves, groups, ranks
+
+
+def _async_save(path: str, kind: AsyncCheckpointerType) -> None:
+    state = mixed_state()
+    expected = pickle.loads(pickle.dumps(state))
+    writer = StorageWriter(f"{path}/unused")
+    planner = SavePlanner()
+    for step in range(2):
+        future = dcp.async_save(
+            state,
+            storage_writer=writer,
+            planner=planner,
+            checkpoint_id=f"{path}/{step}",
+            async_checkpointer_type=kind,
+        )
+        if kind is AsyncCheckpointerType.THREAD:
+            state["model"]["weight"].add_(1)  # staged already
+        metadata = future.result(timeout=100)
+        assert "model.weight" in metadata.state_dict_metadata
+        assert_same(load_blank(f"{path}/{step}", state), expected)
+        expected["model"]["weight"] = state["model"]["weight"].clone()
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", AsyncCheckpointerType, ids=str)
+def test_async_save(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
+    run_ranks(1, _async_save, str(tmp_path), kind)
+
+
+def _failing_async_save(path: str) -> str:
+    _C.inject_fault("write", 28)  # ENOSPC
+    try:
+        dcp.async_save({"a": torch.ones(3)}, storage_writer=StorageWriter(path), planner=SavePlanner()).result(100)
+    except CheckpointException as error:
+        return type(error_in(error)).__name__
+    return "no error"
+
+
+def test_async_save_that_fails_raises_in_its_future(checkpoint: Path) -> None:
+    assert run_ranks(1, _failing_async_save, str(checkpoint)) == ["StorageFullError"]
+    assert os.listdir(checkpoint) == []
+
+
+def _save_alone(path: str) -> None:
+    directory = f"{path}/{dist.get_rank()}"
+    state = {"rank": dist.get_rank(), "a": torch.full((100,), dist.get_rank())}
+    dcp.save(state, storage_writer=StorageWriter(directory), planner=SavePlanner(), no_dist=True)
+    target = blank(state)
+    dcp.load(target, storage_reader=StorageReader(directory), planner=LoadPlanner(), no_dist=True)
+    assert_same(target, state)
+
+
+def test_no_dist_in_a_group(tmp_path: Path) -> None:
+    run_ranks(2, _save_alone, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def _save_alone_to_one_directory(path: str) -> list[str]:
+    outcomes = []
+    for number in range(5):
+        state = {"a": torch.full((1000,), float(number)), "b": torch.full((MiB,), float(number)), "object": number}
+        try:
+            dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=SavePlanner(), no_dist=True)
+            outcomes.append("saved")
+        except CheckpointException as error:
+            outcomes.append(repr(error_in(error)))
+        dist.barrier()
+        target = blank(state)
+        try:
+            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
+            assert_same(target, state)
+        except (CheckpointException, AssertionError) as error:
+            outcomes.append(str(error)[-300:])
+        dist.barrier()
+    return outcomes
+
+
+def test_ranks_that_save_alone_to_one_directory_leave_a_whole_checkpoint(checkpoint: Path) -> None:
+    # Every rank believes that it is the only one. Stock DCP writes equal files over one another, and all is well.
+    assert run_ranks(2, _save_alone_to_one_directory, str(checkpoint)) == [["saved"] * 5] * 2
+
+
+def _mix_global_and_rank_metadata(path: str, first_collective: bool) -> str:
+    try:
+        for number, collective in enumerate((first_collective, not first_collective)):
+            state = {"a": torch.full((10,), number)}
+            dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner(), use_collectives=collective)
+            dist.barrier()
+    except (CheckpointError, CheckpointException):
+        return "refused"
+    target = {"a": torch.full((10,), 9)}
+    try:
+        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    except CheckpointException:
+        return "refused"
+    return "new values" if bool((target["a"] == 1).all()) else f"old values: {target['a'][:2].tolist()}"
+
+
+@pytest.mark.parametrize("first_collective", [True, False])
+def test_old_checkpoint_of_the_other_kind_does_not_hide_the_new_one(checkpoint: Path, first_collective: bool) -> None:
+    outcomes = run_ranks(2, _mix_global_and_rank_metadata, str(checkpoint), first_collective)
+    assert set(outcomes) <= {"new values", "refused"}
+
+
+def _save_without_collectives(path: str, value: int, single_file: bool) -> list[str]:
+    rank = dist.get_rank()
+    state = {"same key": torch.full((1000 + rank,), rank + value), "rank": f"{rank} {value}", "mixed": mixed_state()}
+    writer = StorageWriter(path, single_file_per_rank=single_file)
+    dcp.save(state, storage_writer=writer, planner=SavePlanner(), use_collectives=False)
+    dist.barrier()
+    for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
+        target = blank(state)
+        dcp.load(target, storage_reader=StorageReader(path), planner=planner)
+        assert_same(target, state)
+    return sorted(os.listdir(path))
+
+
+def test_metadata_of_each_rank(checkpoint: Path) -> None:
+    for value in (10, 20):  # the second time over the first
+        for listing in run_ranks(2, _save_without_collectives, str(checkpoint), value, True):
+            assert [name for name in listing if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
+            assert len(listing) == 6  # with an index each
+    listing = run_ranks(2, _save_without_collectives, str(checkpoint), 30, False)[0]
+    assert len([name for name in listing if name.startswith("__0_")]) > 10
+
+
+def _overwrite_without_collectives(path: str) -> list[str]:
+    state = {"a": torch.full((10,), dist.get_rank())}
+    writer = StorageWriter(path, overwrite=False)
+    outcomes = []
+    for _ in range(2):
+        try:
+            dcp.save(state, storage_writer=writer, planner=SavePlanner(), use_collectives=False)
+            outcomes.append("saved")
+        except CheckpointError as error:
+            outcomes.append("refused" if "overwrite=False" in str(error) else str(error))
+    target = blank(state)
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert_same(target, state)
+    return outcomes
+
+
+def test_overwrite_false_with_metadata_of_each_rank(checkpoint: Path) -> None:
+    assert run_ranks(2, _overwrite_without_collectives, str(checkpoint)) == [["saved", "refused"]] * 2
+
+
+def _save_in_a_subgroup(path: str) -> None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        state = {"a": torch.arange(10), "rank": "same"}
+        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner(), process_group=group)
+        target = blank(state)
+        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), process_group=group)
+        assert_same(target, state)
+    dist.barrier()
+
+
+def test_subgroup_saves(checkpoint: Path) -> None:
+    run_ranks(4, _save_in_a_subgroup, str(checkpoint))
+    assert_same(load_blank(checkpoint, {"a": torch.zeros(10, dtype=torch.int64)}), {"a": torch.arange(10)})
+
+
+def _errors_reach_all_ranks(path: str) -> list[Any]:
+    rank = dist.get_rank()
+    outcomes: list[Any] = []
+    state: dict[str, Any] = {"a": torch.ones(3), "b": torch.ones(4)}
+    dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    try:
+        wrong = {"a": torch.zeros(3 + rank), "b": torch.zeros(4)}  # wrong on rank 1 only
+        dcp.load(wrong, storage_reader=StorageReader(path), planner=LoadPlanner())
+    except CheckpointException as error:
+        outcomes.append({other: type(raised).__name__ for other, (raised, _) in error.failures.items()})
+    target = blank(state)
+    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
+    assert_same(target, state)
+    return outcomes
+
+
+def test_error_of_one_rank_reaches_all(checkpoint: Path) -> None:
+    expected = [{1: IncompatibleStateError.__name__}]
+    assert run_ranks(2, _errors_reach_all_ranks, str(checkpoint)) == [expected, expected]
+
+
+def test_many_saves_leave_no_threads_or_descriptors(checkpoint: Path) -> None:
+    state = {"a": torch.randn(MiB), "b": torch.randn(100)}
+    save(checkpoint, state)
+    load_blank(checkpoint, state)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
+    for _ in range(10):
+        save(checkpoint, state, sync_files=False)
+        load_blank(checkpoint, state)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    for _ in range(600):  # a thread that was joined may take a moment to go
+        if len(os.listdir("/proc/self/task")) <= threads:
+            break
+        time.sleep(0.1)
+    assert len(os.listdir("/proc/self/task")) <= threads
+
+
+def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:
+    state = {"conjugated": torch.tensor([1 + 2j]).conj(), "negated": torch.tensor([1 + 2j]).conj().imag}
+    saving: Any = dcp.async_save(state, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    saving.result(100)
+    plain = {"conjugated": torch.tensor([1 - 2j]), "negated": torch.tensor([-2.0])}
+    assert_same(load_blank(tmp_path, plain), plain)

@@ -1,0 +1,595 @@
+"""Our planners: what they plan, what they refuse, and that every hook of the stock planners still works."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import MiB, assert_same, blank, error_in, load, load_blank, mixed_state, save
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _version
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner as AbstractSavePlanner
+
+from vescale_ckpt._dcp.load_planner import LoadPlanner, item_targets
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt.errors import CheckpointError, IncompatibleStateError, MissingKeysError
+
+
+def save_with(path: Path, state: dict[str, Any], planner: AbstractSavePlanner) -> None:
+    dcp.save(state, storage_writer=StorageWriter(path), planner=planner)
+
+
+def load_with(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner) -> dict[str, Any]:
+    dcp.load(state, storage_reader=StorageReader(path), planner=planner)
+    return state
+
+
+def refusal(action: Callable[[], Any]) -> BaseException:
+    with pytest.raises(CheckpointException) as raised:
+        action()
+    return error_in(raised.value)
+
+
+# --- What is planned
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_save_plan_equals_the_default_planners(flatten: bool) -> None:
+    state = mixed_state() | {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "conj": torch.ones(3, dtype=torch.cfloat).conj(),
+        "meta": torch.ones(3, device="meta"),
+        "empty": torch.empty(0, 4),
+    }
+    planners = [SavePlanner(flatten), DefaultSavePlanner(flatten)]
+    plans = []
+    for planner in planners:
+        planner.set_up_planner(state, is_coordinator=True)
+        local = planner.create_local_plan()
+        global_plans, metadata = planner.create_global_plan([local])
+        final = planner.finish_plan(global_plans[0])
+        items = {item.index: item for item in final.items}
+        assert len(items) == len(final.items)
+        plans.append((items, final.planner_data, metadata))
+    assert plans[0] == plans[1]
+
+
+def test_load_plan_equals_the_default_planners(checkpoint: Path) -> None:
+    state = mixed_state()
+    save(checkpoint, state)
+    metadata = StorageReader(checkpoint).read_metadata()
+    plans: list[LoadPlan] = []
+    for planner in (LoadPlanner(), DefaultLoadPlanner()):
+        planner.set_up_planner(blank(state), metadata, True)
+        plans.append(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0]))
+    # Ours are in the order in which they lie in the file, and none reads nothing.
+    ours, stock = (
+        {item.dest_index: item for item in plan.items if item.type == LoadItemType.BYTE_IO or 0 not in item.lengths}
+        for plan in plans
+    )
+    assert ours == stock and len(plans[0].items) == len(ours)
+
+
+def test_missing_keys_are_all_named(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
+    target = {"a": torch.zeros(3), "nested": {"b": 0, "c": 0}, "d": torch.zeros(1), "e": [torch.zeros(2)]}
+    error = refusal(lambda: load(checkpoint, target))
+    assert isinstance(error, MissingKeysError)
+    assert sorted(error.missing) == ["d", "e.0", "nested.c"]
+    assert error.unexpected == []
+    assert not target["a"].any(), "nothing is loaded before all is known to fit"
+
+
+def test_keys_that_are_not_asked_for_are_left_alone(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(3), "b": torch.ones(4), "c": 1})
+    target = {"a": torch.zeros(3)}
+    load(checkpoint, target)
+    assert_same(target, {"a": torch.ones(3)})
+
+
+def test_partial_load_leaves_what_is_missing(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
+    target = {"a": torch.zeros(3), "nested": {"b": 0, "c": "kept"}, "d": torch.full((2,), 5.0)}
+    load_with(checkpoint, target, LoadPlanner(allow_partial_load=True))
+    assert_same(target, {"a": torch.ones(3), "nested": {"b": 1, "c": "kept"}, "d": torch.full((2,), 5.0)})
+
+
+@pytest.mark.parametrize("shape", [(4,), (2,), (3, 1), (), (0,)])
+def test_another_shape_is_refused_by_name(checkpoint: Path, shape: tuple[int, ...]) -> None:
+    save(checkpoint, {"model": {"a": torch.ones(3)}})
+    error = refusal(lambda: load(checkpoint, {"model": {"a": torch.zeros(shape)}}))
+    assert isinstance(error, IncompatibleStateError)
+    assert (error.key, error.expected, error.found) == ("model.a", f"shape {shape}", "shape (3,)")
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_another_shape_is_refused_beside_missing_keys(checkpoint: Path, partial: bool) -> None:
+    save(checkpoint, {"a": torch.ones(3), "b": 1})
+    error = refusal(
+        lambda: load_with(
+            checkpoint, {"a": torch.zeros(4), "b": 0, "new": torch.zeros(1)}, LoadPlanner(allow_partial_load=partial)
+        )
+    )
+    assert isinstance(error, IncompatibleStateError if partial else IncompatibleStateError | MissingKeysError)
+
+
+@pytest.mark.parametrize("planner", [LoadPlanner, DefaultLoadPlanner])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.uint32, torch.complex64])
+def test_another_dtype_is_refused_by_name(checkpoint: Path, planner: Any, dtype: torch.dtype) -> None:
+    save(checkpoint, {"model": {"a": torch.ones(3)}, "b": torch.ones(2)})
+    target = {"model": {"a": torch.zeros(3, dtype=dtype)}, "b": torch.zeros(2)}
+    error = refusal(lambda: load_with(checkpoint, target, planner()))
+    assert isinstance(error, IncompatibleStateError)
+    assert error.key == "model.a"
+    assert str(dtype) in error.expected
+    assert "float32" in error.found
+
+
+@pytest.mark.parametrize("size", [7, 3 * MiB])
+def test_casting_where_allowed(checkpoint: Path, size: int) -> None:
+    values = torch.randn(size)
+    save(checkpoint, {"narrow": values, "wide": values, "strided": values, "same": values})
+    target = {
+        "narrow": torch.zeros(size, dtype=torch.bfloat16),
+        "wide": torch.zeros(size, dtype=torch.float64),
+        "strided": torch.zeros(size, 2, dtype=torch.float16)[:, 1],
+        "same": torch.zeros(size),
+    }
+    load_with(checkpoint, target, LoadPlanner(allow_cast=True))
+    for key, tensor in target.items():
+        assert torch.equal(tensor, values.to(tensor.dtype)), key
+
+
+def test_casting_works_through_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
+    state = {f"{i}": torch.full((300_000,), float(i)) for i in range(40)}
+    save(checkpoint, state)
+    target = {key: torch.zeros(300_000, dtype=torch.float64) for key in state}
+    load_with(checkpoint, target, LoadPlanner(allow_cast=True))
+    for key, tensor in target.items():
+        assert torch.equal(tensor, state[key].double()), key
+
+
+def test_tensor_where_the_state_has_an_object_is_refused(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(3)})
+    error = refusal(lambda: load(checkpoint, {"a": 1}))
+    assert "a" in str(error)
+
+
+@pytest.mark.parametrize("planner", [LoadPlanner, DefaultLoadPlanner])
+def test_state_that_is_not_flattened(checkpoint: Path, planner: Any) -> None:
+    state = {"tensor": torch.ones(3), "nested": {"x": torch.ones(2), "y": [1]}, "number": 3}
+    save_with(checkpoint, state, SavePlanner(flatten_state_dict=False))
+    assert set(StorageReader(checkpoint).read_metadata().state_dict_metadata) == set(state)
+    # The stock planner loses the objects with flatten_sharded_tensors=True, its default: see the next test.
+    target = {"tensor": torch.zeros(3), "nested": None, "number": None}
+    load_with(checkpoint, target, planner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    assert_same(target, state)
+
+
+def test_objects_of_a_state_that_is_not_flattened_reach_the_caller(checkpoint: Path) -> None:
+    state = {"tensor": torch.ones(3), "number": 3}
+    save_with(checkpoint, state, SavePlanner(flatten_state_dict=False))
+    target = {"tensor": torch.zeros(3), "number": None}
+    load_with(checkpoint, target, LoadPlanner(flatten_state_dict=False))
+    assert_same(target, state)
+
+
+@pytest.fixture
+def keys_as_before_torch_2_4() -> Iterator[None]:
+    _version._derived_version = "2_3"
+    yield
+    _version._derived_version = None
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("load_planner", [LoadPlanner, DefaultLoadPlanner])
+@pytest.mark.parametrize("ours", [True, False])
+def test_checkpoint_from_before_torch_2_4(
+    checkpoint: Path, ours: bool, load_planner: Any, partial: bool, keys_as_before_torch_2_4: None
+) -> None:
+    # Containers without tensors were one object then.
+    state = {"model": {"w": torch.ones(3)}, "optimizer": {"groups": [{"lr": 0.1}], "step": 3}}
+    if ours:
+        save_with(checkpoint, state, SavePlanner())
+    else:
+        dcp.save(state, storage_writer=FileSystemWriter(checkpoint))
+    assert set(StorageReader(checkpoint).read_metadata().state_dict_metadata) == {"model.w", "optimizer"}
+    _version._derived_version = None
+    target = {"model": {"w": torch.zeros(3)}, "optimizer": {"groups": [{"lr": 0.0}], "step": 0}}
+    load_with(checkpoint, target, load_planner(allow_partial_load=partial))
+    assert_same(target, state)
+    assert _version._derived_version is None
+
+
+# --- Hooks for saving
+
+
+class _Doubled(SavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = super().lookup_object(index)
+        return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+class _DefaultDoubled(DefaultSavePlanner):
+    lookup_object = _Doubled.lookup_object
+
+
+class _Resolved(SavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = super().resolve_data(write_item)
+        return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+class _Transformed(SavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+class _DefaultTransformed(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return value * 2 if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("kind", [_Doubled, _Resolved, _Transformed, _DefaultTransformed])
+def test_planner_that_makes_up_tensors(checkpoint: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # More of them than the memory for slots holds, so that some are gone before the last is made.
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
+    state: dict[str, Any] = {f"{i}": torch.full((200_000 + i,), float(i)) for i in range(40)} | {"object": "x"}
+    planner = kind()
+    for _ in range(2):  # the second time perhaps with a plan that was kept
+        save_with(checkpoint, state, planner)
+        expected = {key: value * 2 if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        assert_same(load_blank(checkpoint, state), expected)
+
+
+class _Objects(SavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type is WriteItemType.BYTE_IO:
+            object = ("wrapped", object)
+        return super().transform_object(write_item, object)
+
+
+def test_planner_that_changes_objects(checkpoint: Path) -> None:
+    save_with(checkpoint, {"a": 1, "t": torch.ones(3)}, _Objects())
+    target = {"a": None, "t": torch.zeros(3)}
+    load(checkpoint, target)
+    assert_same(target, {"a": ("wrapped", 1), "t": torch.ones(3)})
+
+
+class _Halved(SavePlanner):
+    """Saves in bfloat16, and says so in the metadata."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[self._halved(item) for item in plan.items])
+
+    @staticmethod
+    def _halved(item: WriteItem) -> WriteItem:
+        if item.tensor_data is None:
+            return item
+        properties = dataclasses.replace(item.tensor_data.properties, dtype=torch.bfloat16)
+        return dataclasses.replace(item, tensor_data=dataclasses.replace(item.tensor_data, properties=properties))
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return value.bfloat16() if isinstance(value, torch.Tensor) else value
+
+
+def test_planner_that_saves_in_another_dtype(checkpoint: Path) -> None:
+    state = {"a": torch.randn(1000), "large": torch.randn(3 * MiB), "object": 1}
+    planner = _Halved()
+    for _ in range(2):
+        save_with(checkpoint, state, planner)
+        expected = {key: value.bfloat16() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        assert_same(load_blank(checkpoint, expected), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_planner_that_casts_behind_the_back_of_the_metadata(checkpoint: Path, dtype: torch.dtype) -> None:
+    # As users of stock DCP do: the metadata says float32, the record is something else.
+    class Cast(SavePlanner):
+        def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+            value = super().transform_object(write_item, object)
+            return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+    state = {"a": torch.randn(1000), "large": torch.randn(2 * MiB)}
+    save_with(checkpoint, state, Cast())
+    expected = {key: value.to(dtype).float() for key, value in state.items()}
+    target = blank(state)
+    dcp.load(target, storage_reader=FileSystemReader(checkpoint))
+    assert_same(target, expected)
+    assert_same(load_with(checkpoint, blank(state), LoadPlanner(allow_cast=True)), expected)
+    error = refusal(lambda: load(checkpoint, blank(state)))
+    assert isinstance(error, IncompatibleStateError)
+
+
+class _Minimal(AbstractSavePlanner):
+    """A planner that owes nothing to the default one."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.state = state_dict
+        self.stock = DefaultSavePlanner()
+        self.stock.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.stock.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Any]:
+        return self.stock.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(self.state[write_item.index.fqn], buffer)
+            buffer.seek(0)
+            return buffer
+        return torch.as_tensor(self.state[write_item.index.fqn]).clone()
+
+
+def test_planner_of_its_own(checkpoint: Path) -> None:
+    state = {"a": torch.randn(3 * MiB), "b": 1, "c": torch.ones(3)}
+    save_with(checkpoint, state, _Minimal())
+    assert_same(load_blank(checkpoint, state), state)
+
+
+@pytest.mark.parametrize("wrong", ["tensor", "object"])
+def test_planner_that_resolves_to_the_wrong_kind_is_an_error(checkpoint: Path, wrong: str) -> None:
+    class Wrong(SavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            return "neither"
+
+    error = refusal(lambda: save_with(checkpoint, {"a": torch.ones(3)} if wrong == "tensor" else {"a": 1}, Wrong()))
+    assert isinstance(error, CheckpointError)
+    assert "a" in str(error)
+    assert not list(checkpoint.glob("*.distcp"))
+
+
+def test_planner_that_resolves_to_another_shape_is_an_error(checkpoint: Path) -> None:
+    class Wrong(SavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            return torch.ones(5)
+
+    error = refusal(lambda: save_with(checkpoint, {"a": torch.ones(3)}, Wrong()))
+    assert isinstance(error, CheckpointError)
+    assert "a" in str(error)
+
+
+# --- Hooks for loading
+
+
+def _recording(base: Any) -> Any:
+    class Recording(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, str]] = []
+            self.committed: dict[str, torch.Tensor] = {}
+
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            assert value.tell() == 0
+            self.calls.append(("load_bytes", read_item.storage_index.fqn))
+            super().load_bytes(read_item, value)
+
+        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+            self.calls.append(("lookup_tensor", index.fqn))
+            return super().lookup_tensor(index)
+
+        def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> Any:
+            self.calls.append(("transform_tensor", read_item.dest_index.fqn))
+            return super().transform_tensor(read_item, tensor)
+
+        def resolve_tensor(self, read_item: ReadItem) -> Any:
+            self.calls.append(("resolve_tensor", read_item.dest_index.fqn))
+            return super().resolve_tensor(read_item)
+
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            self.calls.append(("commit_tensor", read_item.dest_index.fqn))
+            self.committed[read_item.dest_index.fqn] = tensor.clone()
+            super().commit_tensor(read_item, tensor)
+
+    return Recording()
+
+
+@pytest.mark.parametrize("base", [LoadPlanner, DefaultLoadPlanner])
+def test_every_hook_of_a_load_planner_is_called(checkpoint: Path, base: Any) -> None:
+    state = {"a": torch.randn(10), "large": torch.randn(MiB), "t": torch.randn(30, 20).t(), "n": 1, "o": {"x": "y"}}
+    save(checkpoint, state)
+    planner = _recording(base)
+    assert_same(load_with(checkpoint, blank(state), planner), state)
+    tensors = ("a", "large", "t")
+    expected = {
+        (name, key)
+        for key in tensors
+        for name in ("lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
+    }
+    assert set(planner.calls) == expected | {("load_bytes", "n"), ("load_bytes", "o.x")}
+    assert_same(planner.committed, {key: state[key] for key in tensors})
+    for key in tensors:
+        assert planner.calls.index(("resolve_tensor", key)) < planner.calls.index(("commit_tensor", key))
+
+
+@pytest.mark.parametrize("base", [LoadPlanner, DefaultLoadPlanner])
+def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -> None:
+    class Scratch(base):  # type: ignore[misc]
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return torch.empty(read_item.lengths, dtype=torch.float32)
+
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            self.lookup_tensor(read_item.dest_index).copy_(tensor * 2)
+
+    state = {f"{i}": torch.full((100_000,), float(i)) for i in range(50)}
+    save(checkpoint, state)
+    target = load_with(checkpoint, blank(state), Scratch())
+    assert_same(target, {key: value * 2 for key, value in state.items()})
+
+
+@pytest.mark.parametrize("base", [DefaultLoadPlanner, LoadPlanner])
+def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
+    save(checkpoint, {"w": torch.arange(5), "object": "kept"})
+    planner = base()
+    assert item_targets(planner).are_views
+    filled: dict[str, torch.Tensor] = {}
+    decoded = []
+    planner.resolve_tensor = lambda item: filled.setdefault(item.dest_index.fqn, torch.zeros(5, dtype=torch.int64))
+    planner.load_bytes = lambda item, value: decoded.append(item.dest_index.fqn)
+    state = load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"}, planner)
+    assert_same(filled, {"w": torch.arange(5)})
+    assert_same(state, {"w": torch.zeros(5, dtype=torch.int64), "object": "old"})
+    assert decoded == ["object"] and not item_targets(planner).are_views, "it must not be left to other ranks"
+
+
+def test_a_hook_may_be_put_on_a_save_planner_itself(checkpoint: Path) -> None:
+    planner = SavePlanner()
+    stock = planner.resolve_data
+
+    def doubled(item: WriteItem) -> Any:
+        found = stock(item)
+        return found * 2 if isinstance(found, torch.Tensor) else found
+
+    assert planner.packs()
+    planner.resolve_data = doubled  # type: ignore[method-assign]
+    assert not planner.packs()
+    dcp.save({"w": torch.arange(5)}, storage_writer=StorageWriter(checkpoint), planner=planner)
+    assert_same(
+        load_with(checkpoint, {"w": torch.zeros(5, dtype=torch.int64)}, LoadPlanner()), {"w": 2 * torch.arange(5)}
+    )
+
+
+def test_load_planner_may_decode_objects_itself(checkpoint: Path) -> None:
+    class Text(LoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            self.set_object(read_item, f"loaded {torch.load(value, weights_only=True)}")
+
+    save(checkpoint, {"a": 1, "nested": {"b": "x"}})
+    target = load_with(checkpoint, {"a": 0, "nested": {"b": ""}}, Text())
+    assert target == {"a": "loaded 1", "nested": {"b": "loaded x"}}
+
+
+def test_load_planner_that_resolves_to_another_shape_is_an_error(checkpoint: Path) -> None:
+    class Wrong(LoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return torch.empty(7)
+
+    save(checkpoint, {"a": torch.ones(3)})
+    assert isinstance(refusal(lambda: load_with(checkpoint, {"a": torch.zeros(3)}, Wrong())), IncompatibleStateError)
+
+
+def test_error_in_a_hook_is_what_the_caller_sees(checkpoint: Path) -> None:
+    class Failing(LoadPlanner):
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            raise KeyError("my own")
+
+    class FailingSave(SavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            raise KeyError("my own")
+
+    save(checkpoint, {"a": torch.ones(3)})
+    assert isinstance(refusal(lambda: load_with(checkpoint, {"a": torch.zeros(3)}, Failing())), KeyError)
+    assert isinstance(refusal(lambda: save_with(checkpoint, {"a": torch.zeros(3)}, FailingSave())), KeyError)
+    assert_same(load_blank(checkpoint, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
+
+
+# --- Plans kept from save to save
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_new_values_are_saved_with_a_kept_plan(tmp_path: Path, caching: bool) -> None:
+    planner, writer = SavePlanner(enable_plan_caching=caching), StorageWriter(tmp_path)
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "n": {"o": step}, "p": torch.nn.Parameter(torch.full((3,), float(step)))}
+        metadata = dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / f"{step}")
+        assert set(metadata.state_dict_metadata) == {"a", "n.o", "p"}
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "n": {"o": step}, "p": torch.full((3,), float(step))}
+        assert_same(load_blank(tmp_path / f"{step}", state), state)
+
+
+_CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dtype": ({"a": torch.ones(4)}, {"a": torch.ones(4, dtype=torch.int32)}),
+    "shape": ({"a": torch.ones(4)}, {"a": torch.ones(2, 2)}),
+    "kind": ({"a": torch.ones(4)}, {"a": 1}),
+    "kind back": ({"a": 1}, {"a": torch.ones(4)}),
+    "more keys": ({"a": 1}, {"a": 1, "b": torch.ones(1)}),
+    "fewer keys": ({"a": 1, "b": torch.ones(1)}, {"b": torch.ones(1)}),
+    "other keys": ({"a": torch.ones(4)}, {"b": torch.ones(4)}),
+    "order of keys": ({"a": torch.ones(4), "b": torch.zeros(4)}, {"b": torch.ones(4), "a": torch.zeros(4)}),
+    "path of a key": ({"x.y": torch.ones(4)}, {"x": {"y": torch.ones(4)}}),
+    "list or dictionary": ({"x": [torch.ones(4)]}, {"x": {"0": torch.ones(4)}}),
+    "layout in memory": ({"a": torch.ones(2, 2)}, {"a": torch.arange(4.0).view(2, 2).t()}),
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+@pytest.mark.parametrize("kind", [SavePlanner, DefaultSavePlanner])
+def test_changed_state_gets_a_new_plan(checkpoint: Path, name: str, kind: Any) -> None:
+    planner = kind()
+    for state in (*_CHANGES[name], *_CHANGES[name]):
+        save_with(checkpoint, state, planner)
+        assert_same(load_blank(checkpoint, state), state)
+        loaded = blank(state)
+        dcp.load(loaded, storage_reader=FileSystemReader(checkpoint))
+        assert_same(loaded, state)
+
+
+def test_planners_do_not_share_plans(tmp_path: Path) -> None:
+    states = [{"a": torch.ones(3)}, {"b": torch.ones(3), "c": 1}]
+    planners = [SavePlanner(), SavePlanner()]
+    for _ in range(2):
+        for number, (state, planner) in enumerate(zip(states, planners, strict=True)):
+            save_with(tmp_path / f"{number}", state, planner)
+            assert_same(load_blank(tmp_path / f"{number}", state), state)
+
+
+def test_kept_plan_survives_a_failed_save_and_another_writer(tmp_path: Path) -> None:
+    planner = SavePlanner()
+    state: dict[str, Any] = {"a": torch.ones(3), "b": {"c": 1}}
+    save_with(tmp_path / "first", state, planner)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointException):
+        save_with(tmp_path / "file" / "x", state, planner)
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "stock"), planner=planner)
+    save_with(tmp_path / "second", state, planner)
+    for name in ("first", "stock", "second"):
+        assert_same(load_blank(tmp_path / name, state), state)
+
+
+def test_stock_plan_caching_with_our_writer(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path)
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "n": {"o": step}}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / f"{step}")
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "n": {"o": step}}
+        assert_same(load_blank(tmp_path / f"{step}", state), state)
+
+
+@pytest.mark.parametrize("reader", ["ours", "stock's"])
+def test_a_planner_of_ours_casts_under_no_reader_unless_told(tmp_path: Path, reader: str) -> None:
+    save(tmp_path, {"a": torch.ones(2)})
+    how: dict[str, Any] = (
+        {"checkpoint_id": tmp_path} if reader == "stock's" else {"storage_reader": StorageReader(tmp_path)}
+    )
+    state = {"a": torch.zeros(2, dtype=torch.float64)}
+    with pytest.raises(BaseException, match="allow_cast") as raised:
+        dcp.load(state, planner=LoadPlanner(), no_dist=True, **how)
+    assert isinstance(raised.value.failures[0][0], IncompatibleStateError)  # type: ignore[attr-defined]
+    assert not state["a"].any()
+    dcp.load(state, planner=LoadPlanner(allow_cast=True), no_dist=True, **how)
+    assert state["a"].all()

@@ -1,0 +1,107 @@
+"""`Stager` under `dcp.async_save`, and on its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import load, no_snapshot_is_left, same, state
+from rank_pool import run_ranks
+from test_async_ranks import state_of_rank, whole_state
+from test_async_save import change_all, many_kinds
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
+
+import vescale_ckpt
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.stager import Stager
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt.errors import CheckpointError
+
+BOUND = 60.0
+
+
+def test_what_is_staged_is_a_copy() -> None:
+    stager, values = Stager(), many_kinds(1)
+    staged = stager.stage(values)
+    change_all(values)
+    assert same(staged, many_kinds(1))
+    assert staged["view"].data_ptr() == staged["base"].data_ptr() + 1000 * 4, "memory that was shared is not any more"
+    assert staged["same"].data_ptr() == staged["base"].data_ptr()
+    assert _C.snapshot_memory()["in_use_bytes"] > 0
+    del staged
+    assert no_snapshot_is_left()
+    stager.close()
+    assert _C.snapshot_memory()["touched_bytes"] == 0
+
+
+def test_parameters_stay_what_they_are() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    staged = Stager().stage({"weight": weight, "plain": weight.detach(), "computed": weight * 2})
+    assert [value.requires_grad for value in staged.values()] == [True, False, True]
+    assert staged["computed"].eq(2).all()
+
+
+def test_budget(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="budget_bytes"):
+        Stager(budget_bytes=0)
+    with pytest.raises(CheckpointError, match=r"1,000,000.*budget_bytes"):
+        Stager(budget_bytes=1_000_000).stage(state(1))
+    assert no_snapshot_is_left()
+
+
+def _saves(directory: str, kind: AsyncCheckpointerType) -> None:
+    stager, writer, planner = Stager(), StorageWriter(directory), SavePlanner()
+    for k in range(3):
+        values = state_of_rank(k)
+        answer = dcp.async_save(
+            values, async_stager=stager, storage_writer=writer, planner=planner, async_checkpointer_type=kind
+        )
+        for value in values.values():
+            if isinstance(value, DTensor):
+                value.to_local().zero_()
+            elif isinstance(value, torch.Tensor):
+                value.zero_()
+        assert isinstance(answer, Future)
+        answer.result(BOUND)
+    del answer
+    assert no_snapshot_is_left()  # the executor's thread lets go of the state after its result is there
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_asynchronous_saves_of_dcp(checkpoint: Path, kind: AsyncCheckpointerType) -> None:
+    run_ranks(2, _saves, str(checkpoint), kind)
+    assert same(load(checkpoint, whole_state(0)), whole_state(2))
+
+
+def _sharded(directory: str) -> None:
+    rank = dist.get_rank()
+    local = torch.full((3, 4), float(rank))
+    value = init_from_local_shards([Shard.from_tensor_and_offsets(local, [3 * rank, 0], rank)], 6, 4)
+    answer = dcp.async_save({"sharded": value}, async_stager=Stager(), storage_writer=StorageWriter(directory))
+    local.fill_(7)
+    assert isinstance(answer, Future)
+    answer.result(BOUND)
+
+
+def test_sharded_tensors(checkpoint: Path) -> None:
+    run_ranks(2, _sharded, str(checkpoint))
+    found: dict[str, Any] = load(checkpoint, {"sharded": torch.zeros(6, 4)})
+    assert found["sharded"][:3].eq(0).all() and found["sharded"][3:].eq(1).all()
+
+
+def test_what_cannot_be_copied_is_named_by_the_planner(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointException, match="nowhere"):
+        dcp.async_save(
+            {"nowhere": torch.empty(3, device="meta")}, async_stager=Stager(), storage_writer=StorageWriter(checkpoint)
+        ).result(BOUND)  # type: ignore[union-attr]
+    vescale_ckpt.save(checkpoint, {"step": 1})

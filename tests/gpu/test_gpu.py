@@ -1,0 +1,343 @@
+"""What needs a CUDA device; `scripts/gpu_check.sh` runs these where there is one."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks.nccl import DeviceGroup
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+BOUND = 120.0  # seconds after which something counts as hung
+
+
+def state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    large = torch.randn(3000, 4096, generator=generator, device="cuda")
+    return {
+        "large": large,
+        "bf16": large[:100].bfloat16(),
+        "transposed": large[:64, :128].t(),
+        "step": torch.tensor(seed, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+        "host": torch.arange(10) + seed,
+    }
+
+
+@pytest.mark.parametrize("arena_mib", [4, 256])
+def test_device_tensors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arena_mib: int) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(arena_mib << 20))
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 << 20))
+    dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path), planner=vescale_ckpt.SavePlanner())
+    loaded = state(2)
+    dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path), planner=vescale_ckpt.LoadPlanner())
+    for key, value in state(1).items():
+        assert loaded[key].device == value.device
+        assert torch.equal(loaded[key], value), key
+
+
+def test_stock_reads_what_was_saved_from_a_device(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path))
+    loaded = state(2)
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path))
+    for key, value in state(1).items():
+        assert torch.equal(loaded[key], value), key
+
+
+def test_a_checkpoint_of_device_tensors_loads_on_the_host(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=vescale_ckpt.StorageWriter(tmp_path))
+    loaded = {key: torch.empty_like(value, device="cpu") for key, value in state(2).items()}
+    dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path))
+    for key, value in state(1).items():
+        assert torch.equal(loaded[key], value.cpu()), key
+
+
+# --- Asynchronous saves
+
+
+def model_state(seed: int) -> dict[str, Any]:
+    """A few large, many small and strided tensors, on the device and beside it."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    small = {f"small.{i}": torch.randn(1 + 37 * i, generator=generator, device="cuda") for i in range(300)}
+    return {**state(seed), **small, "number": seed}
+
+
+def change_all(values: dict[str, Any]) -> None:
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(-1)
+
+
+def expect_saved(path: Path, wanted: dict[str, Any]) -> None:
+    loaded = model_state(99)
+    dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(path), planner=vescale_ckpt.LoadPlanner())
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert loaded[key].device == value.device
+            assert torch.equal(loaded[key], value), key
+
+
+@pytest.mark.parametrize("snapshot_mib", [0, 8])
+def test_later_changes_do_not_reach_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot_mib: int
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(snapshot_mib << 20))  # 8: the rest is written in waves
+    for seed in range(3):  # into memory that is not yet page-locked, and then is
+        values = model_state(seed)
+        handle = vescale_ckpt.save(tmp_path / str(seed), values, async_checkpoint=True)
+        change_all(values)
+        handle.result(BOUND)
+        expect_saved(tmp_path / str(seed), model_state(seed))
+    vescale_ckpt.prepare(model_state(0))  # waits until all is locked
+    memory = _C.snapshot_memory()
+    assert memory["registered_bytes"] == memory["touched_bytes"] > 0
+
+
+def test_saves_come_behind_what_the_current_stream_has_queued(tmp_path: Path) -> None:
+    for number, stream in enumerate((torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream())):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            values = model_state(1)
+            torch.cuda._sleep(200_000_000)  # cycles
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    value.add_(1)
+            wanted = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+            handle = vescale_ckpt.save(tmp_path / str(number), values, async_checkpoint=True)
+            change_all(values)
+        handle.result(BOUND)
+        expect_saved(tmp_path / str(number), wanted)
+
+
+def test_what_a_gate_guards_is_copied_while_the_device_works(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device="cuda") for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = torch.randn(64, 1024, device="cuda")
+
+    def train() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    for step in range(4):
+        values = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        wanted = {key: value.clone() for key, value in model.state_dict().items()}
+        moments = [entry["exp_avg"].clone() for entry in optimizer.state.values()]
+        handle = vescale_ckpt.save(tmp_path / str(step), values, async_checkpoint=True, gate=optimizer)
+        for _ in range(3):
+            train()
+        handle.result(BOUND)
+        loaded = {"model": {key: torch.zeros_like(value) for key, value in wanted.items()}}
+        vescale_ckpt.load(tmp_path / str(step), loaded)
+        assert all(torch.equal(loaded["model"][key], value) for key, value in wanted.items())
+        found = {"optimizer": {"state": {i: {"exp_avg": torch.zeros_like(m)} for i, m in enumerate(moments)}}}
+        vescale_ckpt.load(tmp_path / str(step), found)
+        for number, moment in enumerate(moments):
+            assert torch.equal(found["optimizer"]["state"][number]["exp_avg"], moment)
+
+
+def test_a_change_that_passes_the_gate_is_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    torch.cuda._sleep(500_000_000)
+    handle = vescale_ckpt.save(tmp_path, {"weight": parameter}, async_checkpoint=True, gate=optimizer)
+    with torch.no_grad():
+        parameter.add_(1)
+    with pytest.raises(vescale_ckpt.CheckpointError, match="weight was changed"):
+        handle.result(BOUND)
+
+
+def test_staging_for_dcp(tmp_path: Path) -> None:
+    stager = vescale_ckpt.Stager()
+    for seed in range(2):
+        values = state(seed)
+        answer = dcp.async_save(
+            values, async_stager=stager, storage_writer=vescale_ckpt.StorageWriter(tmp_path / str(seed))
+        )
+        change_all(values)
+        answer.result(BOUND)
+        loaded = state(9)
+        dcp.load(loaded, storage_reader=vescale_ckpt.StorageReader(tmp_path / str(seed)))
+        for key, value in state(seed).items():
+            assert torch.equal(loaded[key], value), key
+
+
+def test_every_device_is_copied_from(tmp_path: Path) -> None:
+    devices = range(torch.cuda.device_count())
+    values = {f"on.{i}": torch.full((100_000,), float(i), device=f"cuda:{i}") for i in devices}
+    handle = vescale_ckpt.save(tmp_path, values, async_checkpoint=True)
+    change_all(values)
+    handle.result(BOUND)
+    vescale_ckpt.load(tmp_path, values)
+    assert all(values[f"on.{i}"].eq(i).all() for i in devices)
+
+
+# --- Copies
+
+
+def table(pairs: list[tuple[torch.Tensor, int]]) -> array[int]:
+    """Rows for `_C.DeviceCopies`: tensors on a device, and where they lie on the host."""
+    rows: list[int] = []
+    for tensor, host in pairs:
+        rows += [tensor.data_ptr(), host, tensor.itemsize, tensor.dim(), *tensor.shape, *tensor.stride()]
+    return array("q", rows)
+
+
+def packed(tensors: list[torch.Tensor], alignment: int) -> tuple[torch.Tensor, list[int]]:
+    """Pinned memory for all of them, one behind the other, and the offset of each."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // alignment) * alignment
+    return torch.zeros(end, dtype=torch.uint8, pin_memory=True), offsets
+
+
+def shapes_of_all_kinds() -> list[torch.Tensor]:
+    large = torch.randn(2048, 4096, device="cuda")
+    small = [
+        torch.randn(1 + i % 700, device="cuda").to(dtype) for i in range(500) for dtype in (torch.half, torch.float)
+    ]
+    odd = [torch.randint(0, 255, (1 + i,), device="cuda", dtype=torch.uint8) for i in range(40)]
+    return [
+        *small,
+        *odd,
+        *(value[1:] for value in odd[8:]),
+        large,
+        large[:, :2048],
+        large[5:900, 3:77],
+        large.t(),
+        large.bfloat16().view(64, 32, 64, 64).permute(2, 0, 3, 1),
+        torch.randn(7, device="cuda").expand(5, 7),
+        torch.zeros(0, 3, device="cuda"),
+        torch.tensor(3.5, device="cuda"),
+    ]
+
+
+@pytest.mark.parametrize("slab_bytes", [0, 1 << 20, 8 << 20])
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_copies_to_the_host_and_back(slab_bytes: int, alignment: int) -> None:
+    tensors = shapes_of_all_kinds()
+    host, offsets = packed(tensors, alignment)
+    stream = torch.cuda.current_stream().cuda_stream
+    rows = [(tensor, host.data_ptr() + offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+    out = _C.DeviceCopies(0, True, slab_bytes)
+    out.start(table(rows), [stream], alignment=alignment)
+    assert out.wait(60)
+    assert out.copied_bytes == out.total_bytes == sum(tensor.nbytes for tensor in tensors)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        copied = host[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(copied, tensor.cpu()), (tensor.shape, tensor.stride(), tensor.dtype)
+
+    targets = [torch.zeros_like(tensor) for tensor in tensors]  # zeros_like keeps strides where they do not overlap
+    rows = [(target, host.data_ptr() + offset) for target, offset in zip(targets, offsets, strict=True)]
+    into = _C.DeviceCopies(0, False, slab_bytes)
+    into.start(table(rows), [stream], alignment=alignment)
+    assert into.wait(60)
+    for target, tensor in zip(targets, tensors, strict=True):
+        assert torch.equal(target, tensor)
+
+
+def test_copies_wait_for_what_the_producer_has_queued() -> None:
+    tensors = [torch.zeros(1 << 20, device="cuda"), *(torch.zeros(100, device="cuda") for _ in range(50))]
+    host, offsets = packed(tensors, 64)
+    copies = _C.DeviceCopies(0, True)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # cycles
+            for tensor in tensors:
+                tensor.add_(1)
+        rows = [(tensor, host.data_ptr() + offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+        copies.start(table(rows), [stream.cuda_stream], alignment=64)
+        assert copies.wait(60)
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            assert torch.equal(host[offset : offset + tensor.nbytes].view(tensor.dtype), tensor.cpu())
+
+
+def test_no_copy_crosses_pieces_that_were_locked_one_by_one() -> None:
+    piece = 1 << 20
+    tensors = [torch.randn(1000 + 977 * i, device="cuda") for i in range(200)]
+    host = torch.zeros((sum(tensor.nbytes for tensor in tensors) // piece + 2) * piece, dtype=torch.uint8)
+    base = -(-host.data_ptr() // piece) * piece
+    lock = _C.PageLock(0, base, host.nbytes // piece * piece - piece, piece)
+    assert lock.refusal == ""
+    rows, at = [], base
+    for tensor in tensors:
+        rows.append((tensor, at))
+        at += tensor.nbytes
+    copies = _C.DeviceCopies(0, True)
+    copies.start(table(rows), [torch.cuda.current_stream().cuda_stream], base, piece)
+    assert copies.wait(60)
+    for tensor, address in rows:
+        offset = address - host.data_ptr()
+        assert torch.equal(host[offset : offset + tensor.nbytes].view(tensor.dtype), tensor.cpu())
+    del lock, copies
+
+
+def test_the_framework_does_not_find_our_errors() -> None:
+    copies = _C.DeviceCopies(0, True)
+    copies.start(array("q", [64, torch.zeros(8).data_ptr(), 8, 0]), [torch.cuda.current_stream().cuda_stream])
+    with pytest.raises(_C.EngineError, match=r"copy 8 bytes from device 0 to the host: CUDA: .*cudaError") as caught:
+        copies.wait(60)
+    assert caught.value.kind == "device"
+    torch.zeros(10, device="cuda").add_(1).cpu()  # raises if CUDA still remembers
+    torch.cuda.synchronize()
+
+
+def test_devices_are_told_apart() -> None:
+    info = _C.device_info()
+    assert info["runtime"] and info["reason"] == "" and len(info["devices"]) == torch.cuda.device_count()
+    assert _C.device_of(torch.zeros(3, device="cuda").data_ptr()) == 0
+    assert _C.device_of(torch.zeros(3).data_ptr()) is None
+
+
+# --- Loads in which ranks read for each other
+
+
+def _load_for_each_other(directory: Path) -> tuple[int, bool]:
+    """Bytes that this rank read, and whether they went from device to device."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.zeros(1, device="cuda")
+    full = {"w": torch.arange(4 << 20, dtype=torch.float32).view(2048, 2048), "b": torch.arange(999)}
+    vescale_ckpt.save(directory, dict(full))
+    swaps = mock.patch.object(DeviceGroup, "swap", autospec=True, side_effect=DeviceGroup.swap)
+    with swaps as swapped:
+        for _ in range(2):
+            state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in full.items()}
+            stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND).stats
+            for name, tensor in full.items():
+                assert torch.equal(state[name].cpu(), tensor), name
+    columns = distribute_tensor(
+        torch.zeros_like(full["w"]).cuda(), init_device_mesh("cuda", (dist.get_world_size(),)), [Shard(1)],
+        src_data_rank=None,
+    )  # fmt: skip
+    vescale_ckpt.load(directory, {"w": columns}, broadcast_checkpoint=True, timeout=BOUND)
+    assert torch.equal(columns.to_local().cpu(), full["w"].chunk(dist.get_world_size(), 1)[rank])
+    return stats.read_bytes, swapped.call_count > 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_read_for_each_other_from_device_to_device(tmp_path: Path, ranks: int) -> None:
+    """Over NCCL where each has a device of its own, else through the host."""
+    results = run_ranks(ranks, _load_for_each_other, tmp_path / "checkpoint", timeout=BOUND)
+    assert sum(read for read, _ in results) < 1.1 * ((16 << 20) + 999 * 8)
+    assert all(swapped == (torch.cuda.device_count() >= ranks) for _, swapped in results)

@@ -1,0 +1,590 @@
+"""Saves as safetensors files: written by all ranks at once, read by everybody, never a readable half."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors as stock
+import safetensors.torch as stock_torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import fork, same
+from rank_pool import run_ranks
+from states import layouts
+from test_kill import Shared, kill, wait_until
+from test_safetensors import all_dtypes
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import safetensors
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt._hf import folder as hf_folder
+from vescale_ckpt._hf import names as hf_names
+from vescale_ckpt._hf.shard_size import shard_bytes
+from vescale_ckpt._state.per_rank import PerRank
+from vescale_ckpt._storage import leftovers, locks
+from vescale_ckpt.errors import CheckpointError, SaveFailedError, StorageFullError
+
+State = dict[str, torch.Tensor]
+
+INDEX = hf_names.INDEX_NAME
+
+
+def save(directory: Path | str, state: dict[str, Any], **options: Any) -> Any:
+    return vescale_ckpt.save(directory, state, format="safetensors", **options)
+
+
+def files(directory: Path | str) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+
+
+def read(directory: Path | str) -> State:
+    """All tensors, as the library reads them and as ours verify them; every file by its index, if there is one."""
+    directory = Path(directory)
+    names = files(directory)
+    found: State = {}
+    for name in names:
+        loaded = stock_torch.load_file(directory / name)
+        with safetensors.safe_open(directory / name) as ours:
+            assert same(ours.get_tensors(), loaded)
+        header = safetensors._Opened(directory / name, "cpu", verify=True)
+        assert header.file.has_checksums or not any(tensor.numel() for tensor in loaded.values())
+        assert not found.keys() & loaded.keys()
+        found.update(loaded)
+    if names != ["model.safetensors"]:
+        index = json.loads((directory / INDEX).read_text())
+        assert names == hf_names.file_names(len(names))
+        assert sorted(set(index["weight_map"].values())) == names
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        for key, name in index["weight_map"].items():
+            with stock.safe_open(directory / name, "pt") as file:
+                assert key in file.keys()  # noqa: SIM118  # not a mapping
+        assert index["weight_map"].keys() == found.keys()
+    return found
+
+
+def nothing_left(directory: Path | str) -> bool:
+    names = os.listdir(directory)
+    return not any(".tmp." in name for name in names) and (INDEX in names) == (files(directory) != [
+        "model.safetensors"
+    ])  # fmt: skip
+
+
+def model(k: int) -> State:
+    """Of several files at "1MB"."""
+    return {
+        "embed": torch.arange(300_000, dtype=torch.float32).view(600, 500) + k,
+        "bias": torch.full((7,), float(k)),
+        "large": torch.arange(1_100_000, dtype=torch.int32).view(1100, 1000) * (k + 1),
+        "none": torch.empty(0, 3),
+        "head": torch.full((200, 1000), k, dtype=torch.bfloat16),
+    }
+
+
+# --- One process
+
+
+@pytest.mark.parametrize("limit", ["5GB", 1])
+def test_every_dtype_bit_for_bit(checkpoint: Path, limit: int | str) -> None:
+    state = all_dtypes()
+    if limit == 1:
+        state = dict(list(state.items())[::7])
+    save(checkpoint, state, max_shard_size=limit)
+    read(checkpoint)
+    loaded: State = {}
+    for name in files(checkpoint):
+        loaded.update(safetensors.load_file(checkpoint / name))
+    assert same(loaded, state)
+    full = sum(tensor.numel() > 0 for tensor in state.values())
+    assert (len(files(checkpoint)) == 1) if limit != 1 else (len(files(checkpoint)) >= full)
+
+
+@pytest.mark.parametrize("rows", [12, 24_000])
+def test_any_memory_layout(checkpoint: Path, backend: str, rows: int) -> None:
+    state = {}  # as `layouts`, but each in memory of its own
+    for name, tensor in layouts(rows).items():
+        memory = tensor.untyped_storage().clone()
+        own = torch.empty(0, dtype=tensor.dtype)
+        state[name] = own.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    save(checkpoint, state)
+    assert same(read(checkpoint), {name: tensor.contiguous() for name, tensor in state.items()})
+
+
+def test_tensors_are_put_in_files_in_their_order(checkpoint: Path) -> None:
+    state = {
+        "z": torch.zeros(100, dtype=torch.uint8),
+        "y": torch.zeros(150, dtype=torch.uint8),
+        "large": torch.zeros(300, dtype=torch.uint8),
+        "x": torch.zeros(200, dtype=torch.uint8),
+        "w": torch.zeros(51, dtype=torch.uint8),
+        "v": torch.zeros(1, dtype=torch.uint8),
+    }
+    save(checkpoint, state, max_shard_size=250)
+    weight_map = json.loads((checkpoint / INDEX).read_text())["weight_map"]
+    of = {key: int(name.split("-")[1]) for key, name in weight_map.items()}
+    assert of == {"z": 1, "y": 1, "large": 2, "x": 3, "w": 4, "v": 4}
+    assert same(read(checkpoint), state)
+
+
+def test_an_empty_state_is_one_empty_file(checkpoint: Path) -> None:
+    save(checkpoint, {})
+    assert stock_torch.load_file(checkpoint / "model.safetensors") == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "bytes_"),
+    [(7, 7), ("5GB", 5_000_000_000), ("1.5 MiB", 3 << 19), ("20 kb", 20_000), ("3", 3), ("3B", 3), ("4.5GiB", 9 << 29)],
+)
+def test_sizes_of_files(size: int | str, bytes_: int) -> None:
+    assert shard_bytes(size) == bytes_
+
+
+@pytest.mark.parametrize("size", ["", "5XB", "GB", "-1", 0, "0.1", "5 apples", "1iB"])
+def test_sizes_that_are_none(checkpoint: Path, size: int | str) -> None:
+    with pytest.raises(ValueError, match="max_shard_size"):
+        save(checkpoint, {}, max_shard_size=size)
+    assert not checkpoint.exists()
+
+
+def test_only_known_formats(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="dcp, safetensors"):
+        vescale_ckpt.save(checkpoint, {}, format="onnx")
+    with pytest.raises(ValueError, match="dcp, safetensors"):
+        StorageWriter(checkpoint, format="onnx")
+
+
+def test_a_writer_can_be_pickled_and_used_again(checkpoint: Path) -> None:
+    writer = StorageWriter(checkpoint, format="safetensors", max_shard_size="1MB")
+    for k in (0, 1):
+        dcp.save(model(k), storage_writer=writer, checkpoint_id=checkpoint)
+        assert same(read(checkpoint), model(k)) and len(files(checkpoint)) > 1
+        writer = pickle.loads(pickle.dumps(writer))
+
+
+def test_a_writer_derived_from_ours_saves_in_each_format(checkpoint: Path) -> None:
+    class Derived(StorageWriter):
+        pass
+
+    dcp.save(model(0), storage_writer=Derived(checkpoint / "files", format="safetensors"))
+    assert same(read(checkpoint / "files"), model(0))
+    dcp.save(model(0), storage_writer=Derived(checkpoint / "dcp"))
+    assert sorted(os.listdir(checkpoint / "dcp"))[0] == ".metadata"
+
+
+def test_the_header_says_torch_or_what_was_asked_for(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(1)})
+    with safetensors.safe_open(checkpoint / "model.safetensors") as file:
+        assert file.metadata() == {"format": "pt"}
+    save(checkpoint, {"a": torch.ones(1)}, metadata={"step": "7"})
+    with safetensors.safe_open(checkpoint / "model.safetensors") as file:
+        assert file.metadata() == {"step": "7"}
+    with pytest.raises(SaveFailedError, match="TypeError"):
+        save(checkpoint, {"a": torch.ones(1)}, metadata={"step": 7})
+
+
+def test_what_is_no_tensor_is_refused_by_name(checkpoint: Path) -> None:
+    state = {"w": torch.ones(2), "step": 3, "rng": PerRank([1]), "lr": {"a": 0.1}}
+    with pytest.raises(CheckpointError, match=r"tensors only.*step, rng.rank_0_of_1, lr.a"):
+        save(checkpoint, state)
+    assert os.listdir(checkpoint) == []
+    with pytest.raises(CheckpointError, match="no bits8"):
+        save(checkpoint, {"w": torch.empty(3, dtype=torch.bits8)})
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 60)
+        self.middle = torch.nn.Linear(60, 60)
+        self.head = torch.nn.Linear(60, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_module_keeps_its_names_and_tied_tensors_are_stored_once(checkpoint: Path) -> None:
+    module = _Tied()
+    expected = {name: value.detach() for name, value in module.state_dict().items() if name != "head.weight"}
+    for state in ({"": module}, module.state_dict()):
+        save(checkpoint, state)
+        assert same(read(checkpoint), expected)
+        with safetensors.safe_open(checkpoint / "model.safetensors") as file:
+            assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    # The library's own function ties them again.
+    other = _Tied()
+    missing, unexpected = stock_torch.load_model(other, checkpoint / "model.safetensors")
+    assert (missing, unexpected) == (set(), []) and torch.equal(other.head.weight, module.embed.weight)
+    save(checkpoint, {"": module}, max_shard_size=1)
+    assert json.loads((checkpoint / INDEX).read_text())["weight_map"].keys() == expected.keys()
+    with pytest.raises(SaveFailedError, match=r"twice.*middle.bias"):
+        save(checkpoint, {"": module, "middle.bias": torch.ones(1)})
+
+
+def test_tensors_that_overlap_otherwise_are_refused(checkpoint: Path) -> None:
+    base = torch.arange(10.0)
+    for other in (base[2:], base.view(2, 5), base.view(torch.int32)):
+        with pytest.raises(SaveFailedError, match=r"share memory.*a, b"):
+            save(checkpoint, {"a": base, "b": other})
+    save(checkpoint, {"a": base[:5], "b": base[5:]})  # parts that do not overlap
+    assert same(read(checkpoint), {"a": base[:5], "b": base[5:]})
+
+
+def test_the_second_save_plans_and_lays_out_nothing(checkpoint: Path) -> None:
+    planner = SavePlanner()
+    save(checkpoint, model(0), planner=planner, max_shard_size="1MB")
+    refused = mock.Mock(side_effect=AssertionError("planned again"))
+    with mock.patch.multiple(_C, GlobalPlan=refused, ExportLayout=refused, export_targets=refused):
+        save(checkpoint, model(1), planner=planner, max_shard_size="1MB")
+        vescale_ckpt.save(checkpoint.parent / "dcp", model(1), planner=planner)
+    assert same(read(checkpoint), model(1))
+    save(checkpoint, model(2), planner=planner, max_shard_size="2MB")  # the same plan, other files
+    assert same(read(checkpoint), model(2))
+    tied = model(3)
+    tied["bias"] = tied["head"]
+    with mock.patch.object(_C, "ExportLayout", wraps=_C.ExportLayout) as made:
+        save(checkpoint, tied, planner=planner, max_shard_size="1MB")
+    assert made.call_count == 1
+    assert same(read(checkpoint), {name: value for name, value in tied.items() if name != "head"})
+
+
+def test_an_asynchronous_save_has_what_was_there_when_it_began(checkpoint: Path) -> None:
+    state = model(5)
+    handle = save(checkpoint, state, async_checkpoint=True, max_shard_size="1MB")
+    for tensor in state.values():
+        tensor.zero_()
+    stats = handle.result(60)
+    assert stats.bytes == sum(tensor.nbytes for tensor in state.values())
+    assert same(read(checkpoint), model(5))
+
+
+def test_an_asynchronous_save_without_memory_for_all(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", "1000000")
+    state = model(6)
+    save(checkpoint, state, async_checkpoint=True).result(60)
+    assert same(read(checkpoint), model(6)) and nothing_left(checkpoint)
+
+
+# --- In a folder that is not empty
+
+
+@pytest.mark.parametrize("before", ["5GB", "2MB", "1MB"])
+@pytest.mark.parametrize("after", ["5GB", "2MB", "1MB"])
+def test_an_older_export_is_replaced(checkpoint: Path, before: str, after: str) -> None:
+    save(checkpoint, model(0), max_shard_size=before)
+    others = ["config.json", "model.txt", "model-1-of-2.safetensors.bak", "other.safetensors"]
+    for name in others:
+        (checkpoint / name).write_text("mine")
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        save(checkpoint, model(1), overwrite=False)
+    save(checkpoint, model(1), max_shard_size=after)
+    for name in others:
+        assert (checkpoint / name).read_text() == "mine"
+        (checkpoint / name).unlink()
+    assert same(read(checkpoint), model(1)) and nothing_left(checkpoint)
+
+
+@pytest.mark.parametrize("call", ["open", "write", "allocate", "sync", "space"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_call_that_fails_before_the_commit_leaves_the_older_export(checkpoint: Path, call: str, error: int) -> None:
+    save(checkpoint, model(0), max_shard_size="1MB")
+    for skip in range(2 if call in ("open", "write") else 1):
+        _C.inject_fault(call, error, skip, 1000)
+        wanted = StorageFullError if error == errno.ENOSPC and call in ("write", "allocate") else CheckpointError
+        with pytest.raises(wanted):
+            save(checkpoint, model(1), max_shard_size="2MB")
+        _C.clear_faults()
+        assert nothing_left(checkpoint)
+        assert same(read(checkpoint), model(0))
+    save(checkpoint, model(2), max_shard_size="2MB")
+    assert same(read(checkpoint), model(2))
+
+
+def test_a_full_disk_is_known_before_anything_is_written(checkpoint: Path) -> None:
+    save(checkpoint, model(0))
+    with mock.patch.object(_C, "free_bytes", return_value=1000), pytest.raises(StorageFullError) as full:
+        save(checkpoint, model(1))
+    assert full.value.free == 1000 and full.value.needed > sum(tensor.nbytes for tensor in model(1).values())
+    assert same(read(checkpoint), model(0)) and nothing_left(checkpoint)
+
+
+def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
+    going_on = _folder(checkpoint)
+    dead = _folder(checkpoint)
+    assert dead.files._lock is not None
+    dead.files._lock.release()  # as the death of its process does
+    for directory_entry in (f"{INDEX}.tmp.1.1", "model.safetensors.tmp.1.1", "model.safetensors.tmp.nonsense"):
+        (checkpoint / directory_entry).touch()
+        os.utime(checkpoint / directory_entry, (0, 0))
+    save(checkpoint, model(0))
+    left = {name for name in os.listdir(checkpoint) if ".tmp." in name}
+    assert left == {
+        *(hf_names.temporary_name(name, going_on.token) for name in going_on.names),
+        "model.safetensors.tmp.1.1",
+        "model.safetensors.tmp.nonsense",
+    }
+    going_on.discard()
+    assert len(os.listdir(checkpoint)) == 3
+
+
+def test_without_locks_leftovers_stay_for_a_day(checkpoint: Path) -> None:
+    abandoned = _folder(checkpoint)
+    with mock.patch.object(locks, "try_lock_alone", return_value=None):
+        save(checkpoint, {"a": torch.ones(1)})
+        assert any(abandoned.token in name for name in os.listdir(checkpoint))
+        for name in abandoned.names:
+            os.utime(checkpoint / hf_names.temporary_name(name, abandoned.token), (0, 0))
+        save(checkpoint, {"a": torch.ones(1)})
+    assert os.listdir(checkpoint) == ["model.safetensors"]
+
+
+def _folder(directory: Path) -> hf_folder.ExportFolder:
+    directory.mkdir(exist_ok=True)
+    return hf_folder.ExportFolder(str(directory), [100, 200])
+
+
+def test_a_killed_export_is_the_older_one_or_the_newer_one(checkpoint: Path) -> None:
+    rng = random.Random(3)
+    sizes = ["1MB", "2MB", "5GB"]
+    save(checkpoint, model(0), max_shard_size="1MB")
+    for _ in range(int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60")) // 5):
+        committed = Shared(1)
+
+        def export(committed: Shared = committed) -> None:
+            for k in range(1, 1000):
+                save(checkpoint, model(k), max_shard_size=rng.choice(sizes))
+                committed[0] = k
+
+        process = fork(export)
+        wait_until(committed, 1, "exports")
+        time.sleep(rng.random() * 0.03)
+        kill(process)
+        done = committed[0]
+        names = {"model.safetensors"}
+        if not (checkpoint / "model.safetensors").exists():  # beside it there may be files of the model before
+            names = set(json.loads((checkpoint / INDEX).read_text())["weight_map"].values())
+        found: State = {}
+        for name in names:
+            found.update(stock_torch.load_file(checkpoint / name))
+        assert any(same(found, model(k)) for k in range(done, done + 2))
+        assert same(vescale_ckpt.load(checkpoint), found)
+        save(checkpoint, model(9), max_shard_size="1MB")
+        assert same(read(checkpoint), model(9)) and nothing_left(checkpoint)
+
+
+# --- Several ranks
+
+ROWS, COLUMNS = 1201, 1003  # more than what is sent alone; cells and blocks end inside rows
+
+
+def whole() -> State:
+    """What `state_of_rank` is in all. Some tensors are small, some do not divide."""
+    base = torch.arange(ROWS * COLUMNS, dtype=torch.float32)
+    return {
+        "rows": base.view(ROWS, COLUMNS),
+        "columns": (base + 1).view(ROWS, COLUMNS),
+        "both": (base + 2).view(ROWS, COLUMNS).to(torch.bfloat16),
+        "replica": base * 2,
+        "rows, columns": (base + 3).view(ROWS, COLUMNS),
+        "few": torch.arange(3.0) + 5,
+        "wide": (base[:12_000] + 7).view(3, 4000),
+        "wide columns": torch.arange(3 * 400_000).view(3, 400_000) - 9,
+        "cube": (base[:60_000] + 8).view(30, 40, 50),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5),
+        "small": torch.arange(11, dtype=torch.int16),
+    }
+
+
+def placements(mesh_dims: int) -> dict[str, list[Any]]:
+    one = {
+        "rows": [Shard(0)], "columns": [Shard(1)], "both": [Shard(0)], "replica": [Replicate()],
+        "rows, columns": [Shard(1)], "few": [Shard(0)], "wide": [Shard(1)], "wide columns": [Shard(1)],
+        "cube": [Shard(1)], "none": [Shard(1)],
+    }  # fmt: skip
+    if mesh_dims == 1:
+        return one
+    two = {
+        "both": [Shard(0), Shard(1)], "rows": [Replicate(), Shard(0)], "columns": [Replicate(), Shard(1)],
+        "rows, columns": [Shard(1), Shard(0)], "replica": [Replicate(), Replicate()], "cube": [Shard(2), Shard(1)],
+        "wide": [Shard(1), Shard(1)],
+    }  # fmt: skip
+    return {name: two.get(name, [Replicate(), *of]) for name, of in one.items()}
+
+
+def state_of_rank(shape: tuple[int, ...], values: State | None = None) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape)
+    state: dict[str, Any] = whole() if values is None else dict(values)
+    for name, of in placements(len(shape)).items():
+        state[name] = distribute_tensor(state[name], mesh, of, src_data_rank=None)
+    return state
+
+
+def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
+    state = state_of_rank(shape)
+    written = []
+    for way, options in {
+        "one": {},
+        "several": {"max_shard_size": "5MB"},
+        "again": {"max_shard_size": "5MB"},
+        "async": {"max_shard_size": "5MB", "async_checkpoint": True},
+        "first": {"planner": SavePlanner(placement="lowest_rank")},
+    }.items():
+        written.append(save(f"{directory}/{way}", state, **options).result().bytes)
+    for way, planner in {"dcp": SavePlanner(), "stock": DefaultSavePlanner()}.items():
+        writer = StorageWriter(f"{directory}/{way}", format="safetensors", max_shard_size="5MB")
+        dcp.save(state, storage_writer=writer, planner=planner)
+        dcp.save(state, storage_writer=writer, planner=planner)
+    # Torch's own reader, into shards.
+    for way in ("one", "several"):
+        target = {
+            name: torch.zeros_like(value) if not isinstance(value, DTensor) else value * 0
+            for name, value in state.items()
+            if name != "none"
+        }
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(f"{directory}/{way}"))
+        for name, value in target.items():
+            mine, theirs = (x.to_local() if isinstance(x, DTensor) else x for x in (value, state[name]))
+            assert torch.equal(mine, theirs), name
+    return written
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_all_ranks_write_the_final_files(checkpoint: Path, shape: tuple[int, ...]) -> None:
+    size = 2 if shape == (2,) else 4
+    written = run_ranks(size, _export, str(checkpoint), shape)
+    expected = whole()
+    for way in ("one", "several", "again", "async", "first", "dcp", "stock"):
+        directory = checkpoint / way
+        assert same(read(directory), expected), way
+        assert nothing_left(directory)
+        assert (len(files(directory)) == 1) == (way in ("one", "first"))
+    total = sum(tensor.nbytes for tensor in expected.values())
+    for number in range(4):  # each byte is written once, and nobody writes much more than the others
+        of_ranks = [of_rank[number] for of_rank in written]
+        assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
+
+
+def _export_locally(directory: str) -> None:
+    rank = dist.get_rank()
+    os.environ["VESCALE_CKPT_NODE"] = str(rank)  # each on a node of its own, which then has its own copy of replicas
+    planner = SavePlanner(placement="local")
+    state = {name: value for name, value in state_of_rank((2,)).items() if name != "none"}
+    for k in (0, 1):
+        values = {name: value + k if name == "small" else value for name, value in state.items()}
+        save(directory, values, planner=planner, async_checkpoint=k == 1).result(60)
+    target = {
+        name: value * 0 if isinstance(value, DTensor) else torch.zeros_like(value) for name, value in state.items()
+    }
+    dist.barrier()
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(directory))
+    for name, value in target.items():
+        mine, theirs = (x.to_local() if isinstance(x, DTensor) else x for x in (value, state[name]))
+        assert torch.equal(mine, theirs + (name == "small")), name
+
+
+def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
+    save(checkpoint, model(0), max_shard_size="1MB")
+    run_ranks(2, _export_locally, str(checkpoint))
+    assert files(checkpoint) == sorted(os.listdir(checkpoint)) == [hf_names.name_of_rank(rank) for rank in (0, 1)]
+    found = [safetensors.load_file(checkpoint / name) for name in files(checkpoint)]
+    assert all(of_rank["small"].equal(whole()["small"] + 1) for of_rank in found)
+    assert torch.cat([of_rank["rows"] for of_rank in found]).equal(whole()["rows"])
+    save(checkpoint, model(1))
+    assert os.listdir(checkpoint) == ["model.safetensors"]
+
+
+def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) -> None:
+    """Two exports that begin in one folder: the one's clean-up has just found the other's file, not marked yet."""
+    marks: list[str] = []
+    lock, remove = locks.lock, leftovers.remove_entry
+
+    def lock_late(path: str) -> Any:
+        if not marks:
+            marks.append(path)
+            leftovers.remove(hf_folder._leftovers(os.path.dirname(path)))
+        return lock(path)
+
+    def remove_while_marked(path: str, is_folder: bool) -> None:
+        with pytest.raises(locks.TakenForLeftoverError):
+            lock(path)
+        remove(path, is_folder)
+
+    checkpoint.mkdir()
+    with (
+        mock.patch.object(locks, "lock", lock_late),
+        mock.patch.object(leftovers, "remove_entry", remove_while_marked),
+    ):
+        folder = _folder(checkpoint)
+    assert not os.path.exists(marks[0]) and folder.files._lock is not None
+    folder.discard()
+
+
+def _fail(directory: str, who: int, call: str, error: int) -> str:
+    values = {"values": model(1)} if call == "object" else model(1)
+    state: dict[str, Any] = {
+        name: value if name != "embed" else distribute_tensor(
+            value, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
+        )
+        for name, value in values.items()
+    }  # fmt: skip
+    mine = dist.get_rank() == who
+    if call == "die":
+        if mine:
+            _C.inject_fault("sync", errno.EIO, 0, 0)
+            with mock.patch.object(
+                _C.SharedWriter, "finish", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            ):
+                save(directory, state)
+    elif mine and call == "object":
+        state["mine"] = 1
+    elif mine:
+        _C.inject_fault(call, error, 0, 1000)
+    try:
+        save(directory, state, timeout=20.0)
+    except CheckpointError as raised:
+        return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
+    finally:
+        _C.clear_faults()
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "kind"),
+    [("write", errno.EIO, "CheckpointError 1"), ("write", errno.ENOSPC, "StorageFullError 1"),
+     ("sync", errno.EIO, "CheckpointError 1"), ("open", errno.EACCES, "CheckpointError 1"),
+     ("object", 0, "CheckpointError 0")],
+)  # fmt: skip
+def test_the_error_of_one_rank_is_everybodys(checkpoint: Path, call: str, error: int, kind: str) -> None:
+    save(checkpoint, model(0), max_shard_size="1MB")
+    answers = run_ranks(2, _fail, str(checkpoint), 1, call, error)
+    assert all(answer.startswith(kind) for answer in answers), answers
+    assert call != "object" or "mine" in answers[1]
+    assert same(read(checkpoint), model(0)) and nothing_left(checkpoint)
+    assert run_ranks(2, _fail, str(checkpoint), -1, "", 0) == ["saved", "saved"]
+    assert same(read(checkpoint), model(1))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_dies_while_it_writes(checkpoint: Path, who: int) -> None:
+    save(checkpoint, model(0), max_shard_size="1MB")
+    answers = run_ranks(2, _fail, str(checkpoint), who, "die", 0, check=False)
+    assert "CheckpointTimeoutError" in str(answers[1 - who]), answers
+    assert same(read(checkpoint), model(0))
+    save(checkpoint, model(2), max_shard_size="1MB")
+    assert same(read(checkpoint), model(2)) and nothing_left(checkpoint)
+    shutil.rmtree(checkpoint)

@@ -1,0 +1,458 @@
+"""`CheckpointManager` with saves that go on in the background, and signals: who waits for whom, who is told what."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from damage import blank, in_child, same, small_state
+from rank_pool import run_ranks
+from test_manager import BOUND, Child, restored, save_steps, steps_in
+
+import vescale_ckpt
+from vescale_ckpt import api
+from vescale_ckpt._collective import background
+from vescale_ckpt._collective.background import Lane
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks.groups import PerGroup
+from vescale_ckpt._write.snapshot import StagedPart
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, SaveFailedError, StorageFullError
+from vescale_ckpt.manager import manager
+from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt.manager.running_save import RunningSave
+
+
+@contextlib.contextmanager
+def held() -> Iterator[threading.Event]:
+    """Background writing waits for this event."""
+    event = threading.Event()
+    write = StagedPart.write
+
+    def late(part: StagedPart) -> Any:
+        assert event.wait(BOUND)
+        return write(part)
+
+    with mock.patch.object(StagedPart, "write", late):
+        try:
+            yield event
+        finally:
+            event.set()
+
+
+@contextlib.contextmanager
+def let_go_by(owner: type, name: str, event: threading.Event) -> Iterator[None]:
+    """The event is set when a method is called that has to wait for it."""
+    method = getattr(owner, name)
+
+    def called(*args: Any) -> Any:
+        event.set()
+        return method(*args)
+
+    with mock.patch.object(owner, name, called):
+        yield
+
+
+def text_of(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """What it raised, if anything."""
+    try:
+        call()
+    except CheckpointError as error:
+        return text_of(error)
+    return ""
+
+
+# --- What follows a save
+
+
+def test_what_a_save_supersedes_goes_when_it_is_durable(checkpoint: Path) -> None:
+    save_steps(checkpoint, 1)
+    with CheckpointManager(checkpoint, max_to_keep=1) as saver:
+        with held() as event:
+            handle = saver.save(2, small_state(2), metrics={"loss": 1})
+            assert handle is not None and handle.staged.done() and not handle.done()
+            assert saver.steps() == [1] and saver.latest() == 1
+            # Somebody else does not take step 2 for a leftover.
+            in_child(functools.partial(save_steps, checkpoint, 3, max_to_keep=2, async_checkpoint=False))
+            assert steps_in(checkpoint) == [1, 2, 3]
+            event.set()
+            saver.wait()
+        assert handle.done() and saver.steps() == [2, 3]
+        saver.save(4, small_state(4))
+    assert steps_in(checkpoint) == [4]
+    assert restored(checkpoint) == (4, True)
+
+
+def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean_up, go_on, order = manager.clean_up, threading.Event(), []
+
+    def slow(root: str, retention: Any, step: int, damaged: Any) -> None:
+        if step == 1:
+            assert go_on.wait(BOUND)
+        order.append(step)
+        clean_up(root, retention, step, damaged)
+
+    monkeypatch.setattr(manager, "clean_up", slow)
+    with CheckpointManager(checkpoint, max_to_keep=1) as saver:
+        for step in (1, 2, 3):
+            handle = saver.save(step, small_state(step))
+            assert handle is not None and handle.result(BOUND).tensors > 0
+        assert order == [] and saver.steps() == [1, 2, 3]
+        go_on.set()
+        saver.wait()
+        assert order == [1, 2, 3] and saver.steps() == [3]
+
+
+def test_a_process_that_ends_removes_what_its_last_save_supersedes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean_up, ending = manager.clean_up, threading.Event()
+
+    def late(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # where it runs if the save was done at once
+            assert ending.wait(BOUND)
+        clean_up(*args)
+
+    save_steps(checkpoint, 1)
+    monkeypatch.setattr(manager, "clean_up", late)
+    saver = CheckpointManager(checkpoint, max_to_keep=1)
+    handle = saver.save(2, small_state(2))
+    assert handle is not None and handle.result(BOUND).tensors > 0
+    with let_go_by(threading.Thread, "join", ending):
+        background._finish_before_exit()
+    assert steps_in(checkpoint) == [2]
+
+
+def test_a_save_is_not_waited_for_for_ever(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint, timeout=0.05) as saver:
+        with held():
+            saver.save(1, small_state(1), metrics={"loss": 1})
+            with pytest.raises(CheckpointTimeoutError, match="step-1"):
+                saver.save(2, small_state(2))
+            assert not (checkpoint / "step-2").exists()
+        saver.wait()
+        assert saver.steps() == [1] and saver.metrics(1) == {"loss": 1}
+
+
+# --- Failures
+
+
+def test_a_save_that_fails(checkpoint: Path) -> None:
+    saver = CheckpointManager(checkpoint, max_to_keep=1)
+    saver.save(1, small_state(1))
+    saver.wait()
+    _C.inject_fault("write", errno.ENOSPC, 0, 10**6)
+    handle = saver.save(2, small_state(2))
+    assert handle is not None
+    with pytest.raises(StorageFullError):
+        handle.result(BOUND)
+    with pytest.raises(StorageFullError):
+        saver.wait()
+    saver.wait()  # told once
+    assert saver.latest() == 1
+    saver.save(3, small_state(3))
+    with pytest.raises(StorageFullError), saver:
+        pass
+    with pytest.raises(ZeroDivisionError), CheckpointManager(checkpoint) as other:  # which is not hidden
+        other.save(4, small_state(4))
+        _ = 1 / 0
+    _C.clear_faults()
+    assert saver.steps() == [1]
+    save_steps(checkpoint, 5)
+    assert steps_in(checkpoint) == [1, 5]
+
+
+def test_a_failure_that_one_rank_has_seen_is_told_to_all(checkpoint: Path) -> None:
+    for restored_step, unseen, then, waited, steps in run_ranks(2, fail_on_one_of_two, checkpoint):
+        assert restored_step == 1  # a failed save is no reason not to restore
+        assert unseen.startswith("SaveFailedError") and "step-2 before this one" in unseen
+        assert then == waited == "" and steps == [1, 4]
+
+
+def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
+    rank = dist.get_rank()
+    with CheckpointManager(directory) as saver:
+        saver.save(1, small_state(1))
+        saver.wait()
+        if rank == 1:
+            _C.inject_fault("open", errno.EIO, 0, 10**6)
+        handle = saver.save(2, small_state(2))
+        assert handle is not None
+        error = handle.exception(BOUND)
+        _C.clear_faults()
+        if rank == 0:
+            assert outcome(handle.result) == text_of(error) != ""
+        values = blank(small_state(0))
+        step = saver.restore(values)
+        assert same(values, small_state(step))
+        unseen = outcome(lambda: saver.save(3, small_state(3)))
+        then = outcome(lambda: saver.save(4, small_state(4)))
+        waited = outcome(saver.wait)
+        dist.barrier()
+        return step, unseen, then, waited, saver.steps()
+
+
+def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
+    one, other = CheckpointManager(checkpoint / "one"), CheckpointManager(checkpoint / "other")
+    with one, held() as event, let_go_by(Lane, "wait_until_done", event):
+        one.save(1, small_state(1))
+        handle = other.save(1, small_state(1))  # waits for that of `one`
+        assert one.steps() == [1] and handle is not None
+    other.wait()
+    one = CheckpointManager(checkpoint / "one")
+    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    one.save(2, small_state(2))
+    failed = one._running
+    assert failed is not None
+    failed.wait_until_ended()
+    _C.clear_faults()
+    with pytest.raises(SaveFailedError, match="one/step-2 before"):
+        other.save(2, small_state(2))
+    other.save(3, small_state(3))
+    other.close()
+    assert other.steps() == [1, 3]
+    with pytest.raises(CheckpointError):
+        one.close()
+
+
+# --- What is copied while training goes on
+
+
+def test_steps_of_an_optimizer_wait_at_the_gate(checkpoint: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for async_checkpoint in (True, False):
+        with CheckpointManager(checkpoint, async_checkpoint=async_checkpoint) as saver:
+            before = weight.detach().clone()
+            saver.save(1, {"weight": weight}, gate=optimizer)
+            weight.grad = torch.ones(1000)
+            optimizer.step()
+        found = {"weight": torch.zeros(1000)}
+        CheckpointManager(checkpoint).restore(found)
+        assert torch.equal(found["weight"], before) and not torch.equal(before, weight)
+
+
+# --- Restoring
+
+
+def test_restoring_waits_for_the_save_that_goes_on(checkpoint: Path) -> None:
+    save_steps(checkpoint, 1)
+    with (
+        CheckpointManager(checkpoint) as saver,
+        held() as event,
+        let_go_by(RunningSave, "wait_until_ended", event),
+    ):
+        saver.save(2, small_state(2))
+        values = blank(small_state(0))
+        assert not event.is_set() and saver.restore(values) == 2
+        assert same(values, small_state(2))
+
+
+@pytest.mark.parametrize("prepare", [True, False])
+def test_the_first_save_after_restoring_plans_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, prepare: bool
+) -> None:
+    save_steps(checkpoint, 1)
+    monkeypatch.setattr(api, "_planners", PerGroup(SavePlanner))  # knows no plans
+    with CheckpointManager(checkpoint) as saver, counted_plans() as plans:
+        values = blank(small_state(0))
+        saver.restore(values, prepare=prepare)
+        assert len(plans) == prepare
+        memory = _C.snapshot_memory()["touched_bytes"]
+        saver.save(2, values)
+        saver.wait()
+        assert len(plans) == 1
+        if prepare:
+            assert 0 < memory == _C.snapshot_memory()["touched_bytes"]
+
+
+@contextlib.contextmanager
+def counted_plans() -> Iterator[list[None]]:
+    plans: list[None] = []
+    plan = SavePlanner.global_plan_of
+
+    def counting(*args: Any) -> Any:
+        plans.append(None)
+        return plan(*args)
+
+    with mock.patch.object(SavePlanner, "global_plan_of", counting):
+        yield plans
+
+
+def test_the_first_save_of_two_ranks_after_restoring_plans_nothing(checkpoint: Path) -> None:
+    run_ranks(2, save_for_another_run, checkpoint)
+    assert run_ranks(2, restore_and_save, checkpoint) == [(1, 1), (0, 0)]
+
+
+def state_of_rank(k: int) -> dict[str, Any]:
+    return {"of rank": vescale_ckpt.PerRank(torch.full((50 + dist.get_rank(),), float(k))), **small_state(k)}
+
+
+def save_for_another_run(directory: Path) -> None:
+    with CheckpointManager(directory) as saver:
+        saver.save(1, state_of_rank(1))
+
+
+def restore_and_save(directory: Path) -> tuple[int, int]:
+    """How many plans were made then."""
+    api._planners.forget()
+    with CheckpointManager(directory) as saver, counted_plans() as plans:
+        values = {**blank(small_state(0)), "of rank": vescale_ckpt.PerRank(torch.zeros(50 + dist.get_rank()))}
+        assert saver.restore(values) == 1
+        after_restoring = len(plans)
+        values["model"]["weight"].add_(1)
+        saver.save(2, values)
+        saver.wait()
+        return after_restoring, len(plans)
+
+
+def test_a_state_that_cannot_be_planned_is_restored(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(checkpoint, 1)
+    monkeypatch.setattr(api, "saved_form", mock.Mock(side_effect=RuntimeError("no state today")))
+    assert restored(checkpoint) == (1, True)
+    assert "no state today" in caplog.text
+
+
+# --- Signals
+
+
+def train(directory: Path, pause: Callable[[], None]) -> None:
+    other = []
+    signal.signal(signal.SIGTERM, lambda *_: other.append("called"))
+    with CheckpointManager(directory, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
+        for step in range(1, 100):
+            if step == 5:
+                pause()
+            saver.save(step, small_state(step))
+            if saver.preempted:
+                break
+        assert step == 5 and saver.save(6, small_state(6)) is None
+    assert other == ["called"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert other == ["called", "called"]  # and again who was there before
+
+
+def test_a_signal_leads_to_one_last_save(checkpoint: Path) -> None:
+    child = Child(functools.partial(train, checkpoint))
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.end() == 0
+    assert restored(checkpoint) == (5, True) and steps_in(checkpoint) == [5]
+
+
+def test_a_signal_to_one_rank_reaches_all(checkpoint: Path) -> None:
+    assert run_ranks(2, train_until_signal, checkpoint) == [(3, [3]), (3, [3])]
+
+
+def train_until_signal(directory: Path) -> tuple[int, list[int]]:
+    with CheckpointManager(directory, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
+        for step in range(1, 100):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saver.save(step, small_state(step))
+            if saver.preempted:
+                break
+        dist.barrier()
+        return step, saver.steps()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a job that a shell starts with `&` ignores the interrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_the_interrupt_of_the_keyboard_waits_for_the_save(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
+        os.kill(os.getpid(), signal.SIGINT)
+        saver.save(1, small_state(1))
+        assert saver.preempted
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(BOUND)  # until it is there
+
+
+def test_a_signal_that_was_ignored_leads_to_a_save_and_is_ignored_again(checkpoint: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGINT) as saver:
+            os.kill(os.getpid(), signal.SIGINT)
+            saver.save(1, small_state(1))
+            assert saver.preempted and saver.steps() == [1]
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ranks_at_different_steps_are_told(checkpoint: Path) -> None:
+    texts = run_ranks(2, save_out_of_step, checkpoint)
+    assert all("steps 0 to 1" in text for text in texts)
+
+
+def save_out_of_step(directory: Path) -> str:
+    saver = CheckpointManager(directory, save_interval_seconds=0)
+    try:
+        saver.save(dist.get_rank(), small_state(1))
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_last_save_waits_for_the_one_before(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
+        with held() as event, let_go_by(Lane, "wait_until_done", event):
+            saver.save(1, small_state(1))
+            os.kill(os.getpid(), signal.SIGTERM)
+            handle = saver.save(2, small_state(2))
+        assert saver.preempted and handle is not None and handle.done()
+        assert saver.steps() == [1, 2]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("whose", ["its own", "another manager's"])
+def test_the_last_save_is_made_though_the_one_before_failed(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, whose: str
+) -> None:
+    with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
+        failing = saver if whose == "its own" else CheckpointManager(checkpoint)
+        _C.inject_fault("sync", errno.EIO, 0, 10**6)
+        handle = failing.save(1, small_state(1))
+        assert handle is not None and handle.exception(BOUND) is not None
+        _C.clear_faults()
+        os.kill(os.getpid(), signal.SIGTERM)
+        handle = saver.save(2, small_state(2))
+        assert saver.preempted and handle is not None and handle.done()
+        assert "step-1 before this one failed" in caplog.text
+    assert restored(checkpoint) == (2, True)
+
+
+def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path) -> None:
+    with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
+        os.kill(os.getpid(), signal.SIGTERM)
+        _C.inject_fault("sync", errno.EIO, 0, 10**6)
+        with pytest.raises(CheckpointError):
+            saver.save(1, small_state(1))
+        _C.clear_faults()
+        assert not saver.preempted
+        saver.save(2, small_state(2))
+        assert saver.preempted and saver.steps() == [2]

@@ -1,0 +1,85 @@
+"""Which checkpoints are kept, against a model that says the same in another way."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale_ckpt.manager import step_metrics
+from vescale_ckpt.manager.retention import Kept, Retention
+
+metrics = st.one_of(st.none(), st.floats(allow_nan=True))
+checkpoints = st.lists(st.builds(Kept, st.integers(0, 60), metrics), unique_by=lambda kept: kept.step, max_size=12)
+rules = st.builds(
+    Retention,
+    st.one_of(st.none(), st.integers(1, 5)),
+    st.one_of(st.none(), st.integers(1, 7)),
+    st.one_of(st.none(), st.just("loss")),
+    st.sampled_from(["max", "min"]),
+)
+
+
+@settings(deadline=None)
+@given(checkpoints, rules)
+def test_what_is_kept(found: list[Kept], rule: Retention) -> None:
+    surplus = rule.surplus(found)
+    assert surplus == sorted(set(surplus)) and set(surplus) <= {kept.step for kept in found}
+    for candidate in found:
+        better = sum(is_better(other, candidate, rule) for other in found)
+        wanted = (
+            rule.max_to_keep is None
+            or better < rule.max_to_keep
+            or candidate.step == max(kept.step for kept in found)
+            or (rule.keep_period is not None and candidate.step % rule.keep_period == 0)
+        )
+        assert (candidate.step not in surplus) == wanted
+
+
+def is_better(a: Kept, b: Kept, rule: Retention) -> bool:
+    if rule.best is not None:
+        known = [kept.metric is not None and not math.isnan(kept.metric) for kept in (a, b)]
+        if known[0] != known[1]:
+            # The worst there is and none at all are equal.
+            worst = -math.inf if rule.best_mode == "max" else math.inf
+            if worst not in (a.metric, b.metric):
+                return known[0]
+        elif known[0] and a.metric != b.metric:
+            assert a.metric is not None and b.metric is not None
+            return (a.metric > b.metric) == (rule.best_mode == "max")
+    return a.step > b.step
+
+
+@settings(deadline=None)
+@given(checkpoints.filter(len), rules)
+def test_the_newest_always_stays(found: list[Kept], rule: Retention) -> None:
+    assert max(kept.step for kept in found) not in rule.surplus(found)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 60), unique=True, min_size=1, max_size=12), st.integers(1, 5))
+def test_what_was_saved_last_stays_whatever_its_step(in_order: list[int], most: int) -> None:
+    found = [Kept(step, order=at) for at, step in enumerate(in_order)]
+    stay = set(in_order) - set(Retention(most).surplus(found))
+    assert stay == {*in_order[-most:], max(in_order)}
+
+
+@pytest.mark.parametrize("wrong", [{"max_to_keep": 0}, {"keep_period": 0}, {"best_mode": "most"}])
+def test_rules_that_make_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Retention(**wrong)  # type: ignore[arg-type]
+
+
+def test_metrics_that_cannot_be_written_leave_none_of_an_earlier_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_metrics.write(str(tmp_path), 1, {"loss": 0.5})
+    monkeypatch.setattr(step_metrics._C, "commit_file", mock.Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        step_metrics.write(str(tmp_path), 1, {"loss": 3.0})
+    (tmp_path / ".metadata").write_bytes(b"of the later save")
+    assert step_metrics.read(str(tmp_path)) == {}

@@ -1,0 +1,242 @@
+"""The planning core from Python: random meshes and placements, and what its errors say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale_ckpt._engine import _C
+
+OBJECT, TENSOR, SHARD = 0, 1, 2
+PLACEMENTS = st.sampled_from(["balanced", "lowest_rank", "local"])
+DTYPES = {name: (code, item_bytes) for code, (name, _, item_bytes) in enumerate(_C.dtypes())}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    kind: int = SHARD
+    dtype: str = "float32"
+    object_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.object_bytes if self.kind == OBJECT else math.prod(self.size) * DTYPES[self.dtype][1]
+
+
+def tensor(name: str, *shape: int, dtype: str = "float32") -> Row:
+    return Row(name, shape, (0,) * len(shape), shape, TENSOR, dtype)
+
+
+def thing(name: str, size: int = 0) -> Row:
+    return Row(name, kind=OBJECT, object_bytes=size)
+
+
+def pack(rows: list[Row], node: int = 0) -> bytes:
+    """The layout in csrc/plan/inventory.h, written a second time."""
+    words, ends, names = [], [], b""
+    for row in rows:
+        code = 0 if row.kind == OBJECT else DTYPES[row.dtype][0]
+        words += [row.kind | code << 8 | len(row.shape) << 32, row.bytes, *row.shape, *row.offset, *row.size]
+        names += row.name.encode()
+        ends.append(len(names))
+    packed = struct.pack("<6q", int.from_bytes(b"VKCVITM1", "little"), len(rows), len(words), len(names), node, 0)
+    packed += struct.pack(f"<{len(words)}q", *words)
+    for block in (struct.pack(f"<{len(ends)}I", *ends), names):
+        packed += block + bytes(-len(block) % 8)
+    return packed
+
+
+@dataclass
+class Job:
+    """What every rank of a job holds."""
+
+    ranks: list[list[Row]]
+    nodes: list[int] = field(default_factory=list)
+
+    def plan(self, placement: str = "balanced", **options: object) -> _C.GlobalPlan:
+        nodes = self.nodes or [0] * len(self.ranks)
+        inventories = [pack(rows, node) for rows, node in zip(self.ranks, nodes, strict=True)]
+        return _C.GlobalPlan(inventories, placement, **options)  # type: ignore[arg-type]
+
+
+def part(plan: _C.GlobalPlan, rank: int) -> list[tuple[int, int, int, int]]:
+    return list(struct.iter_unpack("<4q", plan.part(rank)))
+
+
+def written(job: Job, plan: _C.GlobalPlan, rank: int) -> list[Row]:
+    """What the rank writes, row by row."""
+    result = []
+    for item, dim, start, length in part(plan, rank):
+        row = job.ranks[rank][item]
+        if dim >= 0:
+            assert length > 0
+            assert start >= 0
+            assert start + length <= row.size[dim]
+            offset, size = list(row.offset), list(row.size)
+            offset[dim] += start
+            size[dim] = length
+            row = Row(row.name, row.shape, tuple(offset), tuple(size), row.kind, row.dtype)
+        result.append(row)
+    return result
+
+
+def elements(row: Row) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(o, o + s) for o, s in zip(row.offset, row.size, strict=True))))
+
+
+def check_catalog(job: Job, plan: _C.GlobalPlan, node: int = 0) -> None:
+    """The catalog has every element once, and says of each chunk who writes it as which row."""
+    held = {(row.name, row.kind == OBJECT) for rows in job.ranks for row in rows}
+    shapes = {row.name: row.shape for rows in job.ranks for row in rows}
+    seen: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    offsets = []
+    writes = [written(job, plan, rank) for rank in range(plan.ranks)]
+    for name, kind, shape, offset, size, writer, row in plan.catalog(node).rows():
+        assert shape == shapes[name]
+        row_written = writes[writer][row]
+        assert (row_written.name, row_written.offset, row_written.size) == (name, offset, size)
+        assert (kind == OBJECT) == (row_written.kind == OBJECT)
+        seen[name] += elements(row_written)
+        offsets.append((name, offset))
+    assert len(set(offsets)) == len(offsets)
+    assert set(seen) == {name for name, _ in held}
+    for name, found in seen.items():
+        assert sorted(found) == list(itertools.product(*map(range, shapes[name])))
+    for name, group in itertools.groupby(offsets, key=lambda entry: entry[0]):
+        group_offsets = [offset for _, offset in group]
+        assert group_offsets == sorted(group_offsets), name
+
+
+def cuts(length: int, parts: int) -> list[tuple[int, int]]:
+    """As torch.chunk: even parts rounded up, the last ones short or empty."""
+    step = -(-length // parts)
+    return [(min(i * step, length), max(0, min(step, length - i * step))) for i in range(parts)]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Tensors on a mesh of up to three dimensions, each sharded or replicated along each, and objects on some ranks."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    coordinates = list(itertools.product(*map(range, mesh)))
+    ranks: list[list[Row]] = [[] for _ in coordinates]
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        dtype = draw(st.sampled_from(["float32", "int8", "float64"]))
+        choices = st.sampled_from([None, *range(len(shape))])
+        places = draw(st.lists(choices, min_size=len(mesh), max_size=len(mesh)))
+        for rank, coordinate in enumerate(coordinates):
+            offset, size = [0] * len(shape), list(shape)
+            for mesh_dim, dim in enumerate(places):
+                if dim is not None:
+                    start, size[dim] = cuts(size[dim], mesh[mesh_dim])[coordinate[mesh_dim]]
+                    offset[dim] += start
+            whole = all(dim is None for dim in places)
+            ranks[rank].append(Row(f"t{number}", shape, tuple(offset), tuple(size), TENSOR if whole else SHARD, dtype))
+    for number in range(draw(st.integers(0, 4))):
+        holders = draw(st.sets(st.sampled_from(range(len(ranks))), min_size=1))
+        known = draw(st.sampled_from([0, 1, 500]))
+        for rank in holders:
+            ranks[rank].append(thing(f"o{number}", known))
+    for rows in ranks:
+        draw(st.randoms(use_true_random=False)).shuffle(rows)
+    ranks_a_node = draw(st.integers(1, 4))
+    return Job(ranks, [rank // ranks_a_node for rank in range(len(ranks))])
+
+
+@settings(max_examples=300, deadline=None)
+@given(jobs(), st.sampled_from(["balanced", "lowest_rank"]), st.sampled_from([1, 16, 1 << 20]))
+def test_every_element_has_one_writer_that_holds_it(job: Job, placement: str, least: int) -> None:
+    plan = job.plan(placement, least_piece_bytes=least)
+    check_catalog(job, plan)
+    assert plan.items == plan.catalog().chunks == sum(len(part(plan, rank)) for rank in range(plan.ranks))
+    assert plan.bytes_by_rank() == [sum(row.bytes for row in written(job, plan, r)) for r in range(plan.ranks)]
+    for rank in range(plan.ranks):
+        order = [(job.ranks[rank][item].kind == OBJECT, item, start) for item, _, start, _ in part(plan, rank)]
+        assert order == sorted(order)
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs(), st.sampled_from([1, 1 << 20]))
+def test_local_plans_give_each_node_a_copy_of_what_it_holds(job: Job, least: int) -> None:
+    plan = job.plan("local", least_piece_bytes=least)
+    for node in range(plan.nodes):
+        check_catalog(job, plan, node)
+        here = [rank for rank, at in enumerate(job.nodes) if at == node]
+        held = defaultdict(set)
+        for rank in here:
+            for row in job.ranks[rank]:
+                held[row.name].update(elements(row))
+        copies: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        for rank in here:
+            for row in written(job, plan, rank):
+                copies[row.name] += elements(row)
+        for name, wanted in held.items():
+            assert sorted(copies[name]) == sorted(wanted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs(), PLACEMENTS, st.sampled_from([1, 1 << 20]))
+def test_a_plan_is_equal_on_every_run(job: Job, placement: str, least: int) -> None:
+    first = job.plan(placement, least_piece_bytes=least)
+    again = job.plan(placement, least_piece_bytes=least)
+    assert [again.part(rank) for rank in range(first.ranks)] == [first.part(rank) for rank in range(first.ranks)]
+    for node in range(first.nodes):
+        assert again.catalog(node).rows() == first.catalog(node).rows()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    world=st.integers(2, 12),
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(300, 500)), min_size=1, max_size=3),
+    groups=st.sampled_from([1, 2]),
+)
+def test_replicas_of_few_rows_are_even_too(world: int, shapes: list[tuple[int, ...]], groups: int) -> None:
+    # The first rank of each group has something of its own; the groups hold the two halves of the last dimension.
+    ranks: list[list[Row]] = [[] for _ in range(world * groups)]
+    for number, (*first, length) in enumerate(shapes):
+        for rank in range(world * groups):
+            offset, size = (0, 0, rank % groups * length), (*first, length)
+            row = Row(f"t{number}", (*first, length * groups), offset, size, SHARD if groups > 1 else TENSOR)
+            ranks[rank].append(row)
+    for rank in range(groups):
+        ranks[rank].append(tensor(f"own{rank}", 2))
+    job = Job(ranks)
+    plan = job.plan(least_piece_bytes=4)
+    check_catalog(job, plan)
+    by_rank = plan.bytes_by_rank()
+    # Pieces are no smaller than one index of the last dimension.
+    coarsest = max(4 * first * second for first, second, _ in shapes)
+    assert max(by_rank) <= 1.02 * sum(by_rank) / len(by_rank) + coarsest
+
+
+def test_large_replicas_are_split() -> None:
+    def job(world: int, tensors: int) -> Job:
+        return Job([[tensor(f"w{i}", 4000, 1000) for i in range(tensors)] for _ in range(world)])
+
+    first = job(8, 3).plan()
+    assert max(first.bytes_by_rank()) <= 1.02 * sum(first.bytes_by_rank()) / 8
+    assert first.items > 3
+    fewer = job(3, 3).plan()
+    assert sum(fewer.bytes_by_rank()) == sum(first.bytes_by_rank())
+    assert {name for name, *_ in fewer.catalog().rows()} == {"w0", "w1", "w2"}
+
+
+def test_refusals_are_engine_errors_that_name_key_and_ranks() -> None:
+    with pytest.raises(_C.EngineError, match=r"^w: rank 0 has shape \(4,\), ranks 1, 2 have \(5,\)$") as caught:
+        Job([[tensor("w", 4)], [tensor("w", 5)], [tensor("w", 5)]]).plan()
+    assert caught.value.kind == "invalid"
+    with pytest.raises(_C.EngineError, match="rank 0: a rank's list of items is malformed"):
+        _C.GlobalPlan([b"not one"], "balanced")
+    with pytest.raises(ValueError, match="unknown placement"):
+        _C.GlobalPlan([pack([])], "anywhere")

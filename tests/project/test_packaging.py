@@ -1,0 +1,135 @@
+"""The wheel does its work away from its sources, beside torch alone: no numpy, nothing of development."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vescale_ckpt._engine import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OLD_SETUPTOOLS = """
+import runpy, setuptools
+setuptools.__version__ = "76.1.0"
+runpy.run_path("setup.py")
+"""
+
+USE = """
+import importlib.util, pathlib, sys
+import torch
+import vescale_ckpt
+from vescale_ckpt import convert, load, save
+
+assert importlib.util.find_spec("numpy") is None, "this environment is not bare"
+assert pathlib.Path(vescale_ckpt.__file__).is_relative_to(sys.prefix), vescale_ckpt.__file__
+assert pathlib.Path(vescale_ckpt.__file__).with_name("py.typed").exists()
+
+weights = torch.nn.Linear(5, 3).state_dict()
+state = {"model": weights, "step": 7, "note": ["a", {"b": 1}]}
+save("checkpoint", state)
+save("later", state, async_checkpoint=True).result()
+target = {"model": torch.nn.Linear(5, 3).state_dict(), "step": 0, "note": ["", {"b": 0}]}
+load("checkpoint", target)
+assert target["step"] == 7 and target["note"] == state["note"]
+assert all(torch.equal(target["model"][name], value) for name, value in weights.items())
+
+save("export", weights, format="safetensors")
+exported = load("export")
+assert all(torch.equal(exported[name], value) for name, value in weights.items()), exported
+
+for name, format in (("one.safetensors", "safetensors"), ("one.pt", "torch")):
+    convert("checkpoint", name, format=format)
+assert torch.equal(torch.load("one.pt", weights_only=True)["model"]["weight"], weights["weight"])
+try:
+    convert("checkpoint", "one.npz", format="npz")
+except vescale_ckpt.CheckpointError as error:
+    assert "pip install numpy" in str(error), error
+else:
+    raise AssertionError("wrote .npz without numpy")
+"""
+
+
+def of_torch() -> set[str]:
+    """torch and all that it requires, by the names of their distributions."""
+    wanted, found = ["torch"], set[str]()
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found.add(name)
+            required = metadata.requires(name) or []
+            wanted += [re.split(r"[\s<>=!~;\[(]", line)[0] for line in required if "extra ==" not in line]
+            wanted = [name for name in wanted if any(True for _ in metadata.distributions(name=name))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with torch, links to what is installed here, and the wheel."""
+    folder = tmp_path_factory.mktemp("packaging")
+    venv.create(folder / "bare", symlinks=True, with_pip=False)
+    python = folder / "bare" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "bare")}))
+    for name in of_torch():
+        for top in {Path(file.parts[0]) for file in metadata.files(name) or [] if file.parts[0] != ".."}:
+            if top.name != "__pycache__":
+                (packages / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
+
+    source = folder / "source"
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.so", "*.egg-info", "tests", "docs", "shared")
+    )
+    # Newer than its sources: it is packed as it is, and nothing is compiled.
+    built = (
+        source
+        / "build"
+        / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        / "vescale_ckpt"
+        / Path(_C.__file__).name
+    )
+    built.parent.mkdir(parents=True)
+    shutil.copyfile(_C.__file__, built)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    environment = {**os.environ, "CXX": shutil.which("true") or "true"}
+    make = [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(source)]
+    subprocess.run(make, check=True, env=environment, timeout=300)
+    (wheel,) = folder.glob("*.whl")
+    shutil.rmtree(source)
+    # What it declares has to be there.
+    subprocess.run(
+        [*pip, "--python", str(python), "install", "--no-index", str(wheel)],
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        timeout=300,
+    )
+    return folder
+
+
+def run(bare: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = (str(bare / "bare" / "bin" / command[0]), *command[1:])
+    result = subprocess.run(command, cwd=bare, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def test_the_wheel_does_its_work_beside_torch_alone(bare: Path) -> None:
+    run(bare, "python", "-c", USE)
+    run(bare, "vescale-ckpt", "convert", "checkpoint", "two.safetensors")
+    assert (bare / "two.safetensors").stat().st_size > 0
+
+
+def test_setuptools_that_is_too_old_is_named() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", OLD_SETUPTOOLS], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1 and "needs setuptools 77 or newer" in result.stderr and "76.1.0" in result.stderr

@@ -1,0 +1,627 @@
+"""Collectives of our own: right values, and an end in bounded time with the right names whatever other ranks do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import TIMEOUT as RUN_TIMEOUT
+from rank_pool import run_ranks
+
+from vescale_ckpt._ranks import connections
+from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt._ranks.node import node_of_this_process
+from vescale_ckpt.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    RankFailedError,
+    SaveFailedError,
+    StorageFullError,
+)
+
+TIMEOUT = 2.0  # seconds after which ranks give up where the tests want them to; all that come at once come within it
+FOREVER = 10 * RUN_TIMEOUT  # a rank that waited so long would have been killed: what comes, comes of itself
+
+
+def bytes_of(rank: int, most: int = 5000) -> bytes:
+    """Another number of them on each rank, on some none."""
+    return random.Random(rank).randbytes(0 if rank % 3 == 2 else rank * most // 3 + 1)
+
+
+def error_of(function: Callable[[], Any]) -> CheckpointError | None:
+    try:
+        function()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def same_everywhere(errors: list[Any], late: list[int], words: list[str]) -> None:
+    """All ranks raised the same CheckpointTimeoutError."""
+    for error in errors:
+        assert isinstance(error, CheckpointTimeoutError), error
+        assert error.late_ranks == late
+        assert str(error) == str(errors[0])
+        assert all(word in str(error) for word in words), str(error)
+
+
+def say(event: str, directory: Path) -> None:
+    (directory / f"{event} {dist.get_rank()}").touch()
+
+
+def wait_for_the_others(event: str, directory: Path) -> None:
+    """Until all other ranks have said so. Not by a collective: they may be in one."""
+    others = [directory / f"{event} {rank}" for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    while not all(other.exists() for other in others):  # not for ever: the run has a limit
+        time.sleep(0.01)
+
+
+# --- Values
+
+
+def _values(group: Any = None) -> None:
+    exchange = Exchange.of(group, FOREVER)
+    rank, size = exchange.rank, exchange.size
+    assert exchange.is_coordinator == (rank == 0)
+    for number in range(3):
+        assert exchange.agree([rank, -rank, 5, 1 << 62, -(1 << 63)], f"a {number}") == [
+            0,
+            1 - size,
+            5,
+            1 << 62,
+            -(1 << 63),
+        ]
+        assert exchange.agree([], f"nothing {number}") == []
+        parts = exchange.gather(bytes_of(rank), f"g {number}")
+        assert parts == ([bytes_of(other) for other in range(size)] if rank == 0 else None)
+        assert exchange.scatter(parts, f"s {number}") == bytes_of(rank)
+        for data in (b"", b"x", bytes_of(3)):
+            assert exchange.broadcast(data if rank == 0 else None, f"b {number}") == data
+        exchange.fail_together(None, f"f {number}")
+    assert exchange.gather(b"", "nothing") == ([b""] * size if rank == 0 else None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_values(size: int) -> None:
+    run_ranks(size, _values)
+
+
+def _values_in_a_deep_tree() -> None:
+    with mock.patch.object(connections, "FANOUT", 2):
+        group = dist.new_group(range(8), backend="gloo")  # the default group may have its connections already
+        _values(group)
+        assert Exchange.of(group)._links.children == range(
+            min(2 * dist.get_rank() + 1, 8), min(2 * dist.get_rank() + 3, 8)
+        )  # type: ignore[union-attr]
+
+
+def test_values_in_a_deep_tree() -> None:
+    run_ranks(8, _values_in_a_deep_tree)
+
+
+def test_without_torch_distributed() -> None:
+    assert not dist.is_initialized()
+    _values()
+
+
+def test_a_process_alone_raises_its_error_once_and_says_no_rank() -> None:
+    ours = StorageFullError("/x", 2, 1)
+    with pytest.raises(StorageFullError) as raised:
+        Exchange.of().fail_together(ours, "write")
+    assert raised.value is ours
+    with pytest.raises(SaveFailedError) as failed:
+        Exchange.of().together(lambda: [][1], "write")
+    assert str(failed.value) == "write: IndexError: list index out of range"
+    assert isinstance(failed.value.cause, IndexError)
+    shown = "".join(traceback.format_exception(failed.value))
+    assert shown.count("Traceback (most recent call last)") == 1 and "lambda: [][1]" in shown
+
+
+def test_arguments_of_the_coordinator() -> None:
+    exchange = Exchange.of()
+    with pytest.raises(ValueError, match="1 parts"):
+        exchange.scatter([b"", b""], "plan")
+    with pytest.raises(ValueError, match="nothing to send"):
+        exchange.broadcast(None, "plan")
+
+
+def test_timeout_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Exchange.of().timeout == 1800
+    monkeypatch.setenv("VESCALE_CKPT_TIMEOUT", "7")
+    assert Exchange.of().timeout == 7
+    assert Exchange.of(timeout=0.5).timeout == 0.5
+
+
+def _groups() -> list[int]:
+    """Ranks 1 and 3 alone; then all in groups of both ways to make them, with ours for both at once."""
+    rank = dist.get_rank()
+    odd = dist.new_group([1, 3], backend="gloo")
+    if rank in (1, 3):
+        assert Exchange.of(odd, FOREVER).agree([rank], "odd") == [1]
+        assert Exchange.of(odd, FOREVER).rank == (rank - 1) // 2
+        _values(odd)
+    else:
+        with pytest.raises(ValueError, match="not a rank"):
+            Exchange.of(odd)
+    _values()
+    again = dist.new_group([1, 3], backend="gloo")
+    everyone = dist.new_group(backend="gloo")
+    first, second = Exchange.of(None, FOREVER), Exchange.of(everyone, FOREVER)
+    assert first._links is Exchange.of(dist.group.WORLD)._links
+    assert first._links is not second._links
+    if rank in (1, 3):
+        assert Exchange.of(again, FOREVER)._links is not Exchange.of(odd)._links
+    results: list[int] = []
+
+    def other_thread() -> None:
+        results.extend(second.agree([rank + 100 + number], "second")[0] for number in range(50))
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    mine = [first.agree([rank + number], "first")[0] for number in range(50)]
+    for _ in range(20):  # the user's own collectives meanwhile
+        dist.barrier()
+    thread.join(RUN_TIMEOUT)
+    assert mine == list(range(50))
+    return results
+
+
+def test_groups_do_not_meet() -> None:
+    assert run_ranks(4, _groups) == [list(range(100, 150))] * 4
+
+
+def _large(mebibytes: int) -> int:
+    """Most memory taken on the coordinator by a gather of data on one rank of four, in MiB."""
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([0], "begin")
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    data = b"\7" * (mebibytes << 20) if exchange.rank == 1 else b"\1"
+    parts = exchange.gather(data, "large")
+    peak = _resident("VmHWM") - before
+    if parts is not None:
+        assert [len(part) for part in parts] == [1, mebibytes << 20, 1, 1]
+        assert parts[1].count(7) == mebibytes << 20
+    return peak
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) >> 10
+
+
+def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
+    peak = run_ranks(4, _large, 100)[0]
+    assert peak < 250  # 100, and once more while the largest part is turned into bytes
+
+
+# --- Ranks that are late, dead, or elsewhere
+
+
+def _late(method: str, late: int, events: Path) -> list[Any]:
+    """One rank comes to save 1 after the others have given up; save 2 works."""
+    rank = dist.get_rank()
+    Exchange.of(None, FOREVER).agree([rank], "save 0")
+
+    def save(number: int, timeout: float) -> None:
+        exchange = Exchange.of(None, timeout)
+        phase = f"save {number}"
+        if method == "agree":
+            exchange.agree([1], phase)
+        elif method == "gather":
+            exchange.gather(b"x", phase)
+            exchange.agree([1], phase)
+        elif method == "scatter":
+            exchange.scatter([b"x"] * exchange.size if rank == 0 else None, phase)
+            exchange.agree([1], phase)
+        elif method == "broadcast":
+            exchange.broadcast(b"x" if rank == 0 else None, phase)
+            exchange.agree([1], phase)
+        else:
+            exchange.fail_together(None, phase)
+
+    if rank == late:
+        wait_for_the_others("gave up", events)  # then it learns of it at once
+    first = error_of(lambda: save(1, FOREVER if rank == late else TIMEOUT))
+    say("gave up", events)
+    return [first, error_of(lambda: save(2, FOREVER)), error_of(lambda: save(3, FOREVER))]
+
+
+@pytest.mark.parametrize(
+    ("method", "late"),
+    [("agree", 0), ("agree", 3), ("gather", 0), ("gather", 3), ("scatter", 3), ("broadcast", 3), ("fail_together", 3)],
+)
+def test_late_rank_is_named_and_the_next_save_works(method: str, late: int, tmp_path: Path) -> None:
+    answers = run_ranks(4, _late, method, late, tmp_path)
+    same_everywhere([answer[0] for answer in answers], [late], [f"rank {late} of 4", "save 1", f"{TIMEOUT:g} s"])
+    assert [answer[1:] for answer in answers] == [[None, None]] * 4
+
+
+def _late_with_an_exchange_in_hand(events: Path) -> list[Any]:
+    exchange = Exchange.of(None, FOREVER)
+    if dist.get_rank() == 1:
+        wait_for_the_others("gave up", events)
+    else:
+        exchange.timeout = TIMEOUT
+    first = error_of(lambda: exchange.agree([1], "plan"))
+    say("gave up", events)
+    exchange.timeout = FOREVER  # it does not wait any more
+    return [first, error_of(lambda: exchange.agree([1], "commit"))]
+
+
+def test_exchange_that_has_failed_goes_on_failing(tmp_path: Path) -> None:
+    answers = run_ranks(2, _late_with_an_exchange_in_hand, tmp_path)
+    same_everywhere([error for answer in answers for error in answer], [1], ["plan", "rank 1 of 2"])
+
+
+def _late_at_first(events: Path) -> list[Any]:
+    group = dist.new_group(backend="gloo")  # nothing of ours is connected on it
+    if dist.get_rank() == 2:
+        wait_for_the_others("gave up", events)
+    first = error_of(lambda: Exchange.of(group, TIMEOUT))
+    say("gave up", events)
+    return [first, error_of(lambda: Exchange.of(group, FOREVER).agree([1], "save 2"))]
+
+
+def test_late_for_the_first_connection(tmp_path: Path) -> None:
+    answers = run_ranks(4, _late_at_first, tmp_path)
+    same_everywhere([first for first, _ in answers], [2], ["connecting", "rank 2 of 4"])
+    assert [second for _, second in answers] == [None] * 4
+
+
+def _skips_a_save() -> list[CheckpointError | None]:
+    rank = dist.get_rank()
+    Exchange.of(None, FOREVER).agree([rank], "save 0")
+    results = []
+    for number in range(1, 5):
+        if rank == 0 or number != 1:
+            phase, timeout = f"save {number}", TIMEOUT if number < 3 else FOREVER
+            results.append(error_of(lambda: Exchange.of(None, timeout).agree([1], phase)))  # noqa: B023
+        dist.barrier()  # as training does
+    return results
+
+
+def test_a_rank_that_skipped_a_save_is_with_the_others_again_after_the_next() -> None:
+    first, second = run_ranks(2, _skips_a_save)
+    for error in (*first[:2], second[0]):
+        assert isinstance(error, CheckpointTimeoutError) and error.late_ranks == [1]
+    assert first[2:] == second[1:] == [None, None]
+
+
+def _dead(dying: int, method: str) -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    if rank == dying:
+        time.sleep(0.3)  # most often the others wait by then, and it is the same if they do not
+        os.kill(os.getpid(), signal.SIGKILL)
+    if method == "gather":
+        return error_of(lambda: (exchange.gather(b"x" * 100_000, "plan"), exchange.agree([1], "commit")))
+    return error_of(lambda: exchange.agree([1], "plan"))
+
+
+@pytest.mark.parametrize(("method", "dying"), [("agree", 0), ("agree", 3), ("gather", 0), ("gather", 1)])
+def test_dead_rank_is_named_long_before_the_timeout(dying: int, method: str) -> None:
+    answers = run_ranks(4, _dead, dying, method, check=False)
+    same_everywhere([a for rank, a in enumerate(answers) if rank != dying], [dying], [f"rank {dying} of 4", "died"])
+
+
+def _killed_while_another_is_slow() -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(2)
+    return error_of(lambda: exchange.agree([1], "plan"))
+
+
+def test_slow_rank_is_not_blamed_for_a_dead_one() -> None:
+    answers = run_ranks(4, _killed_while_another_is_slow, check=False)
+    same_everywhere(answers[:3], [3], ["rank 3 of 4", "died"])
+
+
+def _dead_in_a_deep_tree(dying: int) -> Any:
+    with mock.patch.object(connections, "FANOUT", 2):
+        return _dead(dying, "agree")
+
+
+@pytest.mark.parametrize("dying", [1, 7])
+def test_all_learn_of_a_death_through_the_tree(dying: int) -> None:
+    answers = run_ranks(8, _dead_in_a_deep_tree, dying, check=False)
+    same_everywhere([a for r, a in enumerate(answers) if r != dying], [dying], [f"rank {dying} of 8", "died"])
+
+
+def _stops(who: int, where: str, directory: Path) -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    (directory / f"pid {rank}").write_text(str(os.getpid()))
+    say("ready", directory)
+    wait_for_the_others("ready", directory)
+    begin, send = connections.Connections._begin, connections.Connections.send
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stop_and_greet(*args: Any) -> None:
+        stop()
+        begin(*args)
+
+    def send_greetings_only(links: connections.Connections, peer: int, tensor: torch.Tensor) -> None:
+        if tensor.numel() != connections._GREETING_BYTES:
+            stop()
+        send(links, peer, tensor)
+
+    def two_collectives() -> None:
+        exchange.gather(b"x" * rank, "write")
+        exchange.agree([1], "commit")
+
+    if rank != who:
+        exchange.timeout = TIMEOUT
+        error = error_of(two_collectives)
+        os.kill(int((directory / f"pid {who}").read_text()), signal.SIGCONT)
+        return error
+    if where == "before":
+        stop()
+        return error_of(two_collectives)
+    name, instead = ("_begin", stop_and_greet) if where == "greeting" else ("send", send_greetings_only)
+    with mock.patch.object(connections.Connections, name, instead):
+        return error_of(two_collectives)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("where", ["before", "greeting", "sending"])
+def test_a_stopped_rank_is_named_not_who_waits_for_it_too(where: str, who: int, tmp_path: Path) -> None:
+    if who == 0 and where == "sending":
+        pytest.skip("the coordinator sends nothing in a gather")
+    answers = run_ranks(4, _stops, who, where, tmp_path)
+    same_everywhere(answers, [who], [f"rank {who} of 4"])
+
+
+def _leaves_with_an_error() -> Any:
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there
+    if dist.get_rank() == 1:
+        with pytest.raises(MemoryError), mock.patch.object(connections.Connections, "send", side_effect=MemoryError):
+            exchange.agree([1], "plan")
+        return None
+    return error_of(lambda: exchange.agree([1], "plan"))
+
+
+def test_error_in_a_collective_reaches_the_others() -> None:
+    answers = run_ranks(2, _leaves_with_an_error)
+    same_everywhere(answers[:1], [1], ["rank 1 of 2", "MemoryError"])
+
+
+def _elsewhere(first: str, second: str) -> Any:
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "begin")
+    step = first if dist.get_rank() != 2 else second
+    methods: dict[str, Callable[[], Any]] = {
+        "gather": lambda: exchange.gather(b"x" * 100_000, "plan"),
+        "other gather": lambda: exchange.gather(b"x" * 100_000, "commit"),
+        "agree": lambda: exchange.agree([1], "plan"),
+        "agree on more": lambda: exchange.agree([1, 2], "plan"),
+        "scatter": lambda: exchange.scatter([b"x" * 100_000] * 4 if exchange.rank == 0 else None, "plan"),
+        "broadcast": lambda: exchange.broadcast(b"x" * 100_000 if exchange.rank == 0 else None, "plan"),
+    }
+    return error_of(methods[step])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("gather", "agree"),
+        ("agree", "gather"),
+        ("agree", "agree on more"),
+        ("gather", "other gather"),
+        ("scatter", "broadcast"),
+        ("broadcast", "gather"),
+    ],
+)
+def test_ranks_in_different_collectives_learn_where_they_are(first: str, second: str) -> None:
+    answers = run_ranks(4, _elsewhere, first, second)
+    names = {"gather": "(gather)", "other gather": "commit (gather)", "agree on more": "(agree on 2)"}
+    for error in answers:
+        assert type(error) is CheckpointError
+        assert all(f"({step.split()[0]}" in str(error) or names.get(step, "") in str(error) for step in (first, second))
+        assert "rank 2 of 4" in str(error) and "rank 0 of 4" in str(error)
+
+
+# --- The store
+
+
+def _in_a_world_of_its_own(function: str, *args: Any) -> Any:
+    """Runs with a TCP store that rank 0 hosts; the group that was there before is gone afterwards."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = Exchange.of(None, FOREVER)
+    before.agree([1], "before")
+    store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = int(before.broadcast(None if store is None else str(store.port).encode(), "port"))
+    store = store or dist.TCPStore("127.0.0.1", port, size, wait_for_workers=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    assert Exchange.of(None, FOREVER)._links is not before._links
+    return globals()[function](*args)
+
+
+def test_new_world_has_a_new_exchange() -> None:
+    for _ in range(2):
+        run_ranks(2, _in_a_world_of_its_own, "_values")
+
+
+def test_late_rank_with_a_tcp_store(tmp_path: Path) -> None:
+    answers = run_ranks(4, _in_a_world_of_its_own, "_late", "agree", 3, tmp_path)
+    same_everywhere([answer[0] for answer in answers], [3], ["rank 3 of 4"])
+    assert all(answer[1] is None for answer in answers)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_death_of_the_rank_that_hosts_the_store(size: int) -> None:
+    answers = run_ranks(size, _in_a_world_of_its_own, "_dead", 0, "agree", check=False)
+    for error in answers[1:]:
+        assert isinstance(error, CheckpointTimeoutError), error
+        assert error.late_ranks == [0]
+        assert f"rank 0 of {size}" in str(error) and "the store" in str(error)
+
+
+def _stopped() -> Any:
+    """Rank 0, and with it the store, hangs: alive, but silent."""
+    exchange = Exchange.of(None, FOREVER)
+    pids = torch.tensor([os.getpid() if dist.get_rank() == 0 else 0])
+    dist.broadcast(pids, 0)
+    exchange.agree([1], "save 0")
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise RuntimeError("out of step with rank 1 for the tests to come")
+    exchange.timeout = TIMEOUT
+    try:
+        return error_of(lambda: exchange.agree([1], "plan")), error_of(lambda: Exchange.of(None, TIMEOUT))
+    finally:
+        os.kill(int(pids), signal.SIGCONT)
+
+
+def test_rank_that_hangs_with_the_store() -> None:
+    first, again = run_ranks(2, _in_a_world_of_its_own, "_stopped", check=False)[1]
+    same_everywhere([first], [0], ["rank 0 of 2", "the store"])
+    assert isinstance(again, CheckpointTimeoutError) and "the store" in str(again)
+
+
+# --- Errors
+
+
+class _Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("cannot travel")
+        self.lock = threading.Lock()
+
+
+class _UnpicklesBadly(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("arrives never")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "plain": lambda: ValueError("no such thing"),
+    "ours": lambda: StorageFullError("/x", 2, 1),
+    "unpicklable": _Unpicklable,
+    "unpickles badly": lambda: _UnpicklesBadly(1, 2),
+}
+
+
+def _fail(failing: list[int], name: str) -> Any:
+    exchange = Exchange.of(None, FOREVER)
+    error = ERRORS[name]() if exchange.rank in failing else None
+    raised = error_of(lambda: exchange.fail_together(error, "write"))
+    assert error is None or raised is None or raised.__cause__ is error
+    assert exchange.agree([exchange.rank], "goes on") == [0]
+    return raised
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [1, 3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_of_a_rank_is_raised_by_all(name: str, failing: list[int]) -> None:
+    for error in run_ranks(4, _fail, failing, name):
+        original = ERRORS[name]()
+        assert error.rank == failing[0]
+        assert list(error.failures) == failing
+        assert all(f"rank {rank}: {type(original).__name__}: {original}" in str(error) for rank in failing)
+        if name == "ours":
+            assert type(error) is StorageFullError and error.free == 1
+        else:
+            assert type(error) is SaveFailedError
+            assert str(error).startswith("write: ")
+            if name == "plain":
+                assert isinstance(error.cause, ValueError) and str(error.cause) == "no such thing"
+            else:
+                assert error.cause == f"{type(original).__name__}: {original}"
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def _fail_differently() -> Any:
+    exchange = Exchange.of(None, FOREVER)
+    errors = [None, OSError("x" * 10_000), StorageFullError("/x", 2, 1), None]
+    return error_of(lambda: exchange.fail_together(errors[exchange.rank], "read", RankFailedError))
+
+
+def test_lowest_rank_decides_and_long_texts_are_cut() -> None:
+    for error in run_ranks(4, _fail_differently):
+        assert type(error) is RankFailedError and isinstance(error.cause, OSError)
+        assert "rank 2: StorageFullError: no room" in str(error)
+        assert len(str(error)) < 3000
+
+
+def _interrupted() -> str:
+    exchange = Exchange.of(None, FOREVER)
+    try:
+        exchange.fail_together(KeyboardInterrupt() if exchange.rank == 1 else None, "write")
+    except BaseException as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_interrupt_stays_an_interrupt_on_its_own_rank() -> None:
+    assert run_ranks(2, _interrupted) == ["SaveFailedError", "KeyboardInterrupt"]
+
+
+# --- The end of a process
+
+
+_PROGRAM = """
+import sys, torch.distributed as dist
+from vescale_ckpt.exchange import Exchange
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+for number in range(10):
+    Exchange.of(None, 60).agree([rank], "save")
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "leave"])
+def test_processes_end_well(tmp_path: Path, how: str) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(rank), str(tmp_path / "store"), how],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(RUN_TIMEOUT) for rank in ranks] == [0, 0]
+
+
+# --- Nodes
+
+
+def _node() -> int:
+    return node_of_this_process()
+
+
+def test_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = node_of_this_process()
+    assert 0 <= here < 1 << 63
+    assert run_ranks(2, _node) == [here, here]
+    monkeypatch.setenv("VESCALE_CKPT_NODE", "3")
+    assert node_of_this_process() == 3
+    for text in ("", "x", "-1", str(1 << 63)):
+        monkeypatch.setenv("VESCALE_CKPT_NODE", text)
+        with pytest.raises(ValueError, match="VESCALE_CKPT_NODE"):
+            node_of_this_process()

@@ -1,0 +1,179 @@
+"""Ranks that should write to one directory, and do not: nothing is written, and the error says who and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan
+
+import vescale_ckpt
+from vescale_ckpt import api
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._native import names
+from vescale_ckpt._native.commit import remove_leftovers
+from vescale_ckpt._ranks import one_place
+from vescale_ckpt._ranks.one_place import PlaceToken, SeparateDirectoriesError
+from vescale_ckpt.errors import CheckpointError, StorageFullError
+from vescale_ckpt.manager.manager import CheckpointManager
+
+
+class PlansItems(SavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        return super().create_local_plan()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "items": {"planner": PlansItems()},
+    "safetensors": {"format": "safetensors"},
+    "local": {"planner": SavePlanner(placement="local")},
+}
+
+
+def _state(fill: float) -> dict[str, Any]:
+    return {"w": torch.full((64,), fill), f"of {dist.get_rank()}": torch.full((8,), fill)}
+
+
+def _files_in(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def _apart(way: str, directory: Path) -> Any:
+    """The ranks from 1 on see another directory under the path, as without a mount."""
+    rank, path, options = dist.get_rank(), directory / "c", WAYS[way]
+    vescale_ckpt.save(path, _state(1), **options)  # plans are kept from here on
+    before = _files_in(directory)
+    dist.barrier()
+    elsewhere = str(directory / "elsewhere" if rank else path)
+    with (
+        mock.patch.object(api, "local_path", lambda _: elsewhere),
+        mock.patch.object(one_place, "_PATIENCE", 0.2),
+        pytest.raises(SeparateDirectoriesError) as caught,
+    ):
+        vescale_ckpt.save(path, _state(2), **options)
+    dist.barrier()
+    assert _files_in(directory) == before, "something was written, or left"
+    assert caught.value.path in (str(path), str(directory / "elsewhere"))
+    dist.barrier()
+    vescale_ckpt.save(path, _state(3), **options)
+    assert float(vescale_ckpt.load(path)["w"][0]) == 3
+    assert not [name for name in _files_in(directory) if ".tmp" in name]
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_see_another_directory_are_named_before_anything_is_written(way: str, tmp_path: Path) -> None:
+    for ranks, text in run_ranks(3, _apart, way, tmp_path):
+        if way == "local":
+            assert ranks == [1] and "ranks 0 and 1" in text and "VESCALE_CKPT_NODE" in text
+        else:
+            assert ranks == [1, 2] and "ranks 1, 2 " in text
+            assert "directory that all nodes share" in text and "placement='local'" in text
+
+
+def _apart_by_dcp(format: str, directory: Path) -> str:
+    elsewhere = directory / ("elsewhere" if dist.get_rank() else "c")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(_state(1), storage_writer=StorageWriter(elsewhere, format=format), planner=SavePlanner())
+    dist.barrier()
+    assert not (directory / "c/.metadata").exists() and not (directory / "c/model.safetensors").exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_under_dcp_save_nothing_is_committed(format: str, tmp_path: Path) -> None:
+    for text in run_ranks(2, _apart_by_dcp, format, tmp_path):
+        assert "rank 1 would write to another than rank 0" in text
+
+
+def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
+    token = PlaceToken(str(tmp_path))
+    names = os.listdir(tmp_path)
+    threading.Timer(0.2, token.leave).start()
+    with mock.patch.object(one_place.secrets, "randbelow", return_value=5):
+        PlaceToken(str(tmp_path)).look(5, 1)
+        token.take_away()
+    assert os.listdir(tmp_path) == names == []
+
+
+def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Path) -> None:
+    token = PlaceToken(str(tmp_path))
+    token.leave()
+    (left,) = os.listdir(tmp_path)
+    assert names.is_of_a_save(left)
+    assert remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
+    past = time.time() - 3600
+    os.utime(tmp_path / left, (past, past))
+    assert remove_leftovers(str(tmp_path)) == [left]
+
+
+# --- Alone, and not on purpose
+
+
+def test_one_of_several_processes_does_not_save_alone_by_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state = tmp_path / "c", {"w": torch.ones(3)}
+    vescale_ckpt.save(path, state)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call in (
+        lambda: vescale_ckpt.save(path, state),
+        lambda: vescale_ckpt.save(path, state, on_busy="skip"),
+        lambda: vescale_ckpt.save(path, state, format="safetensors"),
+        lambda: vescale_ckpt.prepare(state),
+        lambda: CheckpointManager(tmp_path / "m").save(1, state),
+    ):
+        with pytest.raises(CheckpointError, match=r"init_process_group.*VESCALE_CKPT_ALONE=1"):
+            call()
+    with pytest.raises(CheckpointException, match="init_process_group"):
+        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    assert not (tmp_path / "m").exists()
+    assert vescale_ckpt.load(path)["w"].tolist() == [1, 1, 1]
+    monkeypatch.setenv("VESCALE_CKPT_ALONE", "1")
+    vescale_ckpt.save(path, state)
+    monkeypatch.delenv("VESCALE_CKPT_ALONE")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    vescale_ckpt.save(path, state)
+
+
+class PlansWhatCannotTravel(PlansItems):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, planner_data=lambda: None) for plan in plans], metadata
+
+
+def _cannot_travel(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.save(path, _state(1), planner=PlansWhatCannotTravel(), timeout=20)
+    return str(caught.value)
+
+
+def test_plans_that_cannot_travel_fail_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    for text in run_ranks(2, _cannot_travel, tmp_path / "c"):
+        assert "rank 0" in text and "pickle" in text
+
+
+def _no_room(path: Path) -> str:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(PlaceToken, "leave", side_effect=full), pytest.raises(StorageFullError) as caught:
+        vescale_ckpt.save(path, _state(1))
+    return str(caught.value)
+
+
+def test_no_room_for_the_token_is_told_as_such(tmp_path: Path) -> None:
+    for text in run_ranks(2, _no_room, tmp_path / "c"):
+        assert "rank 0" in text and str(tmp_path) in text

@@ -1,0 +1,483 @@
+"""Bad luck on disk: flipped bits, short files, exchanged files. A load gives the saved values or a named error."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from damage import (
+    Record,
+    State,
+    blank,
+    cause,
+    data_files,
+    drop_from_cache,
+    flipped,
+    in_child,
+    load,
+    load_boxes,
+    outcome,
+    records,
+    same,
+    save,
+    small_state,
+    state,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+
+BLOCK = 256 << 10  # what a checksum of our table covers
+TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}
+
+
+@pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of `state(1)`, written by one of the writers. Tests leave it as they found it."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
+    if request.param == "stock":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state(1), storage_writer=FileSystemWriter(directory), no_dist=True)
+    else:
+        save(directory, state(1), single_file_per_rank=request.param == "ours")
+    yield directory
+    shutil.rmtree(directory)
+
+
+def regions(directory: Path) -> dict[str, list[tuple[range, Record]]]:
+    """Byte ranges of all data files by what they are."""
+    found: dict[str, list[tuple[range, Record]]] = {
+        name: [] for name in ("prologue", "body", "epilogue", "object", "gap", "table", "footer")
+    }
+    by_file: dict[Path, list[Record]] = {}
+    for record in records(directory):
+        by_file.setdefault(record.path, []).append(record)
+    for path, inside in by_file.items():
+        at = 0
+        for record in sorted(inside, key=lambda record: record.begin):
+            found["gap"].append((range(at, record.begin), record))
+            if record.key.startswith("model"):
+                found["prologue"].append((range(record.begin, record.body.start), record))
+                found["body"].append((record.body, record))
+                found["epilogue"].append((range(record.body.stop, record.end), record))
+            else:
+                found["object"].append((range(record.begin, record.end), record))
+            at = record.end
+        size = path.stat().st_size
+        table, last = at, inside[0]
+        if size != at:  # ours: stock ends with the last record
+            (table,) = struct.unpack_from("<Q", path.read_bytes()[-64:], 16)
+            found["table"].append((range(table, size - 64), last))
+            found["footer"].append((range(size - 64, size), last))
+        found["gap"].append((range(at, table), last))
+    return found
+
+
+def test_one_flipped_bit_anywhere_gives_the_values_or_names_the_damage(saved: Path) -> None:
+    rng = random.Random(1)
+    detected = dict.fromkeys(regions(saved), 0)
+    for region, ranges in regions(saved).items():
+        ranges = [pair for pair in ranges if len(pair[0])]
+        for _ in range(25 if ranges else 0):
+            where, record = rng.choice(ranges)
+            bit = rng.randrange(8 * where.start, 8 * where.stop)
+            with flipped(record.path, bit):
+                error = outcome(saved, state(1))
+            if error is None:
+                continue
+            detected[region] += 1
+            assert isinstance(error, CorruptCheckpointError), f"{region}: {error!r}"
+            assert error.key == record.key
+            assert error.file == str(record.path)
+            assert record.begin <= error.offset < record.end
+            assert record.key in str(error) and record.path.name in str(error)
+    assert detected["gap"] == detected["footer"] == detected["table"] == 0  # whole tensors need none of them
+    assert detected["prologue"] > 0 and detected["epilogue"] > 0 and detected["object"] > 0
+
+
+@pytest.mark.parametrize("source", ["page cache", "disk"])
+def test_every_flipped_bit_inside_a_tensor_is_found(saved: Path, source: str) -> None:
+    rng = random.Random(2)
+    ours = "table" in {name for name, ranges in regions(saved).items() if ranges}
+    for _ in range(60 if source == "page cache" else 25):
+        record = rng.choice([record for record in records(saved) if record.key in TENSORS])
+        bit = rng.randrange(8 * record.body.start, 8 * record.body.stop)
+        with flipped(record.path, bit):
+            if source == "disk":
+                drop_from_cache(record.path)
+            error = outcome(saved, state(1))
+        assert isinstance(error, CorruptCheckpointError)
+        assert (error.key, error.file) == (record.key, str(record.path))
+        if ours and record.key != "model.strided":
+            assert 0 <= bit // 8 - error.offset < BLOCK  # names the block
+        else:
+            assert record.begin <= error.offset <= bit // 8
+
+
+def test_the_two_ends_and_the_block_borders_of_a_large_tensor_are_checked(saved: Path) -> None:
+    (record,) = (record for record in records(saved) if record.key == "model.large")
+    borders = {at for at in range(0, record.path.stat().st_size, BLOCK) if at in record.body}
+    wanted = borders | {at - 1 for at in borders} | {record.body.start, record.body.stop - 1}
+    wanted |= {at for at in range(record.body.start, record.body.start + 4096, 1024)}
+    wanted |= {at for at in range(record.body.stop - 4096, record.body.stop, 1024)}
+    for at in sorted(wanted & set(record.body)):
+        with flipped(record.path, 8 * at + 3):
+            assert isinstance(outcome(saved, state(1)), CorruptCheckpointError), f"byte {at} is not checked"
+
+
+def test_errors_arrive_inside_the_exception_of_dcp_load(saved: Path) -> None:
+    (record,) = (record for record in records(saved) if record.key == "model.large")
+    values = blank(state(1))
+    with (
+        flipped(record.path, 8 * record.body.start),
+        pytest.raises(CheckpointException, match=r"model\.large") as caught,
+    ):
+        dcp.load(values, storage_reader=StorageReader(saved), planner=LoadPlanner(), no_dist=True)
+    error = cause(caught.value)
+    assert isinstance(error, CorruptCheckpointError)
+    assert (error.key, error.file) == (record.key, str(record.path))
+
+
+def test_a_flipped_bit_is_found_under_stock_planners_too(saved: Path) -> None:
+    rng = random.Random(3)
+    for record in records(saved):
+        if len(record.body) == 0:
+            continue
+        values = state(2)  # the default planner wants tensors where tensors are
+        with (
+            flipped(record.path, rng.randrange(8 * record.body.start, 8 * record.body.stop)),
+            pytest.raises(CheckpointException) as caught,
+        ):
+            dcp.load(values, storage_reader=StorageReader(saved), no_dist=True)
+        assert isinstance(cause(caught.value), CorruptCheckpointError)
+
+
+# --- Parts of tensors
+
+LARGE_BOXES = {
+    "some rows": (slice(200, 300), slice(0, 600)),
+    "some columns": (slice(0, 1000), slice(100, 130)),
+    "a box inside": (slice(400, 900), slice(50, 60)),
+    "one element": (slice(999, 1000), slice(599, 600)),
+    "the first row": (slice(0, 1), slice(0, 600)),
+}
+
+
+@pytest.mark.parametrize("boxes", [[name] for name in LARGE_BOXES] + [["some rows", "a box inside", "one element"]])
+def test_a_flipped_bit_is_found_by_loads_of_parts(saved: Path, boxes: list[str]) -> None:
+    rng = random.Random(4)
+    whole = state(1)["model"]["large"]
+    parts = [LARGE_BOXES[name] for name in boxes]
+    (record,) = (record for record in records(saved) if record.key == "model.large")
+    footer = range(record.path.stat().st_size - 2000, record.path.stat().st_size)  # the checksums, or other records
+    found = 0
+    for number in range(48):
+        if number % 2:
+            part = rng.choice(parts)
+            row, column = (rng.randrange(side.start, side.stop) for side in part)
+            at = record.body.start + 4 * (600 * row + column) + rng.randrange(4)
+        elif number % 8 == 0:
+            at = rng.choice([*range(record.begin, record.body.start), *range(record.body.stop, record.end), *footer])
+        else:
+            at = rng.choice(record.body)
+        with flipped(record.path, 8 * at + rng.randrange(8)):
+            try:
+                values = load_boxes(saved, "model.large", parts)
+            except CorruptCheckpointError as error:
+                assert error.key == "model.large" and error.file == str(record.path)
+                found += 1
+                continue
+        assert not number % 2, f"byte {at} is wanted and damaged"
+        for value, part in zip(values, parts, strict=True):
+            assert same(value, whole[part].contiguous())
+    assert found >= 24
+
+
+@pytest.mark.parametrize("key", ["model.strided", "model.bias"])
+def test_a_flipped_bit_is_found_by_loads_of_parts_of_small_and_strided_tensors(saved: Path, key: str) -> None:
+    rng = random.Random(5)
+    whole = state(1)["model"][key.removeprefix("model.")]
+    (record,) = (record for record in records(saved) if record.key == key)
+    box = tuple(slice(size // 4, size // 2) for size in whole.shape)
+    found = 0
+    for _ in range(60):
+        at = rng.choice(range(record.begin, record.end))
+        with flipped(record.path, 8 * at + rng.randrange(8)):
+            try:
+                (value,) = load_boxes(saved, key, [box])
+            except CorruptCheckpointError as error:
+                assert error.key == key
+                found += 1
+            else:
+                assert same(value, whole[box].contiguous())
+    assert found >= 10
+
+
+def test_damaged_checksums_of_blocks_never_let_damage_pass(saved: Path) -> None:
+    found = regions(saved)
+    if not found["table"]:
+        pytest.skip("stock files have no table")
+    (record,) = (record for record in records(saved) if record.key == "model.large")
+    rng = random.Random(6)
+    size = record.path.stat().st_size
+    at = record.body.start + 4 * 600 * 250
+    for _ in range(40):
+        broken = rng.randrange(8 * (size - 300), 8 * size)
+        with flipped(record.path, 8 * at), flipped(record.path, broken), pytest.raises(CorruptCheckpointError):
+            load_boxes(saved, "model.large", [LARGE_BOXES["some rows"]])
+
+
+# --- Files of the wrong length, missing and exchanged
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+
+
+def files_with_data(copy: Path) -> list[Path]:
+    """All but the file of a tensor without elements, of which nothing is read."""
+    paths = {record.path for record in records(copy) if record.key != "model.empty"}
+    return [path for path in data_files(copy) if path in paths]
+
+
+def test_a_truncated_file_is_found_whatever_its_length(saved: Path, copy: Path) -> None:
+    rng = random.Random(7)
+    for path in files_with_data(copy):
+        whole = path.read_bytes()
+        inside = [record for record in records(saved) if record.path.name == path.name]
+        needed = max(record.end for record in inside if record.key != "model.empty")
+        lengths = {0, 1, 63, 64, 65, 4095, 4096, 4097, needed - 1, needed, needed + 1, len(whole) - 64, len(whole) - 1}
+        for record in inside:
+            lengths |= {record.begin, record.begin + 1, record.body.start, record.body.stop, record.end - 1, record.end}
+        lengths |= {rng.randrange(len(whole)) for _ in range(4)}
+        for length in sorted(length for length in lengths if 0 <= length < len(whole)):
+            path.write_bytes(whole[:length])
+            error = outcome(copy, state(1))
+            assert isinstance(error, CorruptCheckpointError) or (error is None and length >= needed), length
+            if error is not None:
+                assert error.file == str(path) and path.name in str(error)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("more", [b"\0", b"x" * 64, b"\0" * 4096, b"PK\5\6" + b"\0" * 18])
+def test_a_file_that_became_longer_still_loads(copy: Path, more: bytes) -> None:
+    for path in data_files(copy):
+        with path.open("ab") as file:
+            file.write(more)
+    assert outcome(copy, state(1)) is None
+    (rows,) = load_boxes(copy, "model.large", [LARGE_BOXES["some rows"]])
+    assert same(rows, state(1)["model"]["large"][200:300])
+
+
+def test_zeroed_blocks_are_found(saved: Path, copy: Path) -> None:
+    for record in records(saved):
+        path = copy / record.path.name
+        whole = path.read_bytes()
+        if record.key == "model.empty":
+            continue  # nothing is read of it
+        for begin, end in (
+            (record.begin, record.end),
+            (record.body.start, record.body.stop),
+            (record.begin, record.begin + 512),
+        ):
+            end = min(end, len(whole))
+            if not any(whole[begin:end]):
+                continue
+            path.write_bytes(whole[:begin] + bytes(end - begin) + whole[end:])
+            assert isinstance(outcome(copy, state(1)), CorruptCheckpointError), record
+        path.write_bytes(whole)
+
+
+def test_a_missing_data_file_is_named(copy: Path) -> None:
+    for path in files_with_data(copy):
+        kept = path.rename(path.with_suffix(".away"))
+        error = outcome(copy, state(1))
+        kept.rename(path)
+        assert isinstance(error, CorruptCheckpointError)
+        assert error.file == str(path) and "missing" in str(error) and error.key
+
+
+def test_a_directory_in_place_of_a_data_file_is_an_error(copy: Path) -> None:
+    for path in files_with_data(copy):
+        kept = path.rename(path.with_suffix(".away"))
+        path.mkdir()
+        error = outcome(copy, state(1))
+        path.rmdir()
+        kept.rename(path)
+        assert error is not None and str(path) in str(error)
+
+
+def exchange(first: Path, second: Path) -> None:
+    away = first.with_suffix(".away")
+    first.rename(away)
+    second.rename(first)
+    away.rename(second)
+
+
+def test_data_files_of_two_tensors_exchanged_are_found(checkpoint: Path) -> None:
+    # Equal shapes, equal lengths, every checksum right: only what ties a file to its metadata can tell.
+    save(checkpoint, small_state(1), single_file_per_rank=False)
+    files = {record.key: record.path for record in records(checkpoint)}
+    exchange(files["model.weight"], files["model.scale"])
+    assert isinstance(outcome(checkpoint, small_state(1)), CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_data_file_of_another_save_is_found(checkpoint: Path, tmp_path: Path, partial: bool) -> None:
+    save(checkpoint, state(1))
+    save(tmp_path / "other", state(2))
+    (mine,), (other,) = data_files(checkpoint), data_files(tmp_path / "other")
+    shutil.copyfile(other, mine)
+    if partial:
+        with pytest.raises(CorruptCheckpointError):
+            load_boxes(checkpoint, "model.large", [LARGE_BOXES["some rows"]])
+    else:
+        assert isinstance(outcome(checkpoint, state(1)), CorruptCheckpointError)
+
+
+def test_metadata_of_another_save_is_found(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    old = (checkpoint / ".metadata").read_bytes()
+    save(checkpoint, small_state(2))
+    (checkpoint / ".metadata").write_bytes(old)  # names files that are gone
+    error = outcome(checkpoint, small_state(1))
+    assert isinstance(error, CorruptCheckpointError) and "missing" in str(error)
+
+
+# --- .metadata
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_flipped_bit_in_metadata_gives_the_values_or_a_named_error(checkpoint: Path, sharded: bool) -> None:
+    save(checkpoint, small_state(1), sharded=sharded)
+    # In a child: the wrong flip may take all memory or crash an unpickler.
+    answer = in_child(flip_metadata, checkpoint, 1200)
+    assert not answer.value, "\n".join(answer.value)
+    assert answer.peak_bytes < 200 << 20
+
+
+def flip_metadata(directory: Path, count: int) -> list[str]:
+    """What went against the rule."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, most))
+    path = directory / ".metadata"
+    failures = []
+    for bit in random.Random(8).sample(range(8 * path.stat().st_size), count):
+        with flipped(path, bit):
+            try:
+                outcome(directory, small_state(1))
+            except AssertionError as failure:
+                failures.append(f"bit {bit}: {failure}")
+    return failures
+
+
+def test_damaged_metadata_is_named_by_dcp_load(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    path = checkpoint / ".metadata"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], b"\0" * len(whole), whole[::-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointException, match=r"\.metadata") as caught:
+            dcp.load(blank(small_state(1)), storage_reader=StorageReader(checkpoint), no_dist=True)
+        error = cause(caught.value)
+        assert isinstance(error, CorruptCheckpointError | UntrustedCheckpointError), repr(error)
+
+
+def test_truncated_metadata_is_never_loaded(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    path = checkpoint / ".metadata"
+    whole = path.read_bytes()
+    trailer = 16  # a file that ends right before it is whole, as stock DCP writes it
+    for length in {*range(0, len(whole), 3), *range(len(whole) - trailer - 8, len(whole))}:
+        path.write_bytes(whole[:length])
+        error = outcome(checkpoint, small_state(1))
+        if length == len(whole) - trailer:
+            assert error is None
+        else:
+            assert isinstance(error, CorruptCheckpointError | UntrustedCheckpointError)
+
+
+def test_another_pickle_in_place_of_metadata_is_an_error(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    for value in (None, 7, "text", {}, [], {"state_dict_metadata": {}}):
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(value))
+        assert isinstance(outcome(checkpoint, small_state(1)), CorruptCheckpointError)
+
+
+# --- Without verification
+
+
+def test_unverified_loads_of_damaged_files_never_crash(saved: Path) -> None:
+    rng = random.Random(9)
+    ranges = [pair for name, pairs in regions(saved).items() if name != "body" for pair in pairs if len(pair[0])]
+    for _ in range(120):
+        where, record = rng.choice(ranges)
+        with flipped(record.path, rng.randrange(8 * where.start, 8 * where.stop)):
+            assert_values_or_named_error(saved, verify=False)
+
+
+def test_unverified_loads_of_noise_never_crash(copy: Path) -> None:
+    rng = random.Random(10)
+    for path in data_files(copy):
+        whole = path.read_bytes()
+        for _ in range(5):
+            damaged = bytearray(whole)
+            for _ in range(20):
+                at, length = rng.randrange(len(whole)), rng.randrange(1, 2000)
+                damaged[at : at + length] = rng.randbytes(len(damaged[at : at + length]))
+            path.write_bytes(damaged)
+            assert_values_or_named_error(copy, verify=False)
+        path.write_bytes(whole)
+
+
+def test_unverified_loads_of_truncated_files_are_errors(saved: Path, copy: Path) -> None:
+    for path in data_files(copy):
+        needed = max(record.end for record in records(saved) if record.path.name == path.name)
+        os.truncate(path, needed - 1)
+    assert isinstance(outcome(copy, state(1), verify=False), CorruptCheckpointError)
+
+
+def assert_values_or_named_error(directory: Path, **options: bool) -> None:
+    """Values of any kind: who does not verify may get wrong ones, but in tensors of the right shape."""
+    try:
+        values: State = load(directory, state(1), **options)
+    except CheckpointError:
+        return
+    except Exception as error:
+        raise AssertionError(f"an error without a name: {type(error).__name__}: {error}") from error
+    assert values["model"]["large"].shape == (1000, 600)
+
+
+# --- Checkpoints without checksums
+
+
+def test_checkpoints_written_without_checksums_load_and_say_so(checkpoint: Path) -> None:
+    save(checkpoint, state(1), checksums=False)
+    assert outcome(checkpoint, state(1)) is None
+    reader = StorageReader(checkpoint)
+    dcp.load(blank(state(1)), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    assert reader.last_stats is not None and reader.last_stats.unverified_bytes > 2 << 20
+
+
+def test_stock_checkpoints_written_without_checksums_load(checkpoint: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(state(1), storage_writer=FileSystemWriter(checkpoint), no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert outcome(checkpoint, state(1)) is None

@@ -1,0 +1,374 @@
+"""`verify`: every damage is listed, nothing else is, and nothing of the checkpoint's size is taken in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from damage import (
+    data_files,
+    drop_from_cache,
+    flipped,
+    in_child,
+    outcome,
+    read_metadata,
+    records,
+    rewrite_metadata,
+    save,
+    state,
+)
+from rank_pool import run_ranks
+from torch.distributed.checkpoint import FileSystemWriter
+
+import vescale_ckpt
+from vescale_ckpt import verify
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._engine import _C
+from vescale_ckpt.reports import VerifyReport
+
+
+@pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint of `state(1)`, written by one of the writers. Tests leave it as they found it."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
+    if request.param == "stock":
+        save_stock(directory)
+    else:
+        save(directory, state(1), single_file_per_rank=request.param == "ours")
+    yield directory
+    shutil.rmtree(directory)
+
+
+def save_stock(directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(1), storage_writer=FileSystemWriter(directory), no_dist=True)
+
+
+def damaged_keys(report: VerifyReport) -> set[str | None]:
+    return {damage.key for damage in report.damaged}
+
+
+def test_a_sound_checkpoint_is_said_to_be(saved: Path, backend: str) -> None:
+    for source in ("page cache", "disk"):
+        if source == "disk":
+            for path in data_files(saved):
+                drop_from_cache(path)
+        report = verify(saved)
+        assert report.ok and report.damaged == []
+        assert (report.keys, report.files) == (9, len(data_files(saved)))
+        assert report.bytes == sum(record.end - record.begin for record in records(saved))
+        assert report.unverified_bytes == 0
+    quick = verify(saved, quick=True)
+    assert quick.ok and (quick.keys, quick.files, quick.bytes) == (9, len(data_files(saved)), 0)
+    assert quick.indexed == (saved / ".metadata.index").exists()
+
+
+def test_what_a_load_finds_verify_lists(saved: Path) -> None:
+    rng = random.Random(1)
+    for record in records(saved):
+        for _ in range(2):
+            bit = rng.randrange(8 * record.begin, 8 * record.end)
+            with flipped(record.path, bit):
+                report, error = verify(saved), outcome(saved, state(1))
+                if record.key != "model.empty":  # loads read nothing of it
+                    assert report.ok == (error is None), f"{record.key}, bit {bit}: {report.damaged}, {error!r}"
+                for damage in report.damaged:
+                    assert (damage.key, damage.file) == (record.key, str(record.path))
+                    assert record.begin <= damage.offset < record.end
+                assert len(report.damaged) <= 1
+
+
+def test_every_damage_is_listed(saved: Path) -> None:
+    bodies = [record for record in records(saved) if len(record.body)]
+    with contextlib.ExitStack() as stack:
+        for record in bodies:
+            stack.enter_context(flipped(record.path, 8 * record.body.start))
+        report = verify(saved)
+        found = {(damage.key, damage.file) for damage in report.damaged}
+        assert found == {(record.key, str(record.path)) for record in bodies}
+        assert len(report.damaged) == len(bodies)
+        assert verify(saved, quick=True).ok  # it does not look at the data
+    assert verify(saved).ok
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "a directory", "a FIFO"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_files_that_are_not_what_they_should_be(saved: Path, damage: str, quick: bool, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    victim = max(records(copy), key=lambda record: record.end)
+    end = max(record.end for record in records(copy) if record.path == victim.path)
+    of_file = {record.key for record in records(copy) if record.path == victim.path}
+    if damage == "truncated":
+        os.truncate(victim.path, end - 1)
+    else:
+        victim.path.unlink()
+    if damage == "a directory":
+        victim.path.mkdir()
+    if damage == "a FIFO":
+        os.mkfifo(victim.path)
+    report = in_child(verify_in_child, copy, quick).value  # a FIFO would wait for a writer
+    assert not report.ok
+    assert {entry.file for entry in report.damaged} == {str(victim.path)}
+    if quick:
+        assert damaged_keys(report) == {None}
+    elif damage == "truncated":
+        assert damaged_keys(report) == {victim.key}
+    else:
+        assert damaged_keys(report) == {None} | of_file
+
+
+def verify_in_child(directory: Path, quick: bool) -> VerifyReport:
+    return verify(directory, quick=quick)
+
+
+def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path, backend: str) -> None:
+    values = {f"weight {i:03}": torch.full((3000,), float(i)) for i in range(300)}
+    save(checkpoint, values)
+    (checkpoint / ".metadata.index").unlink()  # its reads would be the first to fail
+    for path in data_files(checkpoint):
+        drop_from_cache(path)
+    _C.inject_fault("read", errno.EIO, 0, 1)
+    assert verify(checkpoint).ok  # a moment's failure, as the second attempt shows
+    # All lie in one transfer. Halves of halves fail, down to one record; the others are read.
+    _C.inject_fault("read", errno.EIO, 0, 9)
+    (damage,) = verify(checkpoint).damaged
+    assert damage.key == "weight 000" and "Input/output error" in damage.reason
+    _C.inject_fault("read", errno.EIO, 0, 10**9)
+    assert damaged_keys(verify(checkpoint)) == set(values)
+    _C.clear_faults()
+    assert verify(checkpoint).ok
+
+
+def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(32 << 20))
+    values = {
+        "large": torch.zeros(24 << 20),
+        "transposed": torch.zeros(6000, 4000).t(),
+        "object": {"tensor": torch.zeros(16 << 20)},
+    }
+    save(checkpoint / "ours", {"large": values["large"], "object": [values["object"]]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"transposed": values["transposed"]}, checkpoint_id=checkpoint / "stock", no_dist=True)
+    del values
+    for name in ("ours", "stock"):
+        for path in data_files(checkpoint / name):
+            drop_from_cache(path)
+        answer = in_child(verify_in_child, checkpoint / name, False)
+        assert answer.value.ok and answer.value.bytes > 90 << 20
+        assert answer.peak_bytes < 64 << 20, f"{name}: {answer.peak_bytes >> 20} MiB"
+
+
+def test_what_has_no_checksums_is_counted(checkpoint: Path) -> None:
+    save(checkpoint, state(1), checksums=False)
+    report = verify(checkpoint)
+    assert report.ok
+    tensors = sum(len(record.body) for record in records(checkpoint) if record.key.startswith("model."))
+    assert report.unverified_bytes >= tensors
+
+
+# --- Metadata
+
+
+def test_directories_without_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    for quick in (True, False):
+        report = verify(checkpoint, quick=quick)
+        assert not report.ok and "is no directory" in report.damaged[0].reason
+        assert "has no .metadata" in verify(tmp_path, quick=quick).damaged[0].reason
+    with pytest.raises(ValueError, match="no storage for s3"):
+        verify("s3://bucket/checkpoint")
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_damaged_metadata_is_found_also_beside_a_sound_index(checkpoint: Path, indexed: bool) -> None:
+    save(checkpoint, state(1))
+    if not indexed:
+        (checkpoint / ".metadata.index").unlink()
+    rng = random.Random(2)
+    path = checkpoint / ".metadata"
+    for _ in range(20):
+        with flipped(path, rng.randrange(8 * path.stat().st_size)):
+            for quick in (True, False):
+                (damage,) = verify(checkpoint, quick=quick).damaged
+                assert (damage.key, damage.file) == (None, str(path))
+
+
+def test_an_index_that_does_not_count_does_no_harm(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    path = checkpoint / ".metadata.index"
+    rng = random.Random(3)
+    for _ in range(20):
+        with flipped(path, rng.randrange(8 * path.stat().st_size)):
+            assert verify(checkpoint, quick=True).ok and verify(checkpoint).ok
+    of_another = path.read_bytes()
+    save(checkpoint, state(2))
+    path.write_bytes(of_another)
+    report = verify(checkpoint, quick=True)
+    assert report.ok and not report.indexed
+
+
+def test_metadata_that_lies_is_listed_with_its_keys(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    metadata = read_metadata(checkpoint)
+    storage = metadata.storage_data
+    by_key = {index.fqn: index for index in storage}
+    storage[by_key["model.large"]].relative_path = "../outside.distcp"
+    storage[by_key["model.bias"]].offset = -1
+    storage[by_key["step"]].length = 1 << 61
+    del storage[by_key["text"]]
+    metadata.state_dict_metadata["model.scalar"].chunks.clear()
+    rewrite_metadata(checkpoint, metadata)
+    for quick in (True, False):
+        report = verify(checkpoint, quick=quick)
+        assert {"model.large", "model.bias", "text", "model.scalar"} <= damaged_keys(report)
+        assert not {"model.strided", "history.0"} & damaged_keys(report)
+        long = [damage for damage in report.damaged if "truncated" in damage.reason]
+        assert [damage.key for damage in long] == [None if quick else "step"]
+
+
+def test_a_file_of_another_save_is_a_stranger(checkpoint: Path, tmp_path: Path) -> None:
+    save(checkpoint, state(1))
+    save(tmp_path / "other", state(2))
+    shutil.copy(data_files(tmp_path / "other")[0], data_files(checkpoint)[0])
+    assert verify(checkpoint, quick=True).ok
+    assert "model.large" in damaged_keys(verify(checkpoint))
+
+
+def test_a_stock_file_with_another_tensor_is_no_match(checkpoint: Path, tmp_path: Path) -> None:
+    for directory, tensor in ((checkpoint, torch.zeros(40, 30)), (tmp_path / "other", torch.zeros(30, 40))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"weight": tensor.t()}, checkpoint_id=directory, no_dist=True)
+    shutil.copy(data_files(tmp_path / "other")[0], data_files(checkpoint)[0])
+    (damage,) = verify(checkpoint).damaged
+    assert damage.key == "weight" and "promises torch.float32 (30, 40)" in damage.reason
+
+
+# --- Several ranks, one process
+
+
+def test_a_checkpoint_of_two_ranks(checkpoint: Path) -> None:
+    run_ranks(2, save_on_two, checkpoint)
+    report = verify(checkpoint)
+    assert report.ok and report.files == 2 and report.indexed
+    victim = data_files(checkpoint)[1]
+    victim.unlink()
+    assert {damage.file for damage in verify(checkpoint).damaged} == {str(victim)}
+
+
+def save_on_two(directory: Path) -> None:
+    values = {"replica": torch.arange(600_000.0), "step": 1}
+    vescale_ckpt.save(directory, values)
+
+
+def test_what_ranks_saved_without_collectives(checkpoint: Path) -> None:
+    run_ranks(2, save_alone, checkpoint)
+    report = verify(checkpoint)
+    assert report.ok and report.files == 2 and report.keys == 2
+    (checkpoint / "__1.metadata").write_bytes(b"")
+    assert {damage.file for damage in verify(checkpoint).damaged} == {str(checkpoint / "__1.metadata")}
+
+
+def save_alone(directory: Path) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    writer = vescale_ckpt.StorageWriter(directory)
+    dcp.save({f"of rank {rank}": torch.ones(5)}, storage_writer=writer, use_collectives=False)
+
+
+def test_readers_can_be_pickled_while_they_hold_a_lock(checkpoint: Path) -> None:
+    import pickle
+
+    save(checkpoint, state(1))
+    reader = StorageReader(checkpoint)
+    reader.read_metadata()
+    reader._metadata = None
+    assert pickle.loads(pickle.dumps(reader))._lock is None
+
+
+# --- What loads do without
+
+
+def every_bit(path: Path, at: range) -> Iterator[int]:
+    for byte in at:
+        for bit in range(8 * byte, 8 * byte + 8):
+            with flipped(path, bit):
+                yield byte
+
+
+def test_damage_that_loads_do_without_is_listed_as_harmless(checkpoint: Path) -> None:
+    values = {"weight": torch.arange(6.0), "step": 3}
+    save(checkpoint, values)
+    assert verify(checkpoint).harmless == verify(checkpoint).unchecked == []
+    index, (data,) = checkpoint / ".metadata.index", data_files(checkpoint)
+    (record,) = (record for record in records(checkpoint) if record.key == "weight")
+    size = data.stat().st_size
+    table = int.from_bytes(data.read_bytes()[-48:-40], "little")
+    descriptor = range(record.body.stop, record.body.stop + 16)
+    for path, where, key in (
+        (index, range(0, 152, 9), None),
+        (index, range(4096, index.stat().st_size, 411), None),
+        (data, range(table, size, 7), None),
+        (data, descriptor, "weight"),
+    ):
+        for byte in every_bit(path, where):
+            report = verify(checkpoint)
+            assert report.ok, report.damaged
+            assert [(damage.key, damage.file) for damage in report.harmless] == [(key, str(path))], byte
+            assert outcome(checkpoint, values) is None
+            assert verify(checkpoint, quick=True).harmless == []
+
+
+def test_descriptors_of_others_are_checked(checkpoint: Path) -> None:
+    save_stock(checkpoint)
+    report = verify(checkpoint)
+    assert report.harmless == [] and len(report.unchecked) == 1 and "no checksum" in report.unchecked[0]
+    for record in records(checkpoint):
+        if not len(record.body):
+            continue
+        with flipped(record.path, 8 * record.body.stop + 40):  # its checksum
+            report = verify(checkpoint)
+            if record.key in ("model.strided", "text", "history.0", "step"):
+                (damage,) = report.harmless
+                assert damage.key == record.key and "data descriptor" in damage.reason
+            assert report.ok
+
+
+def test_an_index_that_says_otherwise_is_damage(checkpoint: Path, tmp_path: Path) -> None:
+    save(checkpoint, state(1))
+    assert verify(checkpoint).ok
+    index = checkpoint / ".metadata.index"
+    data = bytearray(index.read_bytes())
+    at, count = struct.unpack_from("<2Q", data, 48 + 16 * 5)  # the places
+    (offset,) = struct.unpack_from("<Q", data, at + 24 * (count - 1))
+    struct.pack_into("<Q", data, at + 24 * (count - 1), offset + (1 << 40))
+    checksums = struct.unpack_from("<Q", data, 40)[0]
+    for piece in range(4096, checksums, 4096):
+        struct.pack_into("<I", data, checksums + piece // 1024 - 4, zlib.crc32(data[piece : piece + 4096]))
+    struct.pack_into("<I", data, 144, zlib.crc32(data[checksums:]))
+    struct.pack_into("<I", data, 148, zlib.crc32(data[:148]))
+    index.write_bytes(data)
+    (damage,) = verify(checkpoint).damaged
+    assert damage.file == str(index) and "says otherwise" in damage.reason
+
+
+def test_what_cannot_be_checked_is_said(checkpoint: Path) -> None:
+    save(checkpoint, state(1), checksums=False)
+    (told,) = verify(checkpoint).unchecked
+    assert "without checksums" in told
+    (told,) = verify(checkpoint, quick=True).unchecked
+    assert told.startswith("the data")

@@ -1,0 +1,337 @@
+"""Loads whose ranks swap from device to device: all but the device itself and NCCL, for which memory and gloo stand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from damage import flip
+from rank_pool import run_ranks
+from states import MiB, assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._ranks import exchange, nccl
+from vescale_ckpt._ranks.exchange import Exchange
+from vescale_ckpt._ranks.nccl import DeviceGroup
+from vescale_ckpt._share import device_buffer
+from vescale_ckpt._share.device_buffer import DeviceBuffer
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
+
+FOREVER = 60.0
+
+
+class _Host:
+    """Stands for a device. What it is asked to queue is done at once."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.begun = 0
+        self.slow = False
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.full((size,), 99, dtype=torch.uint8)
+
+    def identity(self) -> str:
+        return str(dist.get_rank() // int(os.environ.get("TEST_RANKS_A_DEVICE", "1")))
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self, seconds: float) -> bool:
+        assert seconds <= nccl.MOST_SECONDS
+        return not self.slow
+
+
+class _Gloo:
+    """Stands for NCCL."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.connect = lambda: dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        self.group: dist.ProcessGroupGloo | None = None
+        self.swaps = 0
+        self.bytes = 0
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        if self.group is None:
+            self.group = self.connect()
+        works = []
+        for peer, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
+            if peer == self.rank:
+                assert output.numel() == given.numel()
+                output.copy_(given)
+                continue
+            if output.numel():
+                works.append(self.group.recv([output], peer, 0))
+            if given.numel():
+                works.append(self.group.send([given], peer, 0))
+                self.bytes += given.numel()
+        for work in works:
+            work.wait(timedelta(seconds=5))
+        self.swaps += 1
+        return mock.Mock()
+
+    def abort(self) -> None:
+        self.group = None
+
+
+@contextlib.contextmanager
+def _devices() -> Iterator[tuple[_Host, list[_Gloo]]]:
+    """From now on; connections that were made before are forgotten, as ranks outlive tests."""
+    host, made = _Host(), []
+    exchange._places.clear()
+
+    def backend(*args: Any) -> _Gloo:
+        made.append(_Gloo(*args))
+        return made[-1]
+
+    with (
+        mock.patch.object(nccl, "device_for", lambda tensors: host),
+        mock.patch.object(nccl, "nccl_backend", backend),
+    ):
+        yield host, made
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 8191).to(dtype).view(shape)
+
+
+def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
+
+
+def _full() -> dict[str, torch.Tensor]:
+    return {"w": _numbers(1024, 999), "v": _numbers(77, 33, 5, dtype=torch.int16), "s": _numbers(3, 4)}
+
+
+def _load(directory: Path, state: dict[str, Any], way: Any = True, **options: Any) -> Any:
+    return vescale_ckpt.load(directory, state, broadcast_checkpoint=way, timeout=FOREVER, **options).stats
+
+
+def _all_ways(directory: Path) -> list[tuple[int, int, int]]:
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    full = _full()
+    results = []
+    for number, saved in enumerate((0, None)):
+        path = directory / str(number)
+        vescale_ckpt.save(path, {name: _sharded(tensor, saved) for name, tensor in full.items()})
+        with _devices() as (host, made):
+            for wanted in (None, 1, 0):
+                state = {name: _sharded(torch.zeros_like(tensor), wanted) for name, tensor in full.items()}
+                begun = host.begun
+                stats = _load(path, state)
+                assert host.begun - begun == (stats.shared_bytes > 0), "memory is taken where something is shared"
+                for name, tensor in full.items():
+                    assert_same(state[name].to_local(), _sharded(tensor, wanted).to_local())
+                results.append((stats.read_bytes, stats.bytes, stats.shared_bytes))
+            wide = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in full.items()}
+            _load(path, wide, allow_cast=True)
+            assert_same(wide, {name: tensor.double() for name, tensor in full.items()})
+            assert len(made) == 1 and made[0].swaps > 4 and made[0].bytes > 0, "connected once"
+    return results
+
+
+def test_each_byte_is_read_once_and_swapped(tmp_path: Path) -> None:
+    results = run_ranks(4, _all_ways, tmp_path)
+    stored = sum(tensor.nbytes for tensor in _full().values())
+    for case in range(6):
+        read, got, shared = (sum(result[case][column] for result in results) for column in range(3))
+        assert read <= 1.3 * stored, case  # blocks with a checksum are larger than some pieces here
+        assert got == (4 * stored if case in (0, 3) else stored), case
+        assert shared == {0: got, 2: 0, 3: got}.get(case, shared), case
+
+
+def _auto(directory: Path) -> int:
+    full = {"w": _numbers(2048, 1024)}
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    vescale_ckpt.save(directory, dict(full))
+    with _devices():
+        state = {"w": torch.zeros(2048, 1024)}
+        stats = _load(directory, state, "auto")
+        assert_same(state, full)
+    shared: int = stats.shared_bytes
+    return shared
+
+
+def test_auto_swaps_between_devices_of_one_node(checkpoint: Path) -> None:
+    assert run_ranks(2, _auto, checkpoint) == [8 * MiB] * 2
+
+
+def _one_device_for_two(directory: Path) -> tuple[int, int]:
+    os.environ["TEST_RANKS_A_DEVICE"] = "2"
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    with _devices() as (host, made):
+        for _ in range(2):
+            state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+            stats = _load(directory, state)
+            assert_same(state, full)
+    assert not made
+    return host.begun, stats.shared_bytes
+
+
+def test_ranks_that_share_a_device_go_through_the_host(checkpoint: Path) -> None:
+    stored = sum(tensor.nbytes for tensor in _full().values())
+    assert run_ranks(2, _one_device_for_two, checkpoint) == [(0, stored)] * 2
+
+
+def _one_is_against_it(directory: Path) -> int:
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with _devices() as (host, _):
+        elsewhere = mock.patch.object(nccl, "device_for", lambda tensors: None)
+        with elsewhere if dist.get_rank() == 1 else contextlib.nullcontext():
+            _load(directory, state)
+    assert_same(state, full)
+    return host.begun
+
+
+def test_all_ranks_go_through_devices_or_none(checkpoint: Path) -> None:
+    assert run_ranks(2, _one_is_against_it, checkpoint) == [0, 0]
+
+
+def _no_connection(directory: Path) -> int:
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    with _devices() as (host, _):
+        fails = mock.patch.object(nccl, "nccl_backend", side_effect=RuntimeError("no such library"))
+        with fails if dist.get_rank() == 1 else contextlib.nullcontext():
+            for _ in range(2):
+                state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+                _load(directory, state)
+                assert_same(state, full)
+    return host.begun
+
+
+def test_without_a_connection_they_go_through_the_host(checkpoint: Path) -> None:
+    assert run_ranks(2, _no_connection, checkpoint) == [0, 0]
+
+
+def _no_memory(directory: Path) -> int:
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with _devices() as (host, _):
+        fails = mock.patch.object(host, "host_memory", side_effect=torch.OutOfMemoryError("no room"))
+        with fails if dist.get_rank() == 1 else contextlib.nullcontext():
+            stats = _load(directory, state)
+    assert_same(state, full)
+    shared: int = stats.shared_bytes
+    return shared
+
+
+def test_without_memory_each_reads_for_itself(checkpoint: Path) -> None:
+    assert run_ranks(2, _no_memory, checkpoint) == [0, 0]
+
+
+# --- Failures
+
+
+def _fail(directory: Path) -> tuple[list[tuple[type, str]], float]:
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    full = {"w": _numbers(2048, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    state = {"w": torch.zeros(2048, 1024)}
+    mine, errors = dist.get_rank() == 1, []
+    begin = time.monotonic()
+
+    def error() -> None:
+        with pytest.raises(CheckpointError) as caught:
+            _load(directory, state)
+        errors.append((type(caught.value), str(caught.value)))
+        dist.barrier()
+
+    with _devices() as (host, made):
+        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        for attempt in range(2):  # damages it, and undoes that
+            if mine:
+                flip(file, file.stat().st_size // 2 * 8)
+            dist.barrier()
+            if attempt == 0:
+                error()
+        host.slow = mine  # its device does not finish
+        with mock.patch.object(DeviceBuffer, "placing", lambda self: contextlib.nullcontext()):
+            error()
+        host.slow = False
+        _load(directory, state)  # over the host's memory from now on
+        assert_same(state, full)
+        assert len(made) == 1 and not (mine and made[0].group is not None)
+    return errors, time.monotonic() - begin
+
+
+def test_failures_are_told_to_all(checkpoint: Path) -> None:
+    results = run_ranks(2, _fail, checkpoint)
+    assert results[0][0] == results[1][0]
+    (damaged, damage), (slow, text) = results[0][0]
+    assert damaged is CorruptCheckpointError and "checksum mismatch" in damage
+    assert slow is CheckpointError and "rank 1" in text and "did not swap their bytes" in text
+    assert max(seconds for _, seconds in results) < FOREVER
+
+
+def _one_dies(directory: Path) -> float:
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    full = _numbers(4096, 1024)
+    vescale_ckpt.save(directory, {"w": full})
+    state = {"w": torch.zeros_like(full)}
+    swap = DeviceGroup.swap
+    count = 0
+
+    def die_in_the_third(self: DeviceGroup, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3 and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        swap(self, *args)
+
+    with _devices():
+        _load(directory, state)  # connects
+        dist.barrier()
+        begin = time.monotonic()
+        with mock.patch.object(DeviceGroup, "swap", die_in_the_third), pytest.raises(CheckpointTimeoutError) as caught:
+            _load(directory, state)
+    assert caught.value.late_ranks == [2], caught.value
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_in_a_swap_is_named(checkpoint: Path) -> None:
+    *survivors, dead = run_ranks(3, _one_dies, checkpoint, check=False)
+    assert "died" in str(dead)
+    assert max(survivors) < FOREVER
+
+
+# --- What is copied to the device
+
+
+@pytest.mark.parametrize(
+    ("memory", "received", "parts"),
+    [(100, [], [(0, 100)]), (100, [(0, 100)], []), (100, [(60, 20), (10, 30)], [(0, 10), (40, 60), (80, 100)])],
+)
+def test_what_comes_from_others_is_not_copied_to_the_device(
+    memory: int, received: list[tuple[int, int]], parts: list[tuple[int, int]]
+) -> None:
+    of = mock.Mock(memory_bytes=memory, messages=lambda table: [(7, *part) for part in received])
+    assert device_buffer._not_received(of) == parts
+
+
+def test_without_cuda_there_is_no_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert nccl.device_for([torch.zeros(3)]) is None
+    assert not Exchange(None, 1.0).may_swap_on(None)

@@ -1,0 +1,450 @@
+"""Loads in which ranks read for each other: each byte once, the right values everywhere, and failures told to all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import flip
+from rank_pool import run_ranks
+from states import MiB, assert_same
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._engine import _C
+from vescale_ckpt._share import node_buffer, rounds, routes
+from vescale_ckpt._share.node_buffer import NodeBuffer
+from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, LoadFailedError
+
+FOREVER = 60.0
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, dtype=torch.int64) % 8191).to(dtype).view(shape)
+
+
+def _sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | None = None) -> DTensor:
+    device_mesh = init_device_mesh("cpu", mesh or (dist.get_world_size(),))
+    return distribute_tensor(full, device_mesh, placements, src_data_rank=None)
+
+
+def _load(directory: Path, state: dict[str, Any], **options: Any) -> tuple[int, int]:
+    """Bytes that this rank read, and that it was to get."""
+    report = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER, **options)
+    return report.stats.read_bytes, report.stats.bytes
+
+
+def _live_on_nodes(nodes: list[int]) -> None:
+    """Ranks of different nodes send messages, those of one look at each other's memory."""
+    os.environ["VESCALE_CKPT_NODE"] = str(nodes[dist.get_rank()])
+
+
+def _assert_filled(value: torch.Tensor, full: torch.Tensor) -> None:
+    if isinstance(value, DTensor):
+        full = distribute_tensor(full, value.device_mesh, value.placements, src_data_rank=None).to_local()
+        value = value.to_local()
+    assert_same(value, full)
+
+
+# --- Each byte once
+
+
+def _replicated(directory: Path) -> tuple[int, int, int]:
+    full = {"large": _numbers(3000, 2000), **{f"n{i}": _numbers(50 + i, 40, dtype=torch.int16) for i in range(60)}}
+    vescale_ckpt.save(directory, dict(full))
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    read, got = _load(directory, state)
+    assert_same(state, full)
+    return read, got, sum(tensor.nbytes for tensor in full.values())
+
+
+def _resharded(directory: Path, saved: Placement, wanted: Placement, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    full = _numbers(*shape)
+    vescale_ckpt.save(directory, {"w": _sharded(full, saved)})
+    state = {"w": _sharded(torch.zeros_like(full), wanted)}
+    read, got = _load(directory, state)
+    _assert_filled(state["w"], full)
+    return read, got, full.nbytes
+
+
+def _stacked(directory: Path) -> tuple[int, int, int]:
+    return _resharded(directory, Replicate(), Shard(1), (8, 512, 1024))
+
+
+def _rows_to_columns(directory: Path) -> tuple[int, int, int]:
+    return _resharded(directory, Shard(0), Shard(1), (4096, 2048))
+
+
+@pytest.mark.parametrize(("case", "replicas"), [(_replicated, 4), (_rows_to_columns, 1), (_stacked, 1)])
+def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[int, int, int]], replicas: int) -> None:
+    results = run_ranks(4, case, checkpoint)
+    read, got = (sum(result[column] for result in results) for column in (0, 1))
+    stored = results[0][2]
+    assert got == replicas * stored
+    assert read <= 1.02 * stored
+    assert max(result[0] for result in results) <= 0.3 * stored, "all take part"
+
+
+# --- Layouts
+
+
+def _layouts(directory: Path, nodes: list[int]) -> None:
+    _live_on_nodes(nodes)
+    full = {
+        "uneven": _numbers(7, 5, 3, dtype=torch.bfloat16),
+        "empty": _numbers(2, 9, dtype=torch.int64),
+        "scalar": _numbers(1, dtype=torch.complex64).view(()),
+        "nothing": torch.empty(0, 4),
+        "flags": _numbers(1000) % 3 == 0,
+    }
+    hsdp = (2, 2)
+
+    def state(zeros: bool, *ways: tuple[tuple[int, ...], list[Placement]]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, tensor in full.items():
+            value = torch.zeros_like(tensor) if zeros else tensor.clone()
+            for number, (mesh, placements) in enumerate(ways):
+                fits = all(not isinstance(way, Shard) or way.dim < tensor.dim() for way in placements)
+                made[f"{name}{number}"] = _sharded(value, *placements, mesh=mesh) if fits else value.clone()
+        return made
+
+    saved = state(False, ((4,), [Shard(0)]), (hsdp, [Replicate(), Shard(0)]), ((4,), [Replicate()]))
+    vescale_ckpt.save(directory, {**saved, "object": "kept"})
+    for ways in (
+        (((4,), [Shard(1)]), (hsdp, [Shard(0), Replicate()]), (hsdp, [Replicate(), Shard(1)])),
+        (((4,), [Replicate()]), ((4,), [Shard(0)]), (hsdp, [Shard(1), Shard(0)])),
+        (((4,), [Shard(0)]), (hsdp, [Replicate(), Shard(0)]), ((4,), [Shard(1)])),
+    ):
+        loaded = state(True, *ways)
+        _load(directory, {**loaded, "object": None})
+        for name, value in loaded.items():
+            _assert_filled(value, full[name[:-1]])
+    _strided_and_cast(directory, full["uneven"])
+    _partly(directory, full)
+
+
+def _strided_and_cast(directory: Path, uneven: torch.Tensor) -> None:
+    memory = torch.zeros(3, 5, 14)
+    memory[:, :, 1::2] = -1
+    target = memory.permute(2, 1, 0)[::2]  # float32, where bfloat16 is stored: copied by torch
+    _load(directory, {"uneven0": target}, allow_cast=True)
+    assert torch.equal(target, uneven.float()) and bool((memory[:, :, 1::2] == -1).all())
+    strided = torch.zeros(3, 5, 14, dtype=torch.bfloat16).permute(2, 1, 0)[::2]
+    _load(directory, {"uneven0": strided})
+    assert torch.equal(strided, uneven)
+
+
+def _partly(directory: Path, full: dict[str, torch.Tensor]) -> None:
+    """Ranks want different things; some want nothing."""
+    rank = dist.get_rank()
+    names = [["uneven0", "flags1"], [], ["flags1", "empty2"], ["uneven0"]][rank]
+    state = {name: torch.zeros_like(full[name[:-1]]) for name in names}
+    _load(directory, state)
+    for name, value in state.items():
+        assert_same(value, full[name[:-1]])
+    group, _ = dist.new_subgroups(2)
+    state = {"flags0": torch.zeros_like(full["flags"])}
+    _load(directory, state, process_group=group)
+    assert_same(state["flags0"], full["flags"])
+
+
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 2, 3, 4], [1, 2, 1, 2]])
+def test_any_layout_arrives(checkpoint: Path, nodes: list[int]) -> None:
+    run_ranks(4, _layouts, checkpoint, nodes)
+
+
+# --- Memory
+
+
+def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
+    _live_on_nodes(nodes)
+    full = {"a": _numbers(4096, 1024), "b": _numbers(1024, 4096, dtype=torch.int16)}
+    vescale_ckpt.save(directory, dict(full))
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(6 * MiB)
+    state = {"a": torch.zeros_like(full["a"]), "b": _sharded(torch.zeros_like(full["b"]), Shard(1))}
+    taken: list[int] = []
+
+    def memory(sizes: list[int]) -> NodeBuffer:
+        taken.extend(sizes)
+        return NodeBuffer(sizes)
+
+    with mock.patch.object(rounds, "NodeBuffer", memory):
+        read, _ = _load(directory, state)
+    assert_same(state["a"], full["a"])
+    _assert_filled(state["b"], full["b"])
+    return sum(taken), read
+
+
+@pytest.mark.parametrize("nodes", [[1, 1], [1, 2]])
+def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
+    for taken, read in run_ranks(2, _much_with_little_memory, checkpoint, nodes):
+        assert 2 * MiB < taken <= 6 * MiB and read > 8 * MiB
+
+
+def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
+    full = {"large": _numbers(1024, 4096), "small": _numbers(256, 1024)}
+    dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    with mock.patch.object(rounds, "NodeBuffer", wraps=NodeBuffer) as memory:
+        shared = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.shared_bytes
+    assert_same(state, full)
+    return sum(memory.call_args.args[0]), shared == full["small"].nbytes
+
+
+def test_records_that_are_checked_as_a_whole_keep_to_the_memory(checkpoint: Path) -> None:
+    taken, only_small = zip(*run_ranks(2, _whole_records_with_little_memory, checkpoint), strict=True)
+    assert MiB <= sum(taken) <= 4 * MiB, "one has read the small one for both"
+    assert all(only_small)
+
+
+# --- Failures
+
+
+def _error(directory: Path, state: dict[str, Any]) -> CheckpointError:
+    try:
+        _load(directory, state)
+    except CheckpointError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _fail_to_read(directory: Path, nodes: list[int]) -> tuple[list[tuple[type, str]], float]:
+    """On one rank, of what it reads for all, early in many rounds. The exchange is used on after each failure."""
+    _live_on_nodes(nodes)
+    full = {"w": _numbers(1024, 2048), "v": _numbers(512, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+    mine = dist.get_rank() == 1
+    begin = time.monotonic()
+    errors = []
+
+    for call, errno in (("read", 5), ("open", 24)):
+        if mine:
+            _C.inject_fault(call, errno, skip=1, times=1000)
+        looking_often = mock.patch.object(rounds, "_ROUNDS_BETWEEN_LOOKS", 1)
+        with mock.patch.dict(os.environ, VESCALE_CKPT_DIRECT_IO="off"), looking_often:
+            errors.append(_error(directory, state))
+        _C.clear_faults()
+        dist.barrier()
+
+    file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    for _ in range(2):  # damages it, and undoes that
+        dist.barrier()
+        if mine:
+            flip(file, file.stat().st_size // 2 * 8)
+        dist.barrier()
+        if len(errors) == 2:
+            errors.append(_error(directory, state))
+
+    with mock.patch.object(_C, "copy_boxes", side_effect=MemoryError("no room to place it") if mine else _C.copy_boxes):
+        errors.append(_error(directory, {"v": state["v"]}))
+    with mock.patch.object(_C, "plan_routes", side_effect=MemoryError("no room to plan")):  # called on rank 0 alone
+        errors.append(_error(directory, {"w": state["w"]}))
+    _load(directory, {"v": state["v"]})
+    assert_same(state["v"], full["v"])
+    return [(type(error), str(error)) for error in errors], time.monotonic() - begin
+
+
+@pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [1, 2, 1, 2]])
+def test_what_one_reader_cannot_read_is_raised_on_all(checkpoint: Path, nodes: list[int]) -> None:
+    results = run_ranks(4, _fail_to_read, checkpoint, nodes)
+    assert all(errors == results[0][0] for errors, _ in results)
+    assert max(seconds for _, seconds in results) < FOREVER
+    kinds, texts = zip(*results[0][0], strict=True)
+    assert kinds == (CheckpointError, CheckpointError, CorruptCheckpointError, LoadFailedError, LoadFailedError)
+    reader = ["Input/output error", "Too many open files", "checksum mismatch", "no room to place it"]
+    for text, expected in zip(texts, reader, strict=False):
+        assert "rank 1" in text or expected == "checksum mismatch"
+        assert expected in text
+    assert "rank 0" in texts[4] and "no room to plan" in texts[4]
+
+
+def _one_dies_between_rounds(directory: Path, nodes: list[int]) -> float:
+    _live_on_nodes(nodes)
+    full = _numbers(4096, 1024)
+    vescale_ckpt.save(directory, {"w": full})
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    state = {"w": torch.zeros_like(full)}
+    _load(directory, state)  # connects
+    dist.barrier()
+    send = rounds.RoutedRead._send
+
+    def die_in_the_third(self: rounds.RoutedRead, peers: Any, number: int) -> float:
+        if number == 2 and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, peers, number)
+
+    begin = time.monotonic()
+    with mock.patch.object(rounds.RoutedRead, "_send", die_in_the_third):
+        error = _error(directory, state)
+    assert isinstance(error, CheckpointTimeoutError) and error.late_ranks == [2], error
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_between_rounds_is_named(checkpoint: Path) -> None:
+    *survivors, dead, last = run_ranks(4, _one_dies_between_rounds, checkpoint, [1, 1, 2, 2], check=False)
+    assert "died" in str(dead)
+    assert max(*survivors, last) < FOREVER
+
+
+# --- Planning once, standing down
+
+
+def _twice(directory: Path) -> list[int]:
+    full = {"w": _numbers(100, 10)}
+    vescale_ckpt.save(directory, full)
+    plans = []
+    for form in ((100, 10), (100, 10), None, (100, 10)):
+        state = {"w": torch.zeros(100, 10) if form else _sharded(torch.zeros(100, 10), Shard(0))}
+        with mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned:
+            _load(directory, state)
+        plans.append(planned.call_count)
+        _assert_filled(state["w"], full["w"])
+    return plans
+
+
+def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
+    assert run_ranks(2, _twice, checkpoint) == [[1, 0, 1, 0], [0, 0, 0, 0]]
+
+
+def _auto(directory: Path, ranks_a_node: int, scope: str) -> tuple[int, int]:
+    full = {"w": _numbers(1024, 1024), "text": "an object"}
+    vescale_ckpt.save(directory, dict(full))
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
+    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
+    state = {"w": torch.zeros(1024, 1024), "text": ""}
+    stats = vescale_ckpt.load(directory, state, timeout=FOREVER).stats
+    assert_same(state["w"], full["w"])
+    assert state["text"] == "an object"
+    return stats.shared_bytes, stats.bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks_a_node", "scope", "shares"),
+    [(4, "job", False), (2, "job", True), (1, "job", True), (2, "node", False)],
+)
+def test_auto_shares_over_nodes_and_not_within_one(
+    checkpoint: Path, ranks_a_node: int, scope: str, shares: bool
+) -> None:
+    assert run_ranks(4, _auto, checkpoint, ranks_a_node, scope) == [(4 * MiB if shares else 0, 4 * MiB)] * 4
+
+
+def _auto_shards(directory: Path) -> int:
+    """Rows that each rank needs to itself, but for blocks at their edges, on nodes of their own."""
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank())
+    return _without_trying(directory)[0]
+
+
+def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
+    assert run_ranks(2, _auto_shards, checkpoint) == [0, 0]
+
+
+def _crossed(directory: Path) -> str:
+    """As if two loads of the group, in two threads, had met each other's collectives."""
+    full = {"w": _numbers(100, 10)}
+    vescale_ckpt.save(directory, full)
+    _load(directory, {"w": torch.zeros(100, 10)})
+    plan = routes.routes_of_all
+
+    def other_plan(*args: Any) -> routes.Routes:
+        of_all = plan(*args)
+        of_all.number += dist.get_rank()
+        return of_all
+
+    with mock.patch("vescale_ckpt._share.begin.routes_of_all", other_plan):
+        return str(_error(directory, {"w": torch.zeros(100, 10)}))
+
+
+def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
+    for text in run_ranks(2, _crossed, checkpoint, check=False):
+        assert "ranks are in different places" in text and "plan" in text, text
+
+
+def _without_trying(directory: Path) -> list[int]:
+    """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
+    full = _numbers(2048, 1023)
+    vescale_ckpt.save(directory, {"w": full})
+    shared = []
+    routes._kept.clear()
+    asked = mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes)
+    never = mock.patch.object(rounds.RoutedRead, "_run", side_effect=AssertionError("nothing is to be tried"))
+    with never, asked as planned:
+        state = {"w": _sharded(torch.zeros_like(full), Shard(0))}
+        shared.append(vescale_ckpt.load(directory, state, timeout=FOREVER).stats.shared_bytes)
+        _assert_filled(state["w"], full)
+    assert not any(rows for call in planned.call_args_list for rows in call.args[0]), "nobody tells what it wants"
+    return shared
+
+
+def test_where_little_is_to_be_gained_nothing_is_tried(checkpoint: Path) -> None:
+    assert run_ranks(2, _without_trying, checkpoint) == [[0]] * 2
+
+
+def _blind(directory: Path) -> tuple[int, list[str]]:
+    full = _numbers(512, 1024)
+    vescale_ckpt.save(directory, {"w": full})
+    state = {"w": torch.zeros_like(full)}
+    blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
+    with blind if dist.get_rank() == 1 else contextlib.nullcontext(), _warnings() as texts:
+        stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state["w"], full)
+    return stats.shared_bytes, texts
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    rounds.logger.addHandler(handler)
+    yield texts
+    rounds.logger.removeHandler(handler)
+
+
+def test_ranks_that_may_not_see_memory_of_others_read_for_themselves(checkpoint: Path) -> None:
+    (shared, none), (also_shared, texts) = run_ranks(2, _blind, checkpoint)
+    assert shared == also_shared == 0 and none == []
+    assert len(texts) == 1 and "memory of rank 0" in texts[0] and "not yours" in texts[0]
+
+
+def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:
+    """What a number of a process of another machine happens to mean on this one."""
+    memory = NodeBuffer([5000, 0, 70])
+    hello = bytearray(node_buffer._HELLO.pack(os.getpid(), memory._file, 3, memory._token))
+    sizes = struct.pack("<3q", *memory._sizes)
+    opened = node_buffer._open(hello + sizes)
+    memory[0][7] = 3
+    assert opened.memories[0][7] == 3
+    (tmp_path / "short").write_bytes(b"another file")
+    with (tmp_path / "short").open("rb+") as file:
+        hello = bytearray(node_buffer._HELLO.pack(os.getpid(), file.fileno(), 3, memory._token))
+        with pytest.raises(ValueError, match="of another size"):
+            node_buffer._open(hello + sizes)
+
+
+def test_one_rank_shares_nothing(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    with mock.patch.object(routes.Routes, "__init__", side_effect=AssertionError):
+        for way in (True, False, "auto"):
+            state = {"w": torch.zeros(10)}
+            vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=way)  # type: ignore[arg-type]
+            assert_same(state["w"], _numbers(10))
+    with pytest.raises(ValueError, match="broadcast_checkpoint='yes'"):
+        vescale_ckpt.load(checkpoint, broadcast_checkpoint="yes")  # type: ignore[call-overload]

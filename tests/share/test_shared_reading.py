@@ -1,0 +1,537 @@
+"""Ranks that read for each other inside plain `dcp.load`, of any checkpoint; metadata read once; what is not shared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from array import array
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import flip
+from rank_pool import run_ranks
+from states import assert_same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.rows import words
+from vescale_ckpt._native import metadata_file
+from vescale_ckpt._ranks.node import ranks_of_this_node
+from vescale_ckpt._read.records import Record
+from vescale_ckpt._share import routes
+from vescale_ckpt._share.begin import SharedReading
+from vescale_ckpt._state.per_rank import PerRank
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
+
+FOREVER = 60.0
+PLANNERS = (DefaultLoadPlanner, LoadPlanner)
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 8191).to(dtype).view(shape)
+
+
+def _full() -> dict[str, Any]:
+    return {
+        "w": _numbers(2048, 512),
+        "nested": {"v": _numbers(300, 7, dtype=torch.int16), "step": 7},
+        "few": [_numbers(i + 1, 3) for i in range(5)],
+    }
+
+
+def _zeros(full: dict[str, Any]) -> dict[str, Any]:
+    def zero(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.zeros_like(value)
+        if isinstance(value, dict):
+            return {key: zero(item) for key, item in value.items()}
+        return [zero(item) for item in value] if isinstance(value, list) else 0
+
+    result: dict[str, Any] = zero(full)
+    return result
+
+
+def _save(directory: Path, state: dict[str, Any], by: str) -> None:
+    if by == "stock":
+        dcp.save(state, storage_writer=FileSystemWriter(directory))
+    else:
+        vescale_ckpt.save(directory, state)
+
+
+# --- dcp.load
+
+
+def _load_by_dcp(directory: Path, by: str) -> list[tuple[int, int]]:
+    """Bytes read and needed with each planner, of replicas, then of rows loaded as columns."""
+    full = _full()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(full["w"], mesh, [Shard(0)], src_data_rank=None)
+    _save(directory, {**full, "rows": rows}, by)
+    results = []
+    for planner in PLANNERS:
+        reader = StorageReader(directory, broadcast_checkpoint=True)
+        state = _zeros(full)
+        dcp.load(state, storage_reader=reader, planner=planner())
+        assert_same(state, full)
+        assert reader.last_stats is not None
+        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
+
+        reader = StorageReader(directory, broadcast_checkpoint=True)
+        columns = distribute_tensor(torch.zeros_like(full["w"]), mesh, [Shard(1)], src_data_rank=None)
+        dcp.load({"rows": columns}, storage_reader=reader, planner=planner())
+        wanted = distribute_tensor(full["w"], mesh, [Shard(1)], src_data_rank=None)
+        assert_same(columns.to_local(), wanted.to_local())
+        assert reader.last_stats is not None
+        results.append((reader.last_stats.read_bytes, reader.last_stats.shared_bytes))
+    return results
+
+
+@pytest.mark.parametrize("by", ["us", "stock"])
+def test_dcp_load_reads_each_byte_once(checkpoint: Path, by: str) -> None:
+    full = _full()
+    w = full["w"].nbytes
+    replicated = w + full["nested"]["v"].nbytes + sum(tensor.nbytes for tensor in full["few"])
+    results = run_ranks(4, _load_by_dcp, checkpoint, by)
+    for number, stored in enumerate([replicated, w, replicated, w]):
+        read, shared = (sum(result[number][column] for result in results) for column in (0, 1))
+        assert read <= 1.05 * stored, number
+        assert shared == (4 * stored if stored == replicated else stored), number
+
+
+def _load_stock_files(directory: Path) -> tuple[int, int]:
+    full = _full()
+    _save(directory, full, "stock")
+    state = _zeros(full)
+    stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state, full)
+    everything = vescale_ckpt.load(directory, broadcast_checkpoint=True, timeout=FOREVER)
+    assert_same(everything, full)
+    return stats.read_bytes, stats.bytes
+
+
+def test_load_of_a_stock_checkpoint_reads_each_byte_once(checkpoint: Path) -> None:
+    results = run_ranks(2, _load_stock_files, checkpoint)
+    read, got = (sum(result[column] for result in results) for column in (0, 1))
+    assert read <= 1.05 * got / 2
+
+
+def _without_others(directory: Path) -> list[str]:
+    """Loads in which not all ranks of the reader's group take part share nothing, and wait for nobody."""
+    full = _full()
+    _save(directory, full, "us")
+    texts: list[str] = []
+    with mock.patch.object(SharedReading, "begin", side_effect=AssertionError("nothing is to be shared")):
+        for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
+            if "no_dist" not in options or dist.get_rank() == 0:
+                state = _zeros(full)
+                reader = StorageReader(directory, broadcast_checkpoint=True)
+                dcp.load(state, storage_reader=reader, planner=LoadPlanner(), **options)  # type: ignore[arg-type]
+                assert_same(state, full)
+        state = _zeros(full)
+        reader = StorageReader(directory, broadcast_checkpoint=True, process_group=dist.new_subgroups(1)[0])
+        with mock.patch(
+            "vescale_ckpt._dcp.storage_reader.logger.warning", side_effect=lambda text, *a: texts.append(text % a)
+        ):
+            dcp.load(state, storage_reader=reader)
+        assert_same(state, full)
+    return texts
+
+
+def test_what_not_all_ranks_load_is_not_shared(checkpoint: Path) -> None:
+    texts, none = run_ranks(2, _without_others, checkpoint)
+    assert len(texts) == 1 and "2 ranks load, but the reader's process group has 1" in texts[0] and not none
+
+
+class _Committing(DefaultLoadPlanner):
+    """Hands out memory of its own, as planners that convert do."""
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.target = super().resolve_tensor(read_item)
+        return torch.empty_like(self.target)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        super().resolve_tensor(read_item).copy_(tensor)
+
+
+def _with_a_planner_that_commits(directory: Path) -> int:
+    full = _full()
+    _save(directory, full, "us")
+    state = _zeros(full)
+    reader = StorageReader(directory, broadcast_checkpoint=True)
+    dcp.load(state, storage_reader=reader, planner=_Committing())
+    assert_same(state, full)
+    assert reader.last_stats is not None
+    return reader.last_stats.shared_bytes
+
+
+def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
+    assert run_ranks(2, _with_a_planner_that_commits, checkpoint) == [0, 0]
+
+
+def _damaged(directory: Path, planner: Callable[[], Any]) -> tuple[list[str], float]:
+    full = _full()
+    _save(directory, full, "us")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        flip(file, file.stat().st_size // 2 * 8)
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True), planner=planner())
+    errors = [error for error, _ in caught.value.failures.values()]
+    assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
+    return [str(error) for error in errors], time.monotonic() - begin
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_damage_is_raised_on_all_ranks(checkpoint: Path, planner: Callable[[], Any]) -> None:
+    results = run_ranks(4, _damaged, checkpoint, planner)
+    assert len({str(texts) for texts, _ in results}) == 1
+    assert "checksum mismatch" in results[0][0][0] and max(seconds for _, seconds in results) < FOREVER
+
+
+def _one_cannot_plan(directory: Path) -> str:
+    """An error of one rank between DCP's planning and our exchange."""
+    full = _full()
+    _save(directory, full, "us")
+    fails = mock.patch("vescale_ckpt._read.by_items.ItemLoad._packed", side_effect=MemoryError("no room for its plan"))
+    with (
+        fails if dist.get_rank() == 1 else contextlib.nullcontext(),
+        pytest.raises(dcp.api.CheckpointException) as caught,
+    ):
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_say_what_it_needs_is_named(checkpoint: Path) -> None:
+    for text in run_ranks(2, _one_cannot_plan, checkpoint):
+        assert re.search(r"rank 1: MemoryError: no room for its plan", text), text
+
+
+def _one_has_a_bad_setting(directory: Path, variable: str) -> str:
+    full = _full()
+    _save(directory, full, "us")
+    if dist.get_rank() == 1:
+        os.environ[variable] = "wrong"
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["BROADCAST_BYTES", "BROADCAST_SCOPE", "NODE"])
+def test_a_bad_setting_of_one_rank_is_told_to_all(checkpoint: Path, variable: str) -> None:
+    name = f"VESCALE_CKPT_{variable}"
+    for text in run_ranks(2, _one_has_a_bad_setting, checkpoint, name):
+        assert "ranks:dict_keys([1])" in text and f"ValueError: {name}='wrong'" in text, text
+
+
+def _ways_that_differ(directory: Path) -> list[bool]:
+    full = _full()
+    _save(directory, full, "us")
+    shares = []
+    for ways in ((True, False), (False, True), (True, "auto")):
+        way: Any = ways[dist.get_rank()]
+        reader = StorageReader(directory, broadcast_checkpoint=way)
+        state = _zeros(full)
+        dcp.load(state, storage_reader=reader)
+        assert_same(state, full)
+        assert reader.last_stats is not None
+        shares.append(reader.last_stats.shared_bytes > 0)
+    return shares
+
+
+def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
+    assert run_ranks(2, _ways_that_differ, checkpoint, timeout=20.0) == [[True, False, True]] * 2
+
+
+# --- Objects
+
+
+def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -> tuple[int, int]:
+    """How many objects this rank has read, and how many it has loaded."""
+    rank = dist.get_rank()
+    objects = {f"object{i}": "x" * i for i in range(5)}
+    own = {"own": PerRank(f"of {rank}")} if by == "us" else {}
+    _save(directory, {"w": _numbers(100), **objects, **own}, by)
+    state: dict[str, Any] = {"w": torch.zeros(100), **dict.fromkeys(objects), **({"own": PerRank(None)} if own else {})}
+    with mock.patch.object(_C, "read_objects", wraps=_C.read_objects) as read:
+        if planner is None:
+            loaded = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats.objects
+        else:
+            reader = StorageReader(directory, broadcast_checkpoint=True)
+            dcp.load(state, storage_reader=reader, planner=planner())
+            assert reader.last_stats is not None
+            loaded = reader.last_stats.objects
+    assert {name: state[name] for name in objects} == objects
+    assert not own or state["own"].obj == f"of {rank}"
+    return sum(len(call.args[1]) // 3 for call in read.call_args_list), loaded
+
+
+@pytest.mark.parametrize(
+    ("by", "planner"), [("us", None), ("us", LoadPlanner), ("stock", None), ("stock", DefaultLoadPlanner)]
+)
+def test_objects_that_all_want_are_read_once(checkpoint: Path, by: str, planner: Callable[[], Any] | None) -> None:
+    own = int(by == "us")
+    assert run_ranks(2, _objects_read, checkpoint, by, planner) == [(5 + own, 5 + own), (own, 5 + own)]
+
+
+def _many_objects(directory: Path) -> int:
+    """How many records were made to read 60 objects."""
+    objects = {f"object{i}": i for i in range(60)}
+    vescale_ckpt.save(directory, dict(objects))
+    state: dict[str, Any] = dict.fromkeys(objects)
+    with mock.patch("vescale_ckpt._read.packed.Record", wraps=Record) as made:
+        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER)
+    assert state == objects
+    return made.call_count
+
+
+def test_objects_are_looked_up_once(checkpoint: Path) -> None:
+    assert run_ranks(2, _many_objects, checkpoint) == [120, 60]
+
+
+def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> None:
+    def needs(files: list[str], *rows: tuple[int, int, int], group: bytes = b"") -> tuple[bytes, bytes, bytes]:
+        numbers = [(item, file, offset, 10, 7) for item, file, offset in rows]
+        return array("q", chain.from_iterable(numbers)).tobytes(), json.dumps(files).encode(), group
+
+    def common(*of_ranks: tuple[bytes, bytes, bytes]) -> list[list[int]]:
+        with mock.patch.object(routes, "_object_places", wraps=routes._object_places) as looked:
+            rows = [words(table).tolist() for table in routes._common_objects(list(of_ranks))]
+        assert looked.call_count == len(set(of_ranks)), "what ranks have in common is looked at once"
+        return rows
+
+    mine = needs(["a", "b"], (5, 0, 100), (6, 1, 100), (7, 1, 200))
+    other = needs(["b", "a"], (1, 0, 200), (2, 1, 300), (3, 1, 100))
+    assert common(mine, other, mine) == [[0, 2], [2, 0], [0, 2]]
+    assert common(mine, mine) == [[0, 1, 2]] * 2
+    assert common(mine, needs([])) == [[], []]
+    assert common(mine, needs(["a"], (5, 0, 100), group=b"another save")) == [[], []]
+    with mock.patch.object(routes, "_MOST_OBJECT_BYTES", 19):
+        assert common(mine, other) == [[], []]
+
+
+def _damaged_object(directory: Path) -> str:
+    vescale_ckpt.save(directory, {"w": _numbers(100), "object": "kept" * 1000})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = [path for path in directory.glob("*.distcp") if b"kept" in path.read_bytes()]
+        flip(file, file.read_bytes().index(b"kept") * 8)
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        vescale_ckpt.load(directory, {"w": torch.zeros(100), "object": ""}, broadcast_checkpoint=True, timeout=FOREVER)
+    return str(caught.value)
+
+
+def test_a_damaged_object_is_told_to_all(checkpoint: Path) -> None:
+    first, second = run_ranks(2, _damaged_object, checkpoint)
+    assert first == second and "object" in first
+
+
+# --- Scope
+
+
+def _in_scope(directory: Path, scope: str) -> int:
+    os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // 2)
+    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
+    full = {"w": _numbers(2048, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    state = {"w": torch.zeros(2048, 1024)}
+    stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
+    assert_same(state, full)
+    return stats.read_bytes
+
+
+@pytest.mark.parametrize(("scope", "times"), [("job", 1), ("node", 2)])
+def test_nodes_may_keep_to_themselves(checkpoint: Path, scope: str, times: int) -> None:
+    stored = 2048 * 1024 * 4
+    reads = run_ranks(4, _in_scope, checkpoint, scope)
+    assert times * stored <= sum(reads) <= 1.02 * times * stored
+    assert max(reads) < 0.6 * times * stored / 2, "all take part"
+
+
+# --- Each for itself
+
+
+def _drop_from_cache(directory: Path) -> None:
+    for path in directory.glob("*.distcp"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
+    """Bytes of each load that went past the page cache, and in all, when nothing is shared."""
+    w = _numbers(4096, 512)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    _save(directory, {"w": w}, by)
+    results = {}
+    for name, ranks_here in (("replicas", "2"), ("rows", "2"), ("replicas", "1")):
+        os.environ["LOCAL_WORLD_SIZE"] = ranks_here
+        dist.barrier()
+        _drop_from_cache(directory)
+        dist.barrier()
+        zeros = torch.zeros_like(w)
+        target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros
+        reader = StorageReader(directory)
+        dcp.load({"w": target}, storage_reader=reader, planner=LoadPlanner())
+        assert reader.last_stats is not None
+        results[f"{name} {ranks_here}"] = (reader.last_stats.direct_bytes, reader.last_stats.read_bytes)
+        wanted = distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None).to_local() if name == "rows" else w
+        assert_same(target.to_local() if name == "rows" else target, wanted)
+    return results
+
+
+@pytest.mark.parametrize("by", ["us", "stock"])
+def test_ranks_of_a_node_that_want_the_same_read_through_its_page_cache(checkpoint: Path, by: str) -> None:
+    for results in run_ranks(2, _through_the_cache, checkpoint, by):
+        direct, everything = zip(*results.values(), strict=True)
+        assert direct[0] == 0 < everything[0]
+        if direct[2] == 0:
+            pytest.skip("files are in the page cache, or cannot be read past it")
+        assert direct[2] > 0.9 * everything[2]
+        # Parts of what stock DCP wrote can only be checked by reading all of it: then rows are wanted by all, too.
+        assert direct[1] == 0 if by == "stock" else direct[1] > 0.9 * everything[1]
+
+
+@pytest.mark.parametrize(("said", "ranks"), [("8", 8), ("", 3), ("0", 3), ("-1", 3), ("two", 3), (None, 3)])
+def test_who_started_the_ranks_says_how_many_are_on_a_node(
+    said: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert ranks_of_this_node(3) == ranks
+
+
+# --- Metadata
+
+
+def _counted(directory: Path, by: str) -> tuple[int, ...]:
+    """How often this rank read the index whole and in part, and the metadata, parsed and as bytes."""
+    full = _full()
+    _save(directory, full, by)
+    state = _zeros(full)
+    names = ("index_bytes", "read_index", "read_metadata", "metadata_bytes")
+    with contextlib.ExitStack() as stack:
+        calls = [
+            stack.enter_context(mock.patch.object(metadata_file, name, wraps=getattr(metadata_file, name)))
+            for name in names
+        ]
+        vescale_ckpt.load(directory, state, timeout=FOREVER)
+    assert_same(state, full)
+    return tuple(of.call_count for of in calls)
+
+
+@pytest.mark.parametrize(("by", "coordinator"), [("us", (1, 0, 0, 0)), ("stock", (1, 0, 0, 1))])
+def test_one_rank_reads_the_metadata_for_all(checkpoint: Path, by: str, coordinator: tuple[int, ...]) -> None:
+    first, *others = run_ranks(4, _counted, checkpoint, by)
+    assert first == coordinator and others == [(0, 0, 0, 0)] * 3
+
+
+def _large_index(directory: Path) -> tuple[int, ...]:
+    with mock.patch("vescale_ckpt._read.contents._MOST_INDEX_BYTES", 100):
+        return _counted(directory, "us")
+
+
+def test_of_a_large_index_each_rank_reads_what_it_needs(checkpoint: Path) -> None:
+    assert run_ranks(2, _large_index, checkpoint) == [(0, 1, 0, 0)] * 2
+
+
+def _different_disks(directory: Path) -> list[str]:
+    """The same path on each rank, but not the same disk."""
+    rank, full = dist.get_rank(), _full()
+    for name in ("first", "second"):
+        vescale_ckpt.save(directory / name, full)
+    state, own, texts = _zeros(full), directory / f"disk{rank}", []
+    for name in ("first", "first" if rank == 0 else "second"):
+        shutil.rmtree(own, ignore_errors=True)
+        shutil.copytree(directory / name, own / "checkpoint")
+        dist.barrier()
+        with contextlib.chdir(own):
+            try:
+                vescale_ckpt.load("checkpoint", state, broadcast_checkpoint=True, timeout=FOREVER)
+                assert_same(state, full)
+            except CheckpointError as error:
+                texts.append(str(error))
+    return texts
+
+
+def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
+    for texts in run_ranks(2, _different_disks, tmp_path):
+        assert len(texts) == 1 and "different saves" in texts[0], texts
+
+
+def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    reader = StorageReader(checkpoint)
+    metadata = reader.read_metadata()
+    vescale_ckpt.save(checkpoint, {"w": _numbers(10) + 1})
+    with pytest.raises(CheckpointError, match="replaced by a later save"):
+        metadata.state_dict_metadata.keys()
+
+
+def _different_options(directory: Path) -> list[str]:
+    full = _full()
+    vescale_ckpt.save(directory, full)
+    mine, texts = dist.get_rank() == 1, []
+    for options in ({"strict": mine}, {"broadcast_checkpoint": mine}, {"verify": mine}):
+        with pytest.raises(CheckpointError) as caught:
+            vescale_ckpt.load(directory, _zeros(full), timeout=FOREVER, **options)  # type: ignore[call-overload]
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_options_that_differ_between_ranks_are_told(checkpoint: Path) -> None:
+    for texts in run_ranks(2, _different_options, checkpoint):
+        assert all("different strict, broadcast_checkpoint, verify" in text for text in texts)
+
+
+def _damaged_index(directory: Path) -> bool:
+    full = _full()
+    vescale_ckpt.save(directory, full)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        index = directory / ".metadata.index"
+        flip(index, index.stat().st_size * 4)  # in its middle: found when that is looked at
+    dist.barrier()
+    state = _zeros(full)
+    vescale_ckpt.load(directory, state, timeout=FOREVER)
+    assert_same(state, full)
+    reference = _zeros(full)
+    dcp.load(reference, storage_reader=FileSystemReader(directory))
+    assert_same(reference, state)
+    return True
+
+
+def test_a_damaged_index_is_done_without(checkpoint: Path) -> None:
+    assert run_ranks(2, _damaged_index, checkpoint) == [True, True]
+
+
+def _no_checkpoint(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        vescale_ckpt.load(directory / "nothing", _zeros(_full()), timeout=FOREVER)
+    return str(caught.value)
+
+
+def test_no_checkpoint_is_told_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _no_checkpoint, tmp_path)
+    assert first == second and "not a checkpoint" in first

@@ -1,0 +1,562 @@
+"""Descriptions of states: right when cold, exact about change when warm, and the way back from bytes to memory."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import pickle
+import random
+import struct
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from cost import calls_of
+from states import bits, random_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.rows import int_table
+from vescale_ckpt._engine.tensor_checks import as_host_tensor
+from vescale_ckpt._plan.plan_cache import what_changed
+from vescale_ckpt._state.describe import Describer, Description
+from vescale_ckpt._state.tensor_table import ready_tensors, tensor_table
+from vescale_ckpt.errors import CheckpointError
+
+
+class Item(NamedTuple):
+    name: str
+    kind: int
+    dtype: int
+    flags: int
+    bytes: int
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def items_of(inventory: bytes) -> list[Item]:
+    """Read by the page that documents it (csrc/plan/inventory.h)."""
+    magic, count, row_words, name_bytes, _, _ = struct.unpack_from("6q", inventory)
+    assert magic.to_bytes(8, "little") == b"VKCVITM1"
+    words = array("q", inventory[48 : 48 + 8 * row_words])
+    ends = array("I", inventory[48 + 8 * row_words :][: 4 * count])
+    names = inventory[48 + 8 * row_words + (4 * count + 7) // 8 * 8 :][:name_bytes]
+    items, at, begin = [], 0, 0
+    for end in ends:
+        head, size, dims = words[at], words[at + 1], words[at] >> 32
+        shape, offset, box = (tuple(words[at + 2 + dims * part :][:dims]) for part in range(3))
+        name = names[begin:end].decode("utf-8", "surrogatepass")
+        items.append(Item(name, head & 0xFF, head >> 8 & 0xFF, head >> 16 & 0xFFFF, size, shape, offset, box))
+        at, begin = at + 2 + 3 * dims, end
+    assert at == len(words)
+    return items
+
+
+def sources_of(description: Description) -> list[tuple[int, tuple[int, ...]]]:
+    words, found, at = array("q", description.sources), [], 0
+    while at < len(words):
+        found.append((words[at], tuple(words[at + 2 : at + 2 + words[at + 1]])))
+        at += 2 + words[at + 1]
+    return found
+
+
+def boxes_in_memory(description: Description) -> list[torch.Tensor | None]:
+    """What the sources say each item's values are."""
+    found: list[torch.Tensor | None] = []
+    for item, (number, offset) in zip(items_of(description.inventory), sources_of(description), strict=True):
+        if number < 0:
+            found.append(None)
+            continue
+        tensor = description.tensors[number].detach()
+        for dim, (start, length) in enumerate(zip(offset, item.size, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        found.append(tensor)
+    return found
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """4 x 2 ranks, seen by the one at (1, 1)."""
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    yield init_device_mesh("cpu", (4, 2))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = (17, 6), dtype: Any = None) -> DTensor:
+    return distribute_tensor(random_tensor(shape, dtype or torch.float32), mesh, placements, src_data_rank=None)
+
+
+def old_sharded(rows: int = 3) -> sharded_tensor.ShardedTensor:
+    """Rank 3's `rows` rows, from the 12th on, of a tensor of 32."""
+    boxes = [
+        ShardMetadata([0, 0], [12, 2], "rank:0/cpu"),
+        ShardMetadata([12, 0], [rows, 2], "rank:3/cpu"),
+        ShardMetadata([12 + rows, 0], [20 - rows, 2], "rank:5/cpu"),
+    ]
+    properties = sharded_tensor.TensorProperties()
+    return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
+        [sharded_tensor.Shard(random_tensor((rows, 2)), boxes[1])],
+        sharded_tensor.ShardedTensorMetadata(boxes, torch.Size([32, 2]), properties),
+    )
+
+
+def everything(mesh: DeviceMesh) -> dict[str, Any]:
+    return {
+        "plain": random_tensor((3, 4)),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "object": {"lr": 0.1},
+        "sharded": sharded(mesh, Shard(0), Shard(1)),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "strided": sharded(mesh, _StridedShard(0, split_factor=2), Replicate()),
+        "transposed": random_tensor((4, 6), torch.bfloat16).t(),
+        "number": 7,
+        "empty": torch.empty(0, 5, dtype=torch.int8),
+        "empty shard": sharded(mesh, Shard(0), Shard(0), shape=(1, 4)),
+        "replicated": sharded(mesh, Replicate(), Replicate(), dtype=torch.float8_e4m3fn),
+        "elsewhere": distribute_tensor(torch.ones(8), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None),
+        "trained": sharded(mesh, Shard(1), Replicate()).requires_grad_(),
+    }
+
+
+# --- What is described
+
+
+def test_items_are_what_stock_planning_finds(mesh: DeviceMesh) -> None:
+    state = everything(mesh)
+    del state["strided"]  # of several pieces: stock knows the first
+    description, _ = Describer().describe(state)
+    found = items_of(description.inventory)
+    wanted = create_default_local_save_plan(state, True).items
+    assert [item.name for item in found] == [item.index.fqn for item in wanted] == description.names
+    kinds = [WriteItemType.BYTE_IO, WriteItemType.TENSOR, WriteItemType.SHARD]
+    assert [kinds[item.kind] for item in found] == [item.type for item in wanted]
+    for item, stock in zip(found, wanted, strict=True):
+        if stock.tensor_data is None:
+            assert item == (item.name, 0, 0, 0, 0, (), (), ())
+            continue
+        properties, chunk = stock.tensor_data.properties, stock.tensor_data.chunk
+        assert item.dtype == DTYPE_CODES[properties.dtype]
+        assert item.flags == properties.requires_grad
+        assert (item.shape, item.offset, item.size) == (stock.tensor_data.size, chunk.offsets, chunk.sizes)
+        assert item.bytes == chunk.sizes.numel() * properties.dtype.itemsize
+        assert stock.index == MetadataIndex(item.name, torch.Size(item.offset))
+
+
+def test_sources_lead_to_the_values(mesh: DeviceMesh) -> None:
+    state = everything(mesh)
+    description, _ = Describer().describe(state)
+    found = items_of(description.inventory)
+    for item, box in zip(found, boxes_in_memory(description), strict=True):
+        if box is not None:
+            assert tuple(box.shape) == item.size
+            assert DTYPE_CODES[box.dtype] == item.dtype
+    whole = dict(zip(description.names, boxes_in_memory(description), strict=True))
+    for key in ("plain", "parameter", "scalar", "transposed", "empty"):
+        box = whole[key]
+        assert box is not None
+        assert bits(box) == bits(state[key])
+    assert description.table == tensor_table(description.tensors)
+    assert description.ready == b"\1" * len(description.tensors)
+    assert description.objects == {"object": {"lr": 0.1}, "number": 7}
+    assert description.other == {}
+
+
+def test_a_strided_shard_of_several_pieces(mesh: DeviceMesh) -> None:
+    full = torch.arange(17 * 6).reshape(17, 6)
+    dtensor = distribute_tensor(full, mesh, [_StridedShard(0, split_factor=2), Replicate()], src_data_rank=None)
+    description, _ = Describer().describe({"strided": dtensor})
+    found = items_of(description.inventory)
+    assert description.names == ["strided", "strided"]
+    for item, box in zip(found, boxes_in_memory(description), strict=True):
+        assert box is not None
+        assert torch.equal(box, full[item.offset[0] : item.offset[0] + item.size[0]])
+    assert sum(item.size[0] for item in found) == dtensor.to_local().shape[0]
+
+
+def test_old_sharded_tensors(mesh: DeviceMesh) -> None:
+    value = old_sharded(rows=4)
+    description, _ = Describer().describe({"a": torch.ones(1), "old": value})
+    (wanted,) = create_default_local_save_plan({"old": value}, True).items
+    item = items_of(description.inventory)[1]
+    assert wanted.tensor_data is not None
+    assert item[:4] == ("old", 2, DTYPE_CODES[torch.float32], 0)
+    assert (item.shape, item.offset, item.size) == ((32, 2), (12, 0), (4, 2))
+    assert item.offset == wanted.tensor_data.chunk.offsets
+    box = boxes_in_memory(description)[1]
+    assert box is not None
+    assert bits(box) == bits(value.local_shards()[0].tensor)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> None:
+    class Checkpointable:
+        def __create_write_items__(self, key: str, value: Any) -> list[Any]:
+            return []
+
+    class Chunked:
+        def __create_chunk_list__(self) -> list[Any]:
+            return []
+
+    class Local(torch.Tensor):
+        __create_chunk_list__ = Chunked.__create_chunk_list__
+
+    local = torch.ones(2).as_subclass(Local)
+    other = {
+        "write": Checkpointable(),
+        "read": Chunked(),
+        "subclass": torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {})),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "within": DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False),
+        5: torch.ones(2),
+    }
+    describer = Describer()
+    for _ in range(2):
+        description, _ = describer.describe({"a": torch.ones(1), **other, "b": 2})
+        assert description.names == ["a", "b"]
+        assert list(description.other) == list(other)
+        assert all(description.other[key] is value for key, value in other.items())
+
+
+def test_a_collective_under_way_is_described_and_not_waited_for(mesh: DeviceMesh) -> None:
+    local = AsyncCollectiveTensor(torch.ones(4, 2))
+    dtensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+    description, _ = Describer().describe({"gathered": dtensor})
+    assert description.tensors[0] is dtensor._local_tensor
+    assert type(description.tensors[0]) is AsyncCollectiveTensor
+    assert items_of(description.inventory)[0].size == (4, 2)
+    assert description.ready == b"\0"
+
+
+def test_names_are_any_text() -> None:
+    names = ["", "é", "\udc80", "a\0b", "日本"]
+    description, _ = Describer().describe({name: number for number, name in enumerate(names)})
+    assert [item.name for item in items_of(description.inventory)] == names == description.names
+
+
+def test_sizes_of_objects_are_weights_that_change_nothing() -> None:
+    describer = Describer()
+    first, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 100, "gone": 5}, node=3)
+    assert not same
+    assert [item.bytes for item in items_of(first.inventory)] == [100, 4, 0]
+    assert struct.unpack_from("q", first.inventory, 32) == (3,)
+    second, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 200, "c": 7}, node=3)
+    assert same
+    assert second.inventory is first.inventory
+    # Also where all is looked at again: a set is as much an object as a number.
+    third, same = describer.describe({"a": {1}, "b": torch.ones(1), "c": 2}, {"a": 300}, node=3)
+    assert same
+    assert third.inventory is first.inventory
+    assert third.objects == {"a": {1}, "c": 2}
+
+
+def from_local(mesh: DeviceMesh, local: torch.Tensor, *placements: Any) -> DTensor:
+    """A DTensor of 17 elements, whatever this rank holds of them."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size([17]), stride=(1,))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda mesh: torch.empty(3, dtype=torch.int4), "dtype torch.int4"),
+        (lambda mesh: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "dtype torch.qint8"),
+        (lambda mesh: from_local(mesh, torch.ones(17), Partial(), Replicate()), "partial sums"),
+        (lambda mesh: from_local(mesh, torch.ones(5), type("Ragged", (Shard,), {})(0), Replicate()), "is not known"),
+        (
+            lambda mesh: from_local(mesh, torch.ones(6), Shard(0), Replicate()),
+            r"give this rank a shard of shape \(5,\), but it holds \(6,\)",
+        ),
+    ],
+    ids=["int4", "quantized", "partial", "placement", "shape"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_described_is_named(mesh: DeviceMesh, value: Callable[[DeviceMesh], Any], reason: str) -> None:
+    state = {"a": 1, "the.key": value(mesh)}
+    with pytest.raises(CheckpointError, match=rf"^the\.key.*{reason}") as raised:
+        Describer().describe(state)
+    assert raised.value.key == "the.key"  # type: ignore[attr-defined]
+
+
+def test_shards_that_are_not_as_their_metadata_says_are_named(mesh: DeviceMesh) -> None:
+    value = old_sharded()
+    value.local_shards()[0].metadata.shard_sizes = [4, 2]
+    with pytest.raises(CheckpointError, match=r"^old: its shard at \(12, 0\) is of shape \(4, 2\)"):
+        Describer().describe({"old": value})
+
+
+# --- What changes
+
+
+def set_to(key: str, make: Callable[[DeviceMesh], Any]) -> Callable[[dict[str, Any], DeviceMesh], dict[str, Any]]:
+    return lambda state, mesh: {**state, key: make(mesh)}
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any], DeviceMesh], dict[str, Any]], str]] = {
+    "key added": (lambda state, mesh: {**state, "new": 1}, "'new' is new"),
+    "key removed": (lambda state, mesh: {key: state[key] for key in state if key != "plain"}, "'plain' is gone"),
+    "key renamed": (
+        lambda state, mesh: {("PLAIN" if key == "plain" else key): value for key, value in state.items()},
+        "'plain' is gone; 'PLAIN' is new",
+    ),
+    "order": (lambda state, mesh: dict(reversed(state.items())), "the order of the keys"),
+    "dtype": (
+        set_to("plain", lambda mesh: torch.ones(3, 4, dtype=torch.int32)),
+        "'plain': dtype float32, now int32",
+    ),
+    "shape": (set_to("plain", lambda mesh: torch.ones(4, 3)), "'plain': shape (3, 4), now (4, 3)"),
+    "requires_grad": (
+        set_to("plain", lambda mesh: torch.ones(3, 4, requires_grad=True)),
+        "'plain': requires_grad False, now True",
+    ),
+    "parameter": (
+        set_to("parameter", lambda mesh: torch.nn.Parameter(torch.ones(2), requires_grad=False)),
+        "'parameter': requires_grad True, now False",
+    ),
+    "tensor to object": (set_to("plain", lambda mesh: [1]), "'plain': kind a tensor, now an object"),
+    "object to tensor": (set_to("number", lambda mesh: torch.ones(1)), "'number': kind an object, now a tensor"),
+    "tensor to shard": (
+        set_to("plain", lambda mesh: sharded(mesh, Replicate(), Replicate(), shape=(3, 4))),
+        "'plain': kind a tensor, now a shard",
+    ),
+    "nested to scalar": (
+        set_to("scalar", lambda mesh: torch.nested.nested_tensor([torch.ones(1, dtype=torch.int64)])),
+        "'scalar' is gone",
+    ),
+    "placements": (
+        set_to("sharded", lambda mesh: sharded(mesh, Shard(1), Shard(0))),
+        "'sharded': this rank held (5, 3) at (5, 3), now ",
+    ),
+    "shard dtype": (
+        set_to("sharded", lambda mesh: sharded(mesh, Shard(0), Shard(1), dtype=torch.float16)),
+        "'sharded': dtype float32, now float16",
+    ),
+    "shard shape": (
+        set_to("sharded", lambda mesh: sharded(mesh, Shard(0), Shard(1), shape=(18, 6))),
+        "'sharded': shape (17, 6), now (18, 6)",
+    ),
+    "shard requires_grad": (
+        set_to("sharded", lambda mesh: sharded(mesh, Shard(0), Shard(1)).requires_grad_()),
+        "'sharded': requires_grad False, now True",
+    ),
+    "split factor": (
+        set_to("strided", lambda mesh: sharded(mesh, _StridedShard(0, split_factor=3), Replicate())),
+        "'strided': this rank held ",
+    ),
+    "mesh": (
+        set_to("replicated", lambda mesh: sharded(DeviceMesh("cpu", [0, 1]), Replicate(), dtype=torch.float8_e4m3fn)),
+        "'replicated' is gone",
+    ),
+    "old shard": (
+        set_to("old", lambda mesh: old_sharded(rows=2)),
+        "'old': this rank held (3, 2) at (12, 0), now (2, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_gives_a_new_inventory(mesh: DeviceMesh, change: str) -> None:
+    act, words = CHANGES[change]
+    state = everything(mesh) | {"old": old_sharded()}
+    describer = Describer()
+    old, same = describer.describe(state)
+    assert not same
+    assert describer.describe(state)[1]
+    new, same = describer.describe(act(state, mesh))
+    assert not same
+    assert new.inventory != old.inventory
+    assert new.inventory == Describer().describe(act(state, mesh))[0].inventory
+    assert what_changed(old.inventory, new.inventory).startswith(words)
+    back, same = describer.describe(state)
+    assert not same
+    assert back.inventory == old.inventory
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_kept_never_shows(mesh: DeviceMesh) -> None:
+    """One describer through random states: each as a new one describes it, and the same exactly if its bytes are."""
+    values = [
+        *everything(mesh).values(),
+        old_sharded(),
+        old_sharded(2),
+        sharded(mesh, Shard(1), Shard(0)),
+        sharded(mesh, Replicate(), Shard(0)),
+        torch.nested.nested_tensor([torch.ones(2)]),
+        torch.ones(3, 4, dtype=torch.float64),
+        torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {})),
+        torch.empty(3, 4, device="meta"),
+    ]
+    generator = random.Random(1)
+    describer, last, sames = Describer(), b"", 0
+    state: dict[str, Any] = {}
+    for _ in range(2000):
+        if generator.random() < 0.7:
+            key = generator.choice("abcdef")
+            if key in state and generator.random() < 0.3:
+                del state[key]
+            else:
+                state[key] = generator.choice(values)
+        description, same = describer.describe(state)
+        fresh, _ = Describer().describe(state)
+        for field in ("inventory", "names", "sources", "table", "ready", "objects", "other"):
+            assert getattr(description, field) == getattr(fresh, field)
+        assert same == (description.inventory == last)
+        last, sames = description.inventory, sames + same
+    assert 600 < sames < 1400
+
+
+def test_another_node_is_a_change(mesh: DeviceMesh) -> None:
+    describer = Describer()
+    old, _ = describer.describe({"a": 1}, node=1)
+    new, same = describer.describe({"a": 1}, node=2)
+    assert not same
+    assert new.inventory != old.inventory
+    assert what_changed(old.inventory, new.inventory) == "nothing that planning depends on"
+
+
+def test_nothing_changes_with_new_tensors_of_the_same_traits(mesh: DeviceMesh) -> None:
+    describer = Describer()
+    first, _ = describer.describe(everything(mesh))
+    state = everything(init_device_mesh("cpu", (4, 2)))
+    state["transposed"] = state["transposed"].contiguous()  # strides are no trait
+    second, same = describer.describe(state)
+    assert same
+    assert second.inventory is first.inventory
+    assert second.names is first.names
+    assert second.table == tensor_table(second.tensors) != first.table
+    assert second.tensors[0] is state["plain"]
+    fresh, _ = Describer().describe(state)
+    assert (fresh.inventory, fresh.sources, fresh.table) == (second.inventory, second.sources, second.table)
+
+
+def test_readiness_is_looked_at_each_time() -> None:
+    describer = Describer()
+    tensor = torch.ones(8)
+    assert describer.describe({"a": tensor})[0].ready == b"\1"
+    tensor.untyped_storage().resize_(0)
+    description, same = describer.describe({"a": tensor})
+    assert same
+    assert description.ready == b"\0"
+
+
+def test_many_differences_are_counted() -> None:
+    describer = Describer()
+    old, _ = describer.describe({f"a{number}": 1 for number in range(10)})
+    new, _ = describer.describe({f"a{number}": 1 for number in range(3)})
+    assert what_changed(old.inventory, new.inventory, most=2) == "'a3' is gone; 'a4' is gone; and 5 more"
+
+
+def test_a_describer_keeps_no_tensor_and_pickles_empty() -> None:
+    describer = Describer()
+    state = {"a": torch.ones(3)}
+    for _ in range(2):
+        description, _ = describer.describe(state)
+    alive = weakref.ref(state["a"])
+    del state, description
+    gc.collect()
+    assert alive() is None
+    copy = pickle.loads(pickle.dumps(describer))
+    assert not copy.describe({"a": torch.ones(3)})[1]
+
+
+# --- To the engine's tables
+
+
+def test_tables_for_the_engine(mesh: DeviceMesh) -> None:
+    state = everything(mesh)
+    description, _ = Describer().describe(state)
+    found = items_of(description.inventory)
+    part = array("q")
+    for number in range(len(found)):
+        part.extend((number, -1, 0, 0))
+    arguments = description.sources, description.table, description.ready
+    table = array("q", _C.write_table(description.inventory, part, *arguments))
+    wanted = int_table()
+    reads, wanted_reads = int_table(), int_table()
+    for number, (item, box) in enumerate(zip(found, boxes_in_memory(description), strict=True)):
+        if box is None:
+            continue
+        dims = len(item.size)
+        # Of nothing the engine reads nothing, wherever it is said to be.
+        address = box.data_ptr() if box.numel() else description.tensors[sources_of(description)[number][0]].data_ptr()
+        wanted.extend((item.dtype, address, dims, *item.size, *box.stride()))
+        chunk = (7, 4096, 9000, -1, item.dtype, dims, *item.shape, *item.offset, *item.size)
+        reads.extend((number, *chunk, *[0] * dims))
+        wanted_reads.extend((*chunk, address, *box.stride()))
+    assert table == wanted
+    assert array("q", _C.read_table(description.inventory, reads, *arguments)) == wanted_reads
+
+
+def test_tables_refuse_what_is_not_ready() -> None:
+    tensor = torch.ones(4, dtype=torch.cfloat).conj()
+    description, _ = Describer().describe({"a": torch.ones(2), "b": tensor})
+    assert description.ready == b"\1\0"
+    arguments = description.sources, description.table, description.ready
+    with pytest.raises(_C.EngineError, match="not in memory") as raised:
+        _C.write_table(description.inventory, array("q", [0, -1, 0, 0, 1, -1, 0, 0]), *arguments)
+    assert raised.value.item == 1
+    host = [description.tensors[0], as_host_tensor(tensor)[0]]
+    table = tensor_table(host)
+    written = _C.write_table(
+        description.inventory, array("q", [1, 0, 1, 2]), description.sources, table, ready_tensors(host, table)
+    )
+    code = DTYPE_CODES[torch.complex64]
+    assert list(array("q", written)) == [code, host[1].data_ptr() + 8, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "error"),
+    [
+        (["a"], [0, 5, 1], _C.EngineError),
+        (["a", "b"], [0, 5], _C.EngineError),
+        (["a"], [0], _C.EngineError),
+        (["a"], [1 | 1 << 32, 5, 1, 1], _C.EngineError),
+        (["a"], [1 | 1 << 62, 5], _C.EngineError),
+        (["a"], [7, 5], _C.EngineError),
+        (["a"], [1 | 200 << 8, 5], _C.EngineError),
+        (["a"], [0, -5], _C.EngineError),
+        ([5], [0, 5], TypeError),
+        (["a"], b"12345678901", TypeError),
+    ],
+)
+def test_packing_checks_its_rows(names: list[Any], rows: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        _C.pack_inventory(names, array("q", rows) if isinstance(rows, list) else rows)
+
+
+# --- Cost
+
+
+def test_what_ten_thousand_plain_tensors_cost() -> None:
+    state = {f"layers.{number}.weight": torch.empty(4, 8) for number in range(10_000)}
+    describer = Describer()
+    describer.describe(state)
+    assert calls_of(lambda: Describer().describe(state)) < 4 * len(state)
+    assert calls_of(lambda: describer.describe(state)) < 100  # none for a tensor
+
+
+def test_what_ten_thousand_dtensors_cost(mesh: DeviceMesh) -> None:
+    like = sharded(mesh, Shard(0), Shard(1))
+    state = {f"layers.{number}.weight": like.detach() for number in range(10_000)}
+    describer = Describer()
+    describer.describe(state)
+    assert calls_of(lambda: Describer().describe(state)) < 16 * len(state)
+    assert calls_of(lambda: describer.describe(state)) < 100
+
+
+def test_subclasses_of_dictionaries_are_states_too() -> None:
+    state = collections.OrderedDict(a=torch.ones(1), b=2)
+    assert Describer().describe(state)[0].names == ["a", "b"]

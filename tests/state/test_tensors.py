@@ -1,0 +1,187 @@
+"""Tables of tensors: what DLPack says in one call is what torch's Python interface says, whatever the tensor."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cost import least_cpu_seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from states import DTYPES, SHAPES, layouts, random_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.tensor_checks import is_host_memory
+from vescale_ckpt._state.tensor_table import PLAIN_TYPES, ready_tensors, tensor_row, tensor_table
+
+UNQUANTIZED = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and "torch.q" not in str(value)}, key=str
+)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Hostile(torch.Tensor):
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("no shape")
+
+
+def freed(start: int = 0) -> torch.Tensor:
+    tensor = torch.ones(8)[start:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(3, 4)
+
+
+def quantized() -> torch.Tensor:
+    tensor: torch.Tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    return tensor
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 4),
+    "expanded": lambda: torch.ones(1, 4).expand(3, 4),
+    "view": lambda: torch.arange(20)[3:9],
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3, 2)),
+    "requires_grad": lambda: torch.ones(3, requires_grad=True),
+    "not_a_leaf": lambda: torch.ones(3, requires_grad=True) * 2,
+    "conjugated": lambda: torch.ones(3, dtype=torch.cfloat).conj(),
+    "negated": lambda: torch.ones(3, dtype=torch.cfloat).conj().imag,
+    "imaginary": lambda: torch.ones(3, dtype=torch.cfloat).imag,
+    "meta": lambda: torch.empty(3, 5, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse_rows": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.ones(3, 4).to_mkldnn(),
+    "quantized": quantized,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "zero": lambda: torch._efficientzerotensor(3),
+    "empty_zero": lambda: torch._efficientzerotensor(0),
+    "part_of_zero": lambda: torch._efficientzerotensor(5)[2:],
+    "freed": freed,
+    "part_of_freed": lambda: freed(3),
+    "fake": fake,
+    "subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "hostile": lambda: torch.ones(3).as_subclass(Hostile),
+    "collective": lambda: AsyncCollectiveTensor(torch.ones(3)),
+    "buffer": lambda: torch.nn.Buffer(torch.ones(3)),
+    "many_dimensions": lambda: torch.ones([1] * 63 + [2]),
+    **{f"dtype_{dtype}": functools.partial(torch.empty, 3, 2, dtype=dtype) for dtype in UNQUANTIZED},
+    **{f"layout_{name}": functools.partial(layouts(48).__getitem__, name) for name in layouts(48)},
+}
+
+
+def make(kind: str) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes
+        return KINDS[kind]()
+
+
+def rows(table: bytes) -> list[list[int]]:
+    """The rows of a table of tensors: address, dtype, device, sizes and strides."""
+    words = array("q", table)
+    found = []
+    at = 0
+    while at < len(words):
+        length = 4 + 2 * words[at + 3]
+        found.append(list(words[at : at + length]))
+        at += length
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_says_what_python_says(kind: str) -> None:
+    tensor = make(kind)
+    assert rows(tensor_table([tensor])) == [tensor_row(tensor)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ready_is_what_the_engine_takes_as_it_is(kind: str) -> None:
+    tensor = make(kind)
+    assert ready_tensors([tensor], tensor_table([tensor])) == bytes([is_host_memory(tensor)])
+
+
+@settings(deadline=None)  # the first tensor of some kinds takes seconds of imports
+@given(st.lists(st.sampled_from(sorted(KINDS)), max_size=12))
+def test_lists_of_all_kinds(kinds: list[str]) -> None:
+    tensors = [make(kind) for kind in kinds]
+    table = tensor_table(tensors)
+    assert rows(table) == list(map(tensor_row, tensors))
+    assert ready_tensors(tensors, table) == bytes(map(is_host_memory, tensors))
+
+
+def test_rows_are_what_torch_says() -> None:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            tensor = random_tensor(shape, dtype)
+            code = DTYPE_CODES[dtype]
+            wanted = [tensor.data_ptr(), code, 1, len(shape), *shape, *tensor.stride()]
+            assert rows(tensor_table([tensor])) == [wanted]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("meta", [3, 5]), ("sparse", [3, 3]), ("subclass", [3]), ("fake", [3, 4])])
+def test_what_has_no_memory_still_has_a_dtype_and_a_shape(kind: str, shape: list[int]) -> None:
+    (row,) = rows(tensor_table([make(kind)]))
+    assert row[:4] == [-1, DTYPE_CODES[torch.float32], -1, len(shape)]
+    assert row[4 : 4 + len(shape)] == shape
+
+
+def test_what_cannot_be_stored_has_no_dtype() -> None:
+    for kind in ("quantized", "nested", "dtype_torch.int4", "dtype_torch.uint1"):
+        assert rows(tensor_table([make(kind)]))[0][:3] == [-1, -1, -1]
+
+
+def test_a_torch_without_dlpack_is_read_in_python() -> None:
+    tensors = [make(kind) for kind in KINDS]
+    wanted = tensor_table(tensors)
+
+    class Old:
+        pass
+
+    assert _C.tensor_table(tensors, (Old,), DTYPE_CODES, tensor_row) == wanted
+
+
+def test_python_is_asked_only_where_dlpack_is_silent() -> None:
+    asked: list[torch.Tensor] = []
+
+    def row(tensor: torch.Tensor) -> list[int]:
+        asked.append(tensor)
+        return tensor_row(tensor)
+
+    plain = [
+        torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool)
+    ]
+    odd = [torch.ones(3, device="meta"), make("subclass"), make("dtype_torch.bits8"), make("dtype_torch.int3")]
+    _C.tensor_table(plain + odd, PLAIN_TYPES, DTYPE_CODES, row)
+    assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in odd]
+
+
+def test_errors_in_python_pass_through() -> None:
+    def row(tensor: torch.Tensor) -> list[int]:
+        raise KeyError("wrong")
+
+    with pytest.raises(KeyError, match="wrong"):
+        _C.tensor_table([make("meta")], PLAIN_TYPES, DTYPE_CODES, row)
+
+
+def test_many_tensors_on_the_meta_device_cost_one_refusal() -> None:
+    """Torch takes a millisecond to refuse one, and all else of a row together is a hundredth of that."""
+    tensors = [torch.empty(4, device="meta") for _ in range(5000)]
+    one = least_cpu_seconds(lambda: tensor_table(tensors[:1]), 20)
+    assert least_cpu_seconds(lambda: tensor_table(tensors), 3) < 200 * one

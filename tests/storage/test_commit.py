@@ -1,0 +1,475 @@
+"""The life of a checkpoint's directory: what a save may touch, when it counts, and who sees what meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pickle
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import (
+    State,
+    blank,
+    cause,
+    data_files,
+    load,
+    only_named_files,
+    outcome,
+    read_metadata,
+    same,
+    save,
+    small_state,
+    state,
+)
+from rank_pool import run_ranks
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt._native import commit, names
+from vescale_ckpt._storage import locks
+from vescale_ckpt._write.data_files import DataFiles
+from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
+from vescale_ckpt.reports import SaveStats
+
+# --- What a save touches
+
+
+class Watcher(StorageWriter):
+    """Looks into the directory when all data is written and nothing is committed yet."""
+
+    def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
+        self.before = {path.name: path.read_bytes() for path in Path(self.path).iterdir()}
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.written = {path.name: path.read_bytes() for path in Path(self.path).iterdir()}
+        super().finish(metadata, results)
+
+
+@pytest.mark.parametrize("single_file_per_rank", [True, False])
+def test_until_the_commit_the_old_checkpoint_is_untouched(checkpoint: Path, single_file_per_rank: bool) -> None:
+    save(checkpoint, small_state(1), single_file_per_rank=single_file_per_rank)
+    old = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    writer = Watcher(checkpoint, single_file_per_rank=single_file_per_rank)
+    dcp.save(small_state(2), storage_writer=writer, planner=SavePlanner(), no_dist=True)
+    assert writer.before == old
+    assert old.items() <= writer.written.items() and len(writer.written) > len(old)
+    assert not old.keys() & {path.name for path in data_files(checkpoint)}
+    assert only_named_files(checkpoint)
+    assert outcome(checkpoint, small_state(2)) is None
+
+
+def test_a_save_that_dies_before_the_commit_changes_nothing(checkpoint: Path) -> None:
+    class Dies(StorageWriter):
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            raise KeyboardInterrupt
+
+    save(checkpoint, small_state(1))
+    for _ in range(3):
+        with pytest.raises(CheckpointException):
+            dcp.save(small_state(2), storage_writer=Dies(checkpoint), no_dist=True)
+        assert outcome(checkpoint, small_state(1)) is None
+        assert len(data_files(checkpoint)) == 2  # what the save before left is gone, what this one left is not
+        gc.collect()  # the writer holds the lock of a save that goes on for all it knows
+    save(checkpoint, small_state(3))
+    assert only_named_files(checkpoint)
+
+
+def test_the_file_of_a_save_that_goes_on_is_no_leftover(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    for name in ("__0_00000000.distcp", "__1_11111111_0.distcp", "__1_11111111_7.distcp"):
+        (checkpoint / name).write_bytes(b"being written")
+    marks = [locks.lock(str(checkpoint / name)) for name in ("__0_00000000.distcp", "__1_11111111_0.distcp")]
+    save(checkpoint, small_state(2))
+    assert len(data_files(checkpoint)) == 4
+    for lock in marks:
+        assert lock is not None
+        lock.release()
+    save(checkpoint, small_state(3))
+    assert only_named_files(checkpoint)
+
+
+def test_nothing_unknown_is_ever_removed(checkpoint: Path) -> None:
+    checkpoint.mkdir()
+    kept = {
+        "notes.txt", "model.safetensors", "__init__.py", "x.distcp", "__a_0.distcp", "_0_0.distcp", "__0_0.distcp.bak",
+        "metadata", ".metadata.old", "__0.metadata.old", "tmp.metadata", "0.distcp", "__0_0.distcp~",
+    }  # fmt: skip
+    for name in kept:
+        (checkpoint / name).write_text("precious")
+    (checkpoint / "__7_0.distcp.d").mkdir()
+    save(checkpoint, small_state(1))
+    save(checkpoint, small_state(2))
+    assert kept <= set(os.listdir(checkpoint))
+    assert all((checkpoint / name).read_text() == "precious" for name in kept)
+    assert (checkpoint / "__7_0.distcp.d").is_dir()
+
+
+def test_leftovers_of_dead_saves_are_removed(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    leftovers = [
+        "__0_00000000.distcp", "__12_89abcdef.distcp", "__3_89abcdef_4.distcp",
+        ".metadata.tmp", ".metadata.tmp.1234.0", "__3.metadata.tmp.1234.0",
+    ]  # fmt: skip
+    for name in leftovers:
+        (checkpoint / name).write_bytes(b"left")
+        os.utime(checkpoint / name, (0, 0))
+    save(checkpoint, small_state(2))
+    assert only_named_files(checkpoint)
+    assert outcome(checkpoint, small_state(2)) is None
+
+
+def test_a_directory_named_like_a_leftover_does_not_fail_a_save(checkpoint: Path) -> None:
+    (checkpoint / "__0_0.distcp").mkdir(parents=True)
+    save(checkpoint, small_state(1))
+    assert outcome(checkpoint, small_state(1)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"no pickle", b"\x80\x04N."])
+def test_before_a_damaged_metadata_is_replaced_nothing_is_removed(checkpoint: Path, damage: bytes) -> None:
+    save(checkpoint, small_state(1))
+    (name,) = (path.name for path in data_files(checkpoint))
+    whole = (checkpoint / ".metadata").read_bytes()
+    (checkpoint / ".metadata").write_bytes(damage)
+    with pytest.raises(CheckpointException):  # not committed: the old data is still there for who can repair it
+        _C.inject_fault("rename", errno.EIO)
+        save(checkpoint, small_state(2))
+    _C.clear_faults()
+    assert (checkpoint / name).exists()
+    (checkpoint / ".metadata").write_bytes(whole)
+    assert outcome(checkpoint, small_state(1)) is None
+
+
+def test_a_damaged_metadata_of_another_rank_keeps_all_files(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    (checkpoint / "__1.metadata").write_bytes(b"damaged")
+    (checkpoint / "__1_0.distcp").write_bytes(b"who knows whose")
+    save(checkpoint, small_state(2))
+    assert (checkpoint / "__1_0.distcp").exists()
+    assert outcome(checkpoint, small_state(2)) is None
+
+
+def test_data_that_the_metadata_of_a_rank_names_is_kept(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    os.rename(checkpoint / ".metadata", checkpoint / "__0.metadata")
+    (kept,) = data_files(checkpoint)
+    save(checkpoint, small_state(2))
+    assert kept.exists() and outcome(checkpoint, small_state(2)) is None
+
+
+def test_data_in_folders_is_kept(checkpoint: Path) -> None:
+    # Nobody writes such checkpoints, but metadata may name files so.
+    save(checkpoint, small_state(1))
+    metadata = read_metadata(checkpoint)
+    (path,) = data_files(checkpoint)
+    for info in metadata.storage_data.values():
+        info.relative_path = f"./{path.name}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert outcome(checkpoint, small_state(1)) is None
+    with pytest.raises(CheckpointException):
+        _C.inject_fault("rename", errno.EIO)
+        save(checkpoint, small_state(2))
+    _C.clear_faults()
+    assert outcome(checkpoint, small_state(1)) is None
+
+
+@pytest.mark.parametrize("existing", ["ours", "stock"])
+def test_overwriting_can_be_forbidden(checkpoint: Path, existing: str) -> None:
+    if existing == "ours":
+        save(checkpoint, small_state(1))
+    else:
+        stock_save(checkpoint, small_state(1))
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with pytest.raises(CheckpointException, match="overwrite=False") as caught:
+        save(checkpoint, small_state(2), overwrite=False)
+    assert isinstance(cause(caught.value), CheckpointError)
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_what_a_dead_save_left_does_not_count_as_a_checkpoint(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointException):
+        _C.inject_fault("rename", errno.EIO)
+        save(checkpoint, small_state(1))
+    _C.clear_faults()
+    gc.collect()  # the dead save's writer holds its lock
+    save(checkpoint, small_state(2), overwrite=False)
+    assert only_named_files(checkpoint)
+    assert outcome(checkpoint, small_state(2)) is None
+
+
+def test_file_modes_follow_the_umask(checkpoint: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        save(checkpoint, small_state(1))
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in checkpoint.iterdir()} == {0o640}
+
+
+# --- Stock DCP and ours, one after the other
+
+
+def stock_save(directory: Path, values: State, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(values, storage_writer=FileSystemWriter(directory, **options), no_dist=True)
+
+
+def stock_load(directory: Path, like: State) -> State:
+    values = blank(like)
+    dcp.load(values, storage_reader=FileSystemReader(directory), no_dist=True)
+    return dict(values)
+
+
+def test_ours_and_stock_overwrite_each_other(checkpoint: Path) -> None:
+    for k in range(0, 6, 2):
+        stock_save(checkpoint, state(k), thread_count=2)
+        assert outcome(checkpoint, state(k)) is None
+        save(checkpoint, state(k + 1))
+        assert only_named_files(checkpoint)  # stock's files are gone
+        assert outcome(checkpoint, state(k + 1)) is None
+        assert same(stock_load(checkpoint, state(0)), state(k + 1))
+
+
+def test_a_failed_save_over_a_stock_checkpoint_leaves_it_loadable(checkpoint: Path) -> None:
+    stock_save(checkpoint, state(1))
+    for call in ("write", "sync", "rename"):
+        with pytest.raises(CheckpointException):
+            _C.inject_fault(call, errno.EIO)
+            save(checkpoint, state(2))
+        _C.clear_faults()
+        assert outcome(checkpoint, state(1)) is None
+        assert same(stock_load(checkpoint, state(0)), state(1))
+
+
+# --- A load while a save commits
+
+
+def test_a_load_that_a_save_overtakes_gives_one_of_them_or_says_that_data_is_gone(checkpoint: Path) -> None:
+    save(checkpoint, state(1))
+    reader, planner, values = StorageReader(checkpoint), LoadPlanner(), blank(state(1))
+    metadata = reader.read_metadata()
+    planner.set_up_planner(values, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plan = planner.create_local_plan()
+    save(checkpoint, state(2))
+    with pytest.raises(CorruptCheckpointError, match="missing"):
+        reader.read_data(plan, planner)
+    assert outcome(checkpoint, state(2)) is None
+
+
+def test_loads_beside_a_process_that_saves_never_mix_two_saves(checkpoint: Path) -> None:
+    saved = [0]
+    save(checkpoint, state(0))
+    stop = threading.Event()
+
+    def keep_saving() -> None:
+        while not stop.is_set():
+            save(checkpoint, state(saved[0] + 1))
+            saved[0] += 1
+
+    thread = threading.Thread(target=keep_saving)
+    thread.start()
+    whole = 0
+    loads = 0
+    try:
+        while loads < 60 or not whole:  # for ever only if each is overtaken
+            loads += 1
+            try:
+                values = load(checkpoint, state(0))
+            except CorruptCheckpointError as error:
+                assert "missing" in str(error)
+                continue
+            assert same(values, state(values["step"])), "a mixture of two saves"
+            whole += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert saved[0] > 0 and whole > 0
+
+
+# --- Checkpoints of ranks that do not talk
+
+
+def save_alone(directory: Path, k: int) -> None:
+    values = {**small_state(k), "rank": dist.get_rank()}
+    dcp.save(values, storage_writer=StorageWriter(directory), planner=SavePlanner(), use_collectives=False)
+
+
+def load_alone(directory: Path, k: int) -> bool:
+    values = blank({**small_state(k), "rank": 0})
+    dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
+    return same(values, {**small_state(k), "rank": dist.get_rank()})
+
+
+def save_and_load_alone(directory: Path) -> list[str]:
+    for k in range(3):
+        save_alone(directory, k)
+        assert load_alone(directory, k)
+        dist.barrier()
+    if dist.get_rank() == 1:
+        (directory / "__1_0123abcd.distcp").write_bytes(b"left")
+        (directory / "__11_0123abcd.distcp").write_bytes(b"of another rank")
+        with pytest.raises(OSError, match="Input/output"):
+            _C.inject_fault("write", errno.EIO)
+            try:
+                save_alone(directory, 9)
+            except CheckpointError as error:
+                raise OSError(errno.EIO, str(error)) from error
+        _C.clear_faults()
+        dist.barrier()  # the one of the save that failed
+    else:
+        save_alone(directory, 3)
+    assert load_alone(directory, 2 + (dist.get_rank() == 0))
+    save_alone(directory, 4)
+    assert load_alone(directory, 4)
+    return sorted(os.listdir(directory))
+
+
+def test_ranks_that_save_alone_replace_only_their_own(checkpoint: Path) -> None:
+    names, _ = run_ranks(2, save_and_load_alone, checkpoint)
+    assert "__11_0123abcd.distcp" in names and "__1_0123abcd.distcp" not in names
+    assert [name for name in names if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
+    assert len(names) == 7  # with an index each
+
+
+def save_together_then_alone(directory: Path) -> bool:
+    """Whether a load gives what was saved last."""
+    together = {**small_state(1), "rank": -1}
+    dcp.save(together, storage_writer=StorageWriter(directory), planner=SavePlanner())
+    with pytest.raises(CheckpointError, match="saved together"):
+        save_alone(directory, 2)
+    dist.barrier()
+    values = blank(together)
+    dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
+    return values["step"] == 1
+
+
+def test_ranks_that_save_alone_do_not_hide_behind_a_checkpoint_of_all(checkpoint: Path) -> None:
+    assert run_ranks(2, save_together_then_alone, checkpoint) == [True, True]
+
+
+def load_past_damage(directory: Path) -> str:
+    save_alone(directory, 1)
+    dcp.save({**small_state(2), "rank": -1}, storage_writer=StorageWriter(directory), planner=SavePlanner())
+    if dist.get_rank() == 0:
+        (directory / ".metadata").write_bytes(b"damaged")
+    dist.barrier()
+    values = blank({**small_state(2), "rank": -1})
+    try:
+        dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
+    except CheckpointException as error:
+        return str(error)
+    return f"loaded save {values['step']}"
+
+
+def test_a_damaged_metadata_never_lets_an_older_checkpoint_pass_for_it(checkpoint: Path) -> None:
+    for text in run_ranks(2, load_past_damage, checkpoint):
+        assert "damaged" in text, text
+
+
+# --- Names
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcödé", "per%20cent", "a" * 200, "-rf", "new\nline", "dot."])
+def test_directories_of_any_name(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    save(directory, small_state(1))
+    assert outcome(directory, small_state(1)) is None
+    assert (directory / ".metadata").exists()
+    shutil.rmtree(directory)
+
+
+def test_a_trailing_slash_and_a_relative_path_are_the_same_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("checkpoint", "./checkpoint/", f"{tmp_path}/checkpoint//", f"file://{tmp_path}/checkpoint"):
+        save(path, small_state(1))
+        assert outcome(path, small_state(1)) is None
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert only_named_files(tmp_path / "checkpoint")
+
+
+def test_a_link_to_a_directory_is_saved_through(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", small_state(1))
+    assert outcome(tmp_path / "real", small_state(1)) is None
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_data_file_names_never_repeat() -> None:
+    found = {names.data_name(0, names.new_token()) for _ in range(2000)}
+    assert len(found) == 2000
+
+
+def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save's clean-up comes between the making of a file and its lock."""
+    mark = locks.lock
+    taken: list[str] = []
+
+    def late(path: str) -> locks.FileLock | None:
+        if len(taken) < 2:
+            taken.append(path)
+            assert os.path.basename(path) in commit.remove_leftovers(os.path.dirname(path))
+        return mark(path)
+
+    monkeypatch.setattr(locks, "lock", late)
+    save(checkpoint, state(1))
+    assert same(load(checkpoint, state(0)), state(1)) and len(set(taken)) == 2
+    taken.clear()
+    monkeypatch.setattr(locks, "lock", lambda path: late(path) if not taken.clear() else None)
+    with pytest.raises(CheckpointException) as raised:
+        save(checkpoint, state(2))
+    assert "removed" in str(cause(raised.value)) and same(load(checkpoint, state(0)), state(1))
+
+
+def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+    finish = DataFiles.finish
+
+    def cleaned(files: DataFiles, *counts: int) -> SaveStats:
+        removed.extend(commit.remove_leftovers(str(checkpoint)))
+        return finish(files, *counts)
+
+    monkeypatch.setattr(DataFiles, "finish", cleaned)
+    save(checkpoint, state(1), single_file_per_rank=False)
+    assert not removed and same(load(checkpoint, state(0)), state(1))
+
+
+def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save commits between this one's look at what is named and its look at what is locked."""
+    save(checkpoint, state(1))
+    named = commit._named_by_any
+    looks: list[set[str]] = []
+
+    def outdated(directory: str) -> set[str]:
+        looks.append(named(directory))
+        return set() if len(looks) == 1 else looks[-1]
+
+    monkeypatch.setattr(commit, "_named_by_any", outdated)
+    assert commit.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
+    assert same(load(checkpoint, state(0)), state(1))

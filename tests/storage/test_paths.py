@@ -1,0 +1,179 @@
+"""Paths are what they were when they were given, and URLs name all of what they say or are refused."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damage import blank, same, small_state
+from test_manager_async import held
+
+import vescale_ckpt
+from vescale_ckpt import verify
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._storage.directory import local_path
+from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt.safetensors import load_file, safe_open, save_file
+
+
+@pytest.fixture
+def here_and_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two directories, of which the first is the working directory."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    return here, there
+
+
+def loads(path: Path, k: int) -> bool:
+    values = blank(small_state(0))
+    vescale_ckpt.load(path, values)
+    return same(values, small_state(k))
+
+
+def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    with held() as event:
+        handle = vescale_ckpt.save("run/checkpoint", small_state(1), async_checkpoint=True)
+        os.chdir(there)
+        event.set()
+        handle.result(60)
+    assert loads(here / "run" / "checkpoint", 1)
+    assert os.listdir(there) == []
+
+
+def test_a_save_that_waits_for_another_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    wait = vescale_ckpt.lane.Lane.wait_until_done
+    with held() as event, pytest.MonkeyPatch.context() as patch:
+        first = vescale_ckpt.save("first", small_state(1), async_checkpoint=True)
+        waiting = threading.Event()
+
+        def noted(*args: Any) -> None:
+            waiting.set()
+            wait(*args)
+
+        patch.setattr(vescale_ckpt.lane.Lane, "wait_until_done", noted)
+        other = threading.Thread(target=vescale_ckpt.save, args=("second", small_state(2)))
+        other.start()
+        assert waiting.wait(60)
+        os.chdir(there)
+        event.set()
+        other.join(60)
+        first.result(60)
+    assert loads(here / "first", 1) and loads(here / "second", 2)
+    assert os.listdir(there) == []
+
+
+def test_a_manager_stays_in_its_directory(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    with CheckpointManager(there / "run") as other:
+        other.save(1, small_state(5))
+    with CheckpointManager("run", max_to_keep=1) as saver:
+        saver.save(1, small_state(1))
+        os.chdir(there)
+        saver.save(2, small_state(2))
+        saver.wait()
+        assert saver.steps() == [2] == [saver.latest()]
+        values = blank(small_state(0))
+        assert saver.restore(values) == 2 and same(values, small_state(2))
+    assert loads(here / "run" / "step-2", 2) and loads(there / "run" / "step-1", 5)
+
+
+def test_what_was_made_with_a_path_keeps_it(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    vescale_ckpt.save("checkpoint", small_state(1))
+    save_file({"a": torch.ones(3)}, "file.safetensors")
+    writer, reader, file = StorageWriter("other"), StorageReader("checkpoint"), safe_open("file.safetensors")
+    os.chdir(there)
+    assert (writer.path, reader.path) == (str(here / "other"), str(here / "checkpoint"))
+    assert torch.equal(file.get_tensor("a"), torch.ones(3))
+    os.chdir(here)
+    writer.reset("third")
+    reader.reset("checkpoint")
+    os.chdir(there)
+    assert (writer.path, reader.path) == (str(here / "third"), str(here / "checkpoint"))
+    assert verify(reader.path).path == reader.path
+
+
+def test_a_parent_of_a_link_is_that_of_its_target(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    (there / "deep").mkdir()
+    (here / "link").symlink_to(there / "deep")
+    vescale_ckpt.save("link/../checkpoint", small_state(1))
+    assert loads(there / "checkpoint", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("file://ckpts/run1", "ckpts/run1"),
+        ("file://host/ckpts/run1", "'host' as a host"),
+        ("file://run1", "'run1' as a host"),
+        ("file://./run1", "'.' as a host"),
+        ("file:///ckpts/run#1", "%23"),
+        ("file:///ckpts/run?x", "%3F"),
+        ("file:///ckpts/run?", "%3F"),
+        ("file:///ckpts/run%00", "names no path"),
+        ("file://", "names no path"),
+        ("file:/ckpts/run1", "file:///ckpts/run1"),
+        (Path("file:///ckpts/run1"), "file:///ckpts/run1"),
+        (Path("s3://bucket/run1"), "no storage for s3"),
+        ("gs://bucket/run1", "no storage for gs"),
+        ("", "a path is wanted"),
+        ("a\0b", "no path"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: vescale_ckpt.save(path, {"a": torch.ones(3)}),
+        lambda path: vescale_ckpt.load(path),
+        lambda path: save_file({"a": torch.ones(3)}, path),
+        load_file,
+        verify,
+        CheckpointManager,
+        StorageWriter,
+        StorageReader,
+    ],
+    ids=["save", "load", "save_file", "load_file", "verify", "manager", "writer", "reader"],
+)
+def test_what_is_no_local_path_is_refused(
+    here_and_there: tuple[Path, Path], path: Any, advice: str, use: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
+        use(path)
+    assert advice in str(raised.value)
+    assert os.listdir(here_and_there[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:///a/b c", "/a/b c"),
+        ("FILE:///a/b", "/a/b"),
+        ("file://localhost/a", "/a"),
+        ("file:///a%23%3F%25%20", "/a#?% "),
+        ("file:///a/%E2%82%AC;x", "/a/€;x"),
+        ("file:///a\nb", "/a\nb"),
+        ("/a#1?x", "/a#1?x"),
+        ("/a/s3://b", "/a/s3://b"),
+    ],
+)
+def test_all_parts_count(url: str, path: str) -> None:
+    assert local_path(url) == path
+
+
+def test_a_working_directory_that_is_gone(here_and_there: tuple[Path, Path]) -> None:
+    here, there = here_and_there
+    here.rmdir()
+    with pytest.raises(ValueError, match="absolute"):
+        CheckpointManager("run")
+    os.chdir(there)

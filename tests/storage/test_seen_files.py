@@ -1,0 +1,213 @@
+"""Files that something else writes to while they are read: a load gives one save's values or raises, never some of
+each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import vescale_ckpt
+from vescale_ckpt import safetensors
+from vescale_ckpt._dcp.load_planner import LoadPlanner
+from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt._read import packed
+from vescale_ckpt._read.records import RecordReader
+from vescale_ckpt._state import objects
+from vescale_ckpt.convert import dcp_source, raw_files
+from vescale_ckpt.errors import CheckpointError
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"weight": torch.full((300, 4), float(number)), "bias": torch.full((7,), float(number)), "step": number}
+
+
+def save_stock(directory: Path, number: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(number), storage_writer=FileSystemWriter(directory), no_dist=True)
+
+
+def overwrite_data(directory: Path, number: int) -> None:
+    """What stock does before it commits: the same inode, other bytes."""
+    save_stock(directory / "new", number)
+    for path in (directory / "new").glob("*.distcp"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    shutil.rmtree(directory / "new")
+
+
+def by_dcp(planner: Any) -> Callable[[Path], Any]:
+    def read(directory: Path) -> dict[str, Any]:
+        values = state(0)
+        try:
+            dcp.load(values, storage_reader=StorageReader(directory), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
+        return values
+
+    return read
+
+
+def by_load(directory: Path) -> dict[str, Any]:
+    values = state(0)
+    vescale_ckpt.load(directory, values)
+    return values
+
+
+LOADS: dict[str, Callable[[Path], Any]] = {
+    "load": by_load,
+    "load all": vescale_ckpt.load,
+    "dcp.load": by_dcp(LoadPlanner()),
+    "dcp.load, stock planner": by_dcp(DefaultLoadPlanner()),
+}
+
+
+def between(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Does something once, after objects were read and before tensors are."""
+    original, done = objects.load, []
+
+    def loads(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(True)
+            then()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(objects, "load", loads)
+
+
+@pytest.mark.parametrize("how", LOADS)
+@pytest.mark.parametrize("overwrite", [save_stock, overwrite_data], ids=["whole save", "data only"])
+def test_stock_overwrites_what_is_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, how: str, overwrite: Callable[[Path, int], None]
+) -> None:
+    save_stock(checkpoint, 1)
+    between(monkeypatch, lambda: overwrite(checkpoint, 2))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was changed while it was read"):
+        LOADS[how](checkpoint)
+    found = LOADS[how](checkpoint)
+    assert torch.equal(found["weight"], state(2)["weight"])
+
+
+def test_stock_commits_between_metadata_and_data(checkpoint: Path) -> None:
+    save_stock(checkpoint, 1)
+    reader, planner, values = StorageReader(checkpoint), LoadPlanner(), state(0)
+    metadata = reader.read_metadata()
+    save_stock(checkpoint, 2)
+    planner.set_up_planner(values, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    with pytest.raises(CheckpointError, match=r"\.metadata was changed while it was read"):
+        reader.read_data(planner.create_local_plan(), planner)
+
+
+def test_a_save_of_ours_meanwhile_does_no_harm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vescale_ckpt.save(checkpoint, state(1))
+    between(monkeypatch, lambda: vescale_ckpt.save(checkpoint, state(2)))
+    try:
+        found = by_load(checkpoint)
+    except CheckpointError as error:
+        assert "missing" in str(error)
+    else:
+        assert found["step"] == 1 and torch.equal(found["weight"], state(1)["weight"])
+
+
+def test_safetensors_files_that_are_overwritten(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.mkdir()
+    tensors = {name: value for name, value in state(1).items() if name != "step"}
+    file = checkpoint / "model.safetensors"
+    safetensors.save_file(tensors, file)
+    original = packed.fill_packed
+
+    def fill_packed(*args: Any) -> None:
+        original(*args)
+        file.write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(packed, "fill_packed", fill_packed)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was read"):
+        vescale_ckpt.load(checkpoint, {name: torch.zeros_like(value) for name, value in tensors.items()})
+
+
+@pytest.mark.parametrize("source", ["dcp", "torch"])
+def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    save_stock(checkpoint, 1)
+    path = checkpoint
+    if source == "torch":
+        path = checkpoint / "model.pt"
+        torch.save(state(1), path)
+    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_files.RawFiles}[source]
+    original = of.read
+
+    def read(self: Any, *args: Any) -> None:
+        original(self, *args)
+        changed = next(checkpoint.glob("*.distcp")) if source == "dcp" else path
+        os.utime(changed)
+        original(self, *args)
+
+    monkeypatch.setattr(of, "read", read)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.npz", "folder of .npy"])
+def test_conversions_of_what_is_cut_short(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As torch.save does with a file before it writes over it. Reading mapped memory of it would end the process."""
+    path, arrays = checkpoint / name, {"weight": np.ones((300, 4)), "bias": np.ones(7)}
+    path.parent.mkdir()
+    if name.endswith(".pt"):
+        torch.save({key: torch.from_numpy(array) for key, array in arrays.items()}, path)
+    elif name.endswith(".npz"):
+        np.savez(path, **arrays)
+    else:
+        path.mkdir()
+        for key, array in arrays.items():
+            np.save(path / key, array)
+    original = raw_files.RawFiles.read
+
+    def read(self: Any, *args: Any) -> None:
+        for file in self.paths:
+            os.truncate(file, 0)
+        original(self, *args)
+
+    monkeypatch.setattr(raw_files.RawFiles, "read", read)
+    with pytest.raises(CheckpointError, match=str(checkpoint)):
+        vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
+    assert not (checkpoint / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("broadcast", [True, False, "auto"])
+def test_all_ranks_raise(checkpoint: Path, broadcast: Any) -> None:
+    run_ranks(2, load_while_one_overwrites, checkpoint, broadcast)
+
+
+def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
+    first = dist.get_rank() == 0
+    if first:
+        save_stock(directory, 1)
+    dist.barrier()
+    objects_of = RecordReader.objects
+
+    def overwrite_first(self: Any, *args: Any) -> Any:
+        found = [*objects_of(self, *args)]
+        if first:
+            overwrite_data(directory, 2)
+        dist.barrier()
+        return found
+
+    RecordReader.objects = overwrite_first  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
+    finally:
+        RecordReader.objects = objects_of  # type: ignore[method-assign]

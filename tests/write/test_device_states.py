@@ -1,0 +1,274 @@
+"""States on CUDA devices, without one: host memory that claims to be there, which snapshots copy all the same. What a
+device itself does is tested in tests/cpp/stage, and in test_gpu.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from damage import load, no_snapshot_is_left, same
+from torch import nn
+
+import vescale_ckpt
+from vescale_ckpt._dcp.stager import Stager
+from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._engine import _C
+from vescale_ckpt._state.tensor_table import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
+from vescale_ckpt._write import snapshot
+from vescale_ckpt.errors import CheckpointError
+
+MiB = 1 << 20
+BOUND = 60.0
+
+
+@dataclass
+class Pretended:
+    """What was asked of CUDA."""
+
+    snapshots: list[tuple[list[int], list[tuple[int, int]], int]] = field(
+        default_factory=list
+    )  # devices, streams, bytes
+    most_in_use: int = 0
+
+
+def moved(tensors: list[torch.Tensor], table: bytes) -> bytes:
+    """The table with all tensors of more than 100 elements in host memory on CUDA devices 0 and 1 in turn."""
+    words, at = array("q", table), 0
+    for number, tensor in enumerate(tensors):
+        if words[at + 2] == 1 and tensor.numel() > 100:
+            words[at + 2] = 2 + (number % 2 << 32)
+        at += 4 + 2 * words[at + 3]
+    return words.tobytes()
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    asked = Pretended()
+    read = _C.tensor_table
+
+    class Snapshot(_C.Snapshot):
+        def __init__(self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = ()) -> None:
+            super().__init__(table, budget, threads)
+            asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
+            asked.most_in_use = max(asked.most_in_use, _C.snapshot_memory()["in_use_bytes"])
+
+    monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))
+    monkeypatch.setattr(_C, "copies_from_cuda", lambda: True)
+    monkeypatch.setattr(_C, "Snapshot", Snapshot)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
+    yield asked
+    assert no_snapshot_is_left()
+
+
+def state(k: int) -> dict[str, Any]:
+    base = torch.arange(700_000, dtype=torch.float32).add_(k)
+    return {
+        "base": base,
+        "view": base[5000:],
+        "transposed": torch.arange(60_000).add_(k).view(200, 300).t(),
+        **{f"weight.{i}": torch.full((300, 500 + i), k + i / 7) for i in range(12)},
+        "bf16": torch.full((70_001,), k, dtype=torch.bfloat16),
+        "host": torch.full((100,), k),
+        "empty": torch.zeros(0, 3),
+        "conjugate": torch.complex(torch.arange(90.0), torch.full((90,), float(k))).conj(),
+        "large conjugate": torch.complex(torch.arange(900.0), torch.full((900,), float(k))).conj(),
+        "step": k,
+    }
+
+
+def change_all(values: dict[str, Any]) -> None:
+    for value in values.values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(-1)
+
+
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+
+
+def test_each_tensor_is_told_where_it_may_be_used(pretended: Pretended) -> None:
+    values = [value for value in state(1).values() if isinstance(value, torch.Tensor)]
+    flags = ready_tensors(values, tensor_table(values))
+    for number, (tensor, flag) in enumerate(zip(values, flags, strict=True)):
+        wanted = ON_DEVICE + number % 2 if tensor.numel() > 100 else ON_HOST
+        assert flag == (NOT_READY if tensor.is_conj() else wanted)
+
+
+def test_memory_that_is_not_there_is_not_copied(pretended: Pretended) -> None:
+    freed, short = torch.ones(500), torch.ones(500)
+    freed.untyped_storage().resize_(0)
+    short.untyped_storage().resize_(1000)
+    negated = torch.ones(500, dtype=torch.cfloat).conj().imag
+    values = [freed, short, negated, torch.ones(500)]
+    assert list(ready_tensors(values, tensor_table(values))) == [NOT_READY] * 3 + [ON_DEVICE + 1]
+
+
+def test_without_cuda_of_our_own_nothing_is_ready_there(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    monkeypatch.setattr(_C, "copies_from_cuda", lambda: False)
+    values = [torch.ones(500), torch.ones(3)]
+    assert list(ready_tensors(values, tensor_table(values))) == [NOT_READY, ON_HOST]
+    vescale_ckpt.save(checkpoint, state(1))  # by copies that torch makes
+    assert same(load(checkpoint, state(0)), state(1))
+    assert not any(producers for _, producers, _ in pretended.snapshots)
+
+
+@pytest.mark.parametrize("through_dcp", [False, True])
+def test_synchronous_saves_copy_in_waves(
+    checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch, through_dcp: bool
+) -> None:
+    small_memory(monkeypatch)
+    if through_dcp:
+        dcp.save(state(1), storage_writer=StorageWriter(checkpoint), planner=vescale_ckpt.SavePlanner())
+    else:
+        vescale_ckpt.save(checkpoint, state(1))
+    assert same(load(checkpoint, state(0)), state(1))
+    waves = pretended.snapshots
+    assert len(waves) > 3
+    for devices, producers, nbytes in waves:
+        assert -1 not in devices
+        assert producers == [(device, 100 + device) for device in sorted(set(devices))]
+        assert nbytes <= 2 * MiB or len(devices) == 1
+    most = max(nbytes for _, _, nbytes in waves)
+    assert pretended.most_in_use <= 2 * (most + 4 * MiB)  # two at a time, in whole huge pages
+
+
+def test_asynchronous_saves_copy_where_it_is(checkpoint: Path, pretended: Pretended) -> None:
+    values = state(1)
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+    change_all(values)
+    handle.result(BOUND)
+    assert same(load(checkpoint, state(0)), state(1))
+    (devices, producers, _) = pretended.snapshots[-1]  # all but what had to be converted, in one
+    assert set(devices) == {-1, 0, 1}
+    assert producers == [(0, 100), (1, 101)]
+
+
+@pytest.mark.parametrize("budget_mib", [1, 4])
+def test_what_exceeds_the_budget_is_written_in_waves(
+    checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch, budget_mib: int
+) -> None:
+    small_memory(monkeypatch)
+    monkeypatch.setenv("VESCALE_CKPT_SNAPSHOT_BYTES", str(budget_mib * MiB))
+    values = state(1)
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True)
+    change_all(values)
+    handle.result(BOUND)
+    assert same(load(checkpoint, state(0)), state(1))
+    assert len(pretended.snapshots) > 3
+
+
+def test_a_gate_guards_what_is_on_devices(
+    checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(200, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(200)).sum().backward()
+    optimizer.step()
+    values = {
+        "model": model.state_dict(),
+        "buffer": torch.ones(1000),
+        "lazy": torch.ones(900, dtype=torch.cfloat).conj(),
+    }
+    wanted = {key: value.clone() for key, value in values["model"].items()}
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True, gate=optimizer)
+    values["buffer"].zero_()
+    # What was converted, what was copied at once, and what the gate guards.
+    assert [devices for devices, _, _ in pretended.snapshots] in (
+        [[], [0], [0, -1]],
+        [[], [0], [1, -1]],
+        [[], [1], [0, -1]],
+    )
+    optimizer.step()
+    handle.result(BOUND)
+    found = load(checkpoint, {"model": nn.Linear(200, 30).state_dict(), "buffer": torch.zeros(1000)})
+    assert same(found["model"], wanted)
+    assert found["buffer"].eq(1).all()
+
+
+def test_a_change_past_the_gate_is_refused_on_devices_too(
+    checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(200, 30)
+    held = snapshot.StagedPart.write
+    values = model.state_dict()
+
+    def late(part: snapshot.StagedPart) -> Any:
+        with torch.no_grad():
+            model.weight.add_(1)
+        return held(part)
+
+    monkeypatch.setattr(snapshot.StagedPart, "write", late)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True, gate=optimizer)
+    with pytest.raises(CheckpointError, match="weight was changed while it was copied"):
+        handle.result(BOUND)
+
+
+def test_staging_for_dcp(pretended: Pretended) -> None:
+    values = state(1)
+    del values["empty"]
+    staged = Stager().stage(values)
+    change_all(values)
+    wanted = state(1)
+    del wanted["empty"]
+    assert same(staged, wanted)
+    ((devices, producers, _),) = pretended.snapshots
+    assert set(devices) == {-1, 0, 1}
+    assert producers == [(0, 100), (1, 101)]
+    del staged
+
+
+def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(_C, "page_lock_snapshots", locked.append)
+    vescale_ckpt.prepare({"a": torch.ones(3)})
+    assert locked == []
+    vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})
+    assert locked == [1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_cannot_be_used_says_why() -> None:
+    tensor = torch.ones(300)
+    row = array("q", [0, tensor.data_ptr(), 1, 300, 1])
+    with pytest.raises(_C.EngineError, match="CUDA"):
+        _C.Snapshot(row, 1 << 30, 1, array("q", [0]), [(0, 0)])
+    with pytest.raises(_C.EngineError, match="device"):
+        _C.Snapshot(row, 1 << 30, 1, array("q", [0]))
+    assert no_snapshot_is_left()
+
+
+def test_a_state_on_the_host_leaves_cuda_alone(checkpoint: Path) -> None:
+    """A process that has started CUDA cannot fork: data loaders would break."""
+    program = """
+        import sys, torch, vescale_ckpt
+        from pathlib import Path
+        from vescale_ckpt import _C
+        values = {"a": torch.ones(70_000), "b": torch.ones(900, dtype=torch.cfloat).conj(), "step": 1}
+        vescale_ckpt.prepare(values)
+        vescale_ckpt.save(sys.argv[1], values)
+        vescale_ckpt.save(sys.argv[1], values, async_checkpoint=True).result(60)
+        staged = vescale_ckpt.Stager().stage(values)
+        vescale_ckpt.load(sys.argv[1], values)
+        assert not _C.cuda_was_started()
+        assert torch.version.cuda or "libcudart" not in Path("/proc/self/maps").read_text()
+        _C.device_info()
+        assert _C.cuda_was_started()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(checkpoint)]
+    done = subprocess.run(command, timeout=4 * BOUND, capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr

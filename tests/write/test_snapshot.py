@@ -1,0 +1,189 @@
+"""Snapshots: copies of host tensors that stay as they were, whatever the trainer does next."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from damage import no_snapshot_is_left
+
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.dtypes import dtype_code
+
+PLENTY = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert no_snapshot_is_left()
+
+
+def table_of(tensors: list[torch.Tensor]) -> array[int]:
+    table = array("q")
+    for tensor in tensors:
+        code = dtype_code(tensor.dtype, "")
+        table.extend([code, tensor.data_ptr(), tensor.dim(), *tensor.shape, *tensor.stride()])
+    return table
+
+
+def rows_of(table: bytes) -> list[tuple[int, int, list[int], list[int]]]:
+    """dtype code, address, sizes, strides."""
+    words = list(memoryview(table).cast("q"))
+    rows = []
+    while words:
+        dtype, address, dims = words[:3]
+        rows.append((dtype, address, words[3 : 3 + dims], words[3 + dims : 3 + 2 * dims]))
+        del words[: 3 + 2 * dims]
+    return rows
+
+
+def expect_copies(snapshot: _C.Snapshot, tensors: list[torch.Tensor]) -> None:
+    rows = rows_of(snapshot.table())
+    assert len(rows) == len(tensors) - snapshot.first
+    for (code, address, sizes, strides), tensor in zip(rows, tensors[snapshot.first :], strict=True):
+        expected = tensor.contiguous()
+        assert (code, sizes) == (dtype_code(tensor.dtype, ""), list(tensor.shape))
+        if tensor.numel() != 0:
+            assert strides == list(torch.empty(tensor.shape).stride())
+        raw = bytes(expected.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        assert ctypes.string_at(address, len(raw)) == raw
+
+
+def some_of_everything() -> list[torch.Tensor]:
+    shared = torch.randn(1000, 700)
+    return [
+        torch.tensor(2.5),
+        torch.empty(0, 4),
+        shared,
+        shared.t(),
+        shared[10:20],
+        shared[:, ::3],
+        shared.t(),
+        shared.view(torch.int32)[5:11],
+        torch.randn(33, 5).to(torch.bfloat16),
+        torch.randn(7, 3, dtype=torch.complex128).transpose(0, 1),
+        torch.ones(1, 4).expand(3, 4),
+        torch.arange(5).to(torch.uint8),
+        torch.randn(2_000_003),
+    ]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_holds_what_the_tensors_were(background: bool) -> None:
+    tensors = some_of_everything()
+    before = [tensor.clone() for tensor in tensors]
+    snapshot = _C.Snapshot(table_of(tensors), PLENTY, 2)
+    assert (snapshot.rows, snapshot.first, snapshot.copied_bytes) == (len(tensors), 0, 0)
+    if background:
+        snapshot.start()
+        while not snapshot.wait(0.001):
+            pass
+    else:
+        snapshot.copy()
+    assert snapshot.copied_bytes == snapshot.bytes
+    for tensor in tensors:
+        if tensor.is_contiguous():
+            tensor.zero_()
+    expect_copies(snapshot, before)
+    snapshot.release()
+
+
+def test_copies_a_storage_once() -> None:
+    storage = torch.randn(100_000)
+    views = [storage, storage[100:50_000], storage.view(100, 1000), storage[7]]
+    snapshot = _C.Snapshot(table_of(views), PLENTY, 2)
+    assert snapshot.bytes == storage.nbytes
+    snapshot.copy()
+    expect_copies(snapshot, views)
+    snapshot.release()
+
+
+def test_leaves_out_the_first_rows_where_the_budget_is_small() -> None:
+    tensors = [torch.randn(1 << 18) for _ in range(6)]  # of 1 MiB
+    snapshot = _C.Snapshot(table_of(tensors), 5 << 20, 2)
+    assert snapshot.first == 2
+    snapshot.copy()
+    expect_copies(snapshot, tensors)
+    snapshot.release()
+    assert _C.Snapshot(table_of(tensors), 0, 2).first == 6
+
+
+def test_is_gone_once_released() -> None:
+    snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
+    assert _C.snapshot_memory()["in_use_bytes"] > 0
+    snapshot.release()
+    snapshot.release()
+    for use in (snapshot.copy, snapshot.table, lambda: snapshot.first):
+        with pytest.raises(_C.EngineError, match="released"):
+            use()
+
+
+def test_says_what_is_wrong() -> None:
+    snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
+    with pytest.raises(_C.EngineError, match="not started"):
+        snapshot.wait()
+    with pytest.raises(_C.EngineError, match="not copied"):
+        snapshot.table()
+    snapshot.cancel()
+    with pytest.raises(_C.EngineError) as caught:
+        snapshot.copy()
+    assert caught.value.kind == "cancelled"
+    snapshot.release()
+    with pytest.raises(_C.EngineError) as caught:
+        _C.Snapshot(array("q", [0, 0]), PLENTY, 2)
+    assert (caught.value.kind, caught.value.item) == ("invalid", 0)
+
+
+def test_waits_without_the_gil_and_outlives_its_release() -> None:
+    tensors = [torch.randn(6_000_000)]
+    snapshot = _C.Snapshot(table_of(tensors), PLENTY, 2)
+    waiting, ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            snapshot.wait()
+        except _C.EngineError as error:
+            assert error.kind in ("cancelled", "invalid")
+        ended.set()
+
+    snapshot.start()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(60)
+    snapshot.release()
+    assert ended.wait(60)
+    thread.join(60)
+
+
+def test_memory_is_prepared_kept_and_given_back() -> None:
+    _C.trim_snapshots()
+    assert _C.snapshot_memory()["touched_bytes"] == 0
+    assert _C.prepare_snapshots(3 << 20, 2) == 4 << 20  # whole huge pages
+    tensors = [torch.randn(700_000)]
+    for _ in range(3):
+        snapshot = _C.Snapshot(table_of(tensors), PLENTY, 2)
+        snapshot.copy()
+        expect_copies(snapshot, tensors)
+        assert _C.snapshot_memory()["touched_bytes"] == 4 << 20
+        snapshot.release()
+    _C.trim_snapshots()
+    assert _C.snapshot_memory()["touched_bytes"] == 0
+
+
+def test_a_fork_has_snapshots_of_its_own() -> None:
+    snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
+    child = os.fork()
+    if child == 0:
+        memory = _C.snapshot_memory()
+        del snapshot
+        os._exit(0 if memory["touched_bytes"] == 0 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    snapshot.copy()
+    snapshot.release()

@@ -1,0 +1,96 @@
+"""The end of the process: asynchronous saves are finished first, and one that failed unseen shows in the exit status.
+
+`atexit` tells of it, but not in children of `multiprocessing` that were forked: those run finalizers of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from collections.abc import Callable
+
+from .. import settings
+from .._engine import _C
+from .handle import Notice
+
+logger = logging.getLogger(__name__)
+
+_FIRST, _LAST = 1000, -sys.maxsize  # of a child's finalizers
+
+_notices: set[Notice] = set()  # of saves that go on or have failed
+_ending = False
+_child = 0  # the child of multiprocessing that has finalizers of ours
+
+
+def register(finish: Callable[[], None]) -> None:
+    """`finish` sees to it, when the process ends, that no save goes on any more."""
+
+    def at_end() -> None:
+        _begin(finish)
+        if status := _status():
+            _C.set_exit_status(status)
+
+    atexit.register(at_end)
+
+
+def see_to(notice: Notice, finish: Callable[[], None]) -> None:
+    """A save begins to go on in the background."""
+    global _child
+    for known in [known for known in _notices if known.raised or known.asked]:
+        _notices.discard(known)
+    _notices.add(notice)
+    if multiprocessing.parent_process() is not None and _child != os.getpid():
+        _child = os.getpid()
+        multiprocessing.util.Finalize(None, _begin, (finish,), exitpriority=_FIRST)
+        multiprocessing.util.Finalize(None, _end_child, exitpriority=_LAST)
+
+
+def went_well(notice: Notice) -> None:
+    _notices.discard(notice)
+
+
+def too_late() -> bool:
+    """Whether nothing will wait any more for a save that goes on."""
+    return _ending
+
+
+def _begin(finish: Callable[[], None]) -> None:
+    global _ending
+    _ending = True
+    finish()
+
+
+def _status() -> int:
+    """What the process is to end with; 0: with what it would."""
+    unseen = sum(not notice.raised and not notice.asked for notice in list(_notices))
+    if not unseen:
+        return 0
+    try:
+        status = settings.number("exit_status")
+    except ValueError as error:
+        logger.error("%s", error)
+        status = 1
+    if status:
+        text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
+        logger.error("%s failed, and nobody asked: status 0 of this process becomes %d", text, status)
+    return status
+
+
+def _end_child() -> None:
+    ending: BaseException | None = sys.exc_info()[1]
+    fails = ending is not None and not (isinstance(ending, SystemExit) and ending.code in (None, 0))
+    if not fails and (status := _status()):
+        raise SystemExit(status)
+
+
+def _forget_after_fork() -> None:
+    global _ending
+    _ending = False
+    _notices.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,153 @@
+"""Lanes: the saves of one process group, which go on in the background one after another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal, get_args
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from .. import settings
+from .._ranks.exchange import Exchange
+from .._ranks.groups import PerGroup
+from .._ranks.rendezvous import GRACE
+from ..errors import CheckpointTimeoutError, SaveFailedError
+from ..reports import SaveStats
+from . import at_exit
+from .handle import SaveHandle, settled
+from .save import CollectiveSave
+
+_SECONDS_TO_GIVE_UP = 10.0  # other ranks are told meanwhile
+
+logger = logging.getLogger(__name__)
+
+OnBusy = Literal["wait", "skip", "raise"]
+ON_BUSY: tuple[OnBusy, ...] = get_args(OnBusy)
+
+
+class Lane:
+    """At most one save at a time. Used by one thread at a time, which holds `lock` while a save begins."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._last: SaveHandle | None = None
+        self._save: CollectiveSave | None = None  # while it goes on
+        self._thread: threading.Thread | None = None  # of the last save: ends after all callbacks of its handle
+        self._path = ""
+        self._rank = 0
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None) -> Lane:
+        return _lanes.of(process_group)
+
+    @property
+    def busy(self) -> bool:
+        return self._last is not None and not self._last.done()
+
+    def all_free(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> bool:
+        """Whether no rank's last save goes on: all ranks get one answer. They must ask together."""
+        exchange = Exchange.of(process_group, timeout, purpose="busy")
+        return exchange.agree([int(not self.busy)], "asking whether a save goes on") == [1]
+
+    def wait_until_done(self, timeout: float) -> None:
+        """Waits for the last save, whatever becomes of it."""
+        if self._last is None:
+            return
+        save = self._save
+        # What it waits for in vain it names itself, if it has as long to tell.
+        grace = GRACE if save is not None and save.exchange.size > 1 else 0.0
+        try:
+            self._last.wait(timeout + grace)
+        except TimeoutError:
+            phase = f"waiting for the save to {self._path} before this one"
+            raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
+
+    def take_failure(self) -> SaveFailedError | None:
+        """The error of the last save, which is done, if nobody has seen it yet; once."""
+        last, self._last = self._last, None
+        error = None if last is None else last.wait()
+        if last is None or error is None or last.failure_was_seen:
+            return None
+        last.notice.raised = True
+        rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
+        return SaveFailedError(rank, error, text)
+
+    def go_on(self, save: CollectiveSave) -> SaveHandle:
+        """Finishes a staged save on a thread of its own."""
+        result: Future[SaveStats] = Future()
+        staged = save.part.staged if save.part is not None else settled(error=save.error)
+        handle = SaveHandle(result, staged, progress_of(save))
+        self._last, self._save, self._path = handle, save, save.path
+        self._rank = save.exchange.rank
+        _going_on.add(self)
+        at_exit.see_to(handle.notice, _finish_before_exit)
+
+        def finish() -> None:
+            try:
+                stats = save.finish()
+            except BaseException as error:
+                logger.error("the save to %s failed: %s", save.path, error)
+                self._save = None
+                result.set_exception(error)
+            else:
+                self._save = None
+                at_exit.went_well(handle.notice)
+                result.set_result(stats)
+
+        if at_exit.too_late():  # nothing would wait for a thread any more
+            finish()
+            return handle
+        thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # the interpreter is ending and starts no threads
+            finish()
+        return handle
+
+    def abandon(self) -> None:
+        """Gives up the save that goes on, if any: it is not committed."""
+        if (save := self._save) is not None and save.part is not None:
+            save.part.cancel()
+
+
+def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
+    part = save.part
+    return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
+
+
+_lanes = PerGroup(Lane)
+_going_on: WeakSet[Lane] = WeakSet()
+
+
+def _finish_before_exit() -> None:
+    """The process ends: its last save is worth some waiting, but not for ever."""
+    patience = int(settings.lenient("exit_timeout"))
+    deadline = time.monotonic() + patience
+    for lane in list(_going_on):
+        thread = lane._thread
+        if thread is None:
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if lane.busy:
+            logger.error("the save to %s is given up, because the process ends: nothing is committed", lane._path)
+            if patience == 0 and lane._last is not None:  # as it was asked for: no failure
+                lane._last.notice.asked = True
+            lane.abandon()
+            thread.join(_SECONDS_TO_GIVE_UP)
+
+
+def _forget_after_fork() -> None:
+    """Saves that go on are the parent's."""
+    _lanes.forget()
+    _going_on.clear()
+
+
+at_exit.register(_finish_before_exit)
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,106 @@
+"""`SaveHandle`: what the caller of a save holds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any
+
+from ..errors import SaveInProgressError
+from ..reports import SaveStats
+
+
+class Notice:
+    """Whether anybody has heard how a save ended."""
+
+    def __init__(self) -> None:
+        self.raised = False  #: what went wrong was raised
+        self.asked = False  #: or somebody looked
+
+
+class SaveHandle:
+    """A save that is going on, or done."""
+
+    def __init__(
+        self, result: Future[SaveStats], staged: Future[None], progress: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        self.staged = staged  #: done when the state may change again
+        self.skipped = False  #: whether nothing was saved, because a save was going on; `result` raises then
+        self.notice = Notice()
+        self._result = result
+        self._progress = progress
+        self._progress_lock = threading.Lock()
+        self._told_bytes = (0, 0)
+
+    @staticmethod
+    def of_finished(stats: SaveStats) -> SaveHandle:
+        return SaveHandle(settled(stats), settled(None))
+
+    @staticmethod
+    def of_skipped(error: SaveInProgressError) -> SaveHandle:
+        handle = SaveHandle(settled(error=error), settled(None))
+        handle.skipped = True
+        return handle
+
+    @property
+    def failure_was_seen(self) -> bool:
+        return self.notice.raised
+
+    def done(self) -> bool:
+        """Whether the checkpoint is durable, or the save has failed."""
+        return self._result.done()
+
+    def result(self, timeout: float | None = None) -> SaveStats:
+        """This rank's statistics once the checkpoint is durable. Raises what went wrong, on any rank, or `TimeoutError`
+        after `timeout` seconds: the save goes on then."""
+        self.notice.raised |= self.exception(timeout) is not None
+        return self._result.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, once that is known; does not count as seen: the next save still raises it."""
+        error = self.wait(timeout)
+        self.notice.asked = True
+        return error
+
+    def wait(self, timeout: float | None = None) -> BaseException | None:
+        """The same, without having asked: of a failure that nobody asks for the process's exit status tells."""
+        try:
+            return self._result.exception(timeout)
+        except futures.TimeoutError as late:  # a class of its own before Python 3.11
+            raise TimeoutError(f"the save is not done after {timeout:g} s") from late
+
+    def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
+        """Calls `function(handle)` when done, on the thread that is done, or now."""
+        self._result.add_done_callback(lambda _: function(self))
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of tensors that this rank has written, and has to write. Neither ever becomes less."""
+        done, total = self._progress() if self._progress is not None and not self.done() else (0, 0)
+        if self.done() and self._result.exception() is None:
+            done = total = self._result.result().bytes
+        with self._progress_lock:
+            total = max(total, self._told_bytes[1])
+            self._told_bytes = max(min(done, total), self._told_bytes[0]), total
+            return self._told_bytes
+
+    def __await__(self) -> Generator[Any, None, SaveStats]:
+        def seen(future: asyncio.Future[SaveStats]) -> None:
+            self.notice.raised |= not future.cancelled() and future.exception() is not None
+
+        # Shielded: a cancelled task does not cancel a save that other ranks take part in.
+        waiting = asyncio.shield(asyncio.wrap_future(self._result))
+        waiting.add_done_callback(seen)
+        return waiting.__await__()
+
+
+def settled(value: Any = None, error: BaseException | None = None) -> Future[Any]:
+    """A future that is done: with an error, if there is one."""
+    future: Future[Any] = Future()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+    return future

@@ -1,0 +1,325 @@
+"""One load of all ranks: plan, compare, read, and only then hand over. Over exchanges of our own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from .._dcp.fill_planner import FillPlanner
+from .._dcp.lazy_metadata import LazyMetadata
+from .._dcp.storage_reader import StorageReader
+from .._engine.gc import garbage_collector_paused
+from .._ranks.exchange import Exchange, digest
+from .._read.contents import Contents
+from .._read.contents import packed as packed_contents
+from .._share.begin import SharedReading
+from .._state.application import Application
+from .._state.flatten import flatten, nested, place
+from .._state.key_selection import Rename, Selection, renamed, renaming, suggested
+from .._state.load_targets import tied, with_memory
+from .._state.per_rank import PerRank, Restoring, counted
+from .._state.structure import Path, structure_of
+from ..errors import (
+    CheckpointError,
+    IncompatibleStateError,
+    LoadFailedError,
+    Mismatch,
+    MissingKeysError,
+    UntrustedCheckpointError,
+)
+from ..reports import LoadReport, LoadStats
+from ..settings import Broadcast
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Fit:
+    """How what is wanted and what is stored fit each other."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    surplus: list[str] = field(default_factory=list)  #: unexpected ones that belong to a module or optimizer
+
+    def error(self) -> CheckpointError | None:
+        """What a strict load raises."""
+        if self.missing or self.surplus:
+            return MissingKeysError(self.missing, self.surplus, self.mismatched, self._hint())
+        if self.mismatched:
+            first, *others = self.mismatched
+            return IncompatibleStateError(*first, others)
+        return None
+
+    def _hint(self) -> str:
+        rename, found = suggested(self.missing, self.unexpected)
+        return (
+            f"{found} of the missing keys are stored under another name: rename={rename} finds them" if rename else ""
+        )
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Fit:
+        fields = json.loads(data)
+        fields["mismatched"] = [Mismatch(*entry) for entry in fields["mismatched"]]
+        return cls(**fields)
+
+    @classmethod
+    def of_all(cls, fits: list[_Fit]) -> _Fit:
+        """Of all ranks together: nobody expected what is unexpected."""
+        common = set.intersection(*(set(fit.unexpected) for fit in fits))
+        surplus = chain.from_iterable(fit.surplus for fit in fits)
+        return cls(
+            list(dict.fromkeys(chain.from_iterable(fit.missing for fit in fits))),
+            [key for key in fits[0].unexpected if key in common],
+            list(dict.fromkeys(chain.from_iterable(fit.mismatched for fit in fits))),
+            [key for key in dict.fromkeys(surplus) if key in common],
+        )
+
+
+class CollectiveLoad:
+    """One load of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it."""
+
+    def __init__(
+        self, exchange: Exchange, reader: StorageReader, selection: Selection, strict: bool, broadcast: Broadcast
+    ) -> None:
+        self._exchange = exchange
+        self._reader = reader
+        self._selection = selection
+        self._strict = strict
+        self._broadcast = broadcast
+        self._options = {
+            "strict": strict,
+            "broadcast_checkpoint": broadcast,
+            "verify": reader.verify,
+            "weights_only": reader.weights_only,
+        }
+
+    def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
+        """Fills `state`."""
+        filling = _Filling(state, renaming(rename), rename is None)
+        try:
+            metadata, contents = self._metadata()
+            if rename is None and contents.safetensors:
+                filling.names_below_the_empty_one()
+            with counted(self._exchange.rank, self._exchange.size):
+                planner, fit = self._plan(lambda: filling.plan(metadata, contents, self._selection, allow_cast))
+            stats = self._read(planner)
+            self._together(lambda: filling.hand_over(planner), "hand over")
+        except BaseException:
+            filling.application.abandon()
+            raise
+        return LoadReport(fit.missing, fit.unexpected, fit.mismatched, stats)
+
+    def all(self) -> dict[str, Any]:
+        """New tensors and objects, nested as they were saved."""
+        metadata, contents = self._metadata()
+        planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection))
+        self._read(planner)
+
+        def result() -> dict[str, Any]:
+            assert planner.metadata is not None
+            values = {**planner.state_dict, **planner.objects}
+            stored = planner.metadata.built() if isinstance(planner.metadata, LazyMetadata) else planner.metadata
+            structure = structure_of(stored)
+            if structure is not None:
+                structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
+            return nested(values, stored.planner_data, structure)
+
+        return self._together(result, "hand over")
+
+    def _metadata(self) -> tuple[Metadata, Contents]:
+        """What planners are told, and what is behind it. Read by the coordinator for all ranks, if all see the same
+        file. Raises on all ranks if one has none."""
+        exchange, reader = self._exchange, self._reader
+        try:
+            mark = reader.mark()
+        except OSError:
+            mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
+        of_mark, options = digest(mark.encode()), digest(repr(self._options).encode())
+        least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
+            (of_mark, ~of_mark, int(mark != ""), options, ~options), self._phase("metadata")
+        )
+        if least_options != ~not_most_options:
+            raise CheckpointError(f"ranks load {reader.path} with different {', '.join(self._options)}")
+        shared = b""
+        if least == ~not_most and all_have_it and exchange.size > 1:
+            packed = b""
+            if exchange.is_coordinator:
+                with suppress(Exception):  # each rank reads it by itself below, and all raise what is wrong
+                    packed = packed_contents(reader.path, reader.verify)
+            shared = exchange.broadcast(packed, self._phase("share metadata"))
+
+        def read() -> tuple[Metadata, Contents]:
+            metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
+            reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
+            assert reader.contents is not None
+            return metadata, reader.contents
+
+        metadata, contents = self._together(read, "read metadata")
+        if (
+            not shared
+            and all_have_it
+            and not exchange.all_have(contents.save_id.encode(), self._phase("compare metadata"))
+        ):
+            raise CheckpointError(f"ranks see checkpoints of different saves in {reader.path}", path=reader.path)
+        return metadata, contents
+
+    def _own_metadata(self) -> Metadata:
+        try:
+            return self._reader.read_metadata()
+        except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error later
+            return self._reader.read_metadata(rank=self._exchange.rank)
+
+    def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
+        with garbage_collector_paused():
+            planner, own = self._together(plan, "plan")
+        fit = self._fit_of_all(own)
+        error = fit.error()
+        if self._strict and error is not None:
+            raise error
+        planner.leave_out({*own.missing, *(mismatch.key for mismatch in own.mismatched)})
+        return planner, fit
+
+    def _fit_of_all(self, own: _Fit) -> _Fit:
+        """Ranks mostly want and find the same: then one reduction says so."""
+        packed = own.pack()
+        if self._exchange.all_have(packed, self._phase("compare")):
+            return own
+        gathered = self._exchange.gather(packed, self._phase("gather differences"))
+        merged = None if gathered is None else _Fit.of_all([_Fit.unpack(data) for data in gathered]).pack()
+        return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
+
+    def _read(self, planner: FillPlanner) -> LoadStats:
+        with garbage_collector_paused():
+            plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
+        sharing = None
+        if self._broadcast is not False and self._exchange.size > 1:
+            sharing = SharedReading(self._exchange, self._broadcast, self._phase("read for each other"))
+
+        def read() -> LoadStats:
+            self._reader.read(plan, planner, sharing)
+            assert self._reader.last_stats is not None
+            return self._reader.last_stats
+
+        return self._together(read, "read")
+
+    def _together(self, step: Callable[[], _Result], name: str) -> _Result:
+        return self._exchange.together(step, self._phase(name), LoadFailedError)
+
+    def _phase(self, step: str) -> str:
+        return f"loading {self._reader.given_path}: {step}"
+
+
+class _Filling:
+    """A state that is being loaded."""
+
+    def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
+        self._state = state
+        self._checkpoint_key = of
+        self._same_names = same_names
+        self.application = Application(state)
+        self._paths: dict[str, Path] = {}
+        self._state_keys: dict[str, str] = {}  # by checkpoint key, of what is wanted
+        self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: to be put in place of tensors without memory
+        self._tied: dict[str, str] = {}  # checkpoint keys that are absent, each with one that has the same memory
+        self._per_rank = Restoring()
+
+    def names_below_the_empty_one(self) -> None:
+        """What stands under "" has its own names, as exports give them."""
+        self._checkpoint_key = renaming({"": ""})
+
+    def plan(
+        self, metadata: Metadata, contents: Contents, selection: Selection, allow_cast: bool
+    ) -> tuple[FillPlanner, _Fit]:
+        stored = contents.keys()
+        present = frozenset(stored)
+        application, of = self.application, self._checkpoint_key
+        if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
+            of = _without_empty_name  # as exports have the names of what stands under ""
+        application.prepare()
+        if self._same_names:  # otherwise it may only be known by another name
+            application.drop_absent_state(present)
+        flat, self._paths = flatten(application.form)
+        names = renamed(flat, of)
+        self._state_keys = {name: key for key, name in names.items() if name in selection}
+        values = {name: flat[key] for name, key in self._state_keys.items()}
+        self._new = with_memory(values)
+        wanted = self._per_rank.wanted({**values, **self._new}, lambda: present)
+        planner = FillPlanner(allow_cast)
+        planner.set_up_planner(wanted, metadata)
+        missing, mismatched = planner.misfits()
+        self._tied = tied(missing, values)
+        if self._tied:
+            planner.leave_out(set(self._tied))
+            missing = [name for name in missing if name not in self._tied]
+        of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
+        told = wanted.keys() | contents.aliases
+        unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
+        closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
+        surplus = [key for key in unexpected if key.startswith(closed)]
+        return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
+
+    def hand_over(self, planner: FillPlanner) -> None:
+        loaded = set(planner.state_dict)
+        for name, value in chain(self._new.items(), planner.objects.items()):
+            if name in loaded and not self._per_rank.take(name, value):
+                self._place(self._paths[self._state_keys[name]], value)
+        for name, other in self._tied.items():
+            if other in self._new and other in loaded:
+                self._place(self._paths[self._state_keys[name]], self._new[other])
+        self.application.restore({self._state_keys[name] for name in loaded if name in self._state_keys})
+
+    def _place(self, path: Path, value: Any) -> None:
+        place(self.application.form, path, value)
+        if not self.application.owns(path):
+            place(self._state, path, value)
+
+
+def _without_empty_name(key: str) -> str:
+    return key.removeprefix(".")
+
+
+def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> tuple[FillPlanner, _Fit]:
+    wanted: dict[str, Any] = {}
+    unasked = frozenset() if selection.names is not None else contents.aliases
+    for key, stored in metadata.state_dict_metadata.items():
+        if key not in selection or key in unasked:
+            continue
+        if isinstance(stored, BytesStorageMetadata):
+            wanted[key] = None
+        else:
+            _check_size(key, stored, metadata)
+            wanted[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+    planner = FillPlanner(allow_cast=False)
+    planner.set_up_planner(wanted, metadata)
+    missing, mismatched = planner.misfits()
+    return planner, _Fit([*missing, *selection.without_match(metadata.state_dict_metadata)], [], mismatched)
+
+
+def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
+    """That its records could hold it, before memory is taken for it."""
+    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    infos = [places.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+    if any(getattr(info, "transform_descriptors", None) for info in infos):
+        return  # compressed: may be larger
+    room = _sum_of_lengths(infos)
+    needed = stored.size.numel() * stored.properties.dtype.itemsize
+    if needed > room:
+        raise UntrustedCheckpointError(
+            f"{key}: metadata claims {needed:,} bytes for it, but its records have only {room:,}", key=key
+        )
+
+
+def _sum_of_lengths(infos: Iterable[Any]) -> int:
+    lengths = (getattr(info, "length", None) for info in infos)
+    return sum(length for length in lengths if type(length) is int and length > 0)

@@ -1,0 +1,74 @@
+"""Plans the load of values that lie under the checkpoint's keys already, and tells beforehand all that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .._engine import _C
+from .._read.match import check_all_there, mismatch, mismatches_on_index
+from ..errors import Mismatch
+from .load_planner import LoadPlanner
+
+_CASTS = "(allow_cast=True converts)"
+
+
+class FillPlanner(LoadPlanner):
+    """For one load. `set_up_planner` with a flat state, `misfits`, `leave_out` what does not fit, then plan and read.
+
+    Tensors are filled in place. Objects are kept in `objects`, by key, until it is time to put them somewhere.
+    """
+
+    def __init__(self, allow_cast: bool) -> None:
+        super().__init__(flatten_state_dict=False, allow_cast=allow_cast)
+        self.objects: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._begin(metadata)
+        self.original_state_dict = self.state_dict = state_dict
+        self.mappings = {}
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def misfits(self) -> tuple[list[str], list[Mismatch]]:
+        """Keys that the checkpoint does not have, and those of which it has something else. Raises
+        `CorruptCheckpointError` if it does not hold all of a tensor that it should."""
+        if self._index is not None:
+            try:
+                found = self._misfits_on_index(self._index)
+                if found is not None:
+                    return found
+            except _C.EngineError:
+                self._index = None  # damaged: `.metadata` rules
+        return self._misfits_in_metadata()
+
+    def leave_out(self, keys: set[str]) -> None:
+        if keys:
+            self.original_state_dict = self.state_dict = {
+                key: value for key, value in self.state_dict.items() if key not in keys
+            }
+
+    def put_object(self, key: str, value: Any) -> None:
+        self.objects[key] = value
+
+    def _misfits_on_index(self, index: _C.Index) -> tuple[list[str], list[Mismatch]] | None:
+        description, _ = self._describer.describe(self.state_dict)
+        if description.other:
+            return None
+        plan = index.plan_load(description.inventory, self.allow_cast)
+        check_all_there(description, plan)
+        missing = dict.fromkeys(description.names[item] for item in plan.missing)
+        mismatched = dict.fromkeys(mismatches_on_index(description, plan, _CASTS))
+        if not missing and not mismatched:
+            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
+        return list(missing), list(mismatched)
+
+    def _misfits_in_metadata(self) -> tuple[list[str], list[Mismatch]]:
+        assert self.metadata is not None
+        stored, hint = self.metadata.state_dict_metadata, "" if self.allow_cast else _CASTS
+        missing = [key for key in self.state_dict if key not in stored]
+        there = ((key, value) for key, value in self.state_dict.items() if key in stored)
+        found = (mismatch(key, value, stored[key], hint) for key, value in there)
+        return missing, [entry for entry in found if entry is not None]

@@ -1,0 +1,104 @@
+"""Builds DCP's `Metadata` when somebody looks at it.
+
+At thousands of ranks the objects of DCP's metadata take seconds to make and hundreds of megabytes to send, and hardly
+anybody looks: a save hands them from planner to writer and to every rank, a load reads what it needs from the index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from .._engine import _C
+from .._engine.rows import PART_ROW, PLACE_ROW
+from .._native import metadata_file
+from .._plan.save_plan import GlobalSavePlan
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
+
+
+class LazyMetadata(Metadata):
+    """Looks like the `Metadata` that `build` returns, and calls it at the first look.
+
+    `reduce` says what a copy in another process is made from; by default it is made from the fields.
+    """
+
+    planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
+    index: _C.Index | None = None  #: what our reader hands to the planner
+
+    def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
+        self._build = build
+        self._built = Metadata(*args, **fields) if build is None else None  # fields: dataclasses.replace
+        self._copy_from: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
+
+    def become(self, build: Callable[..., Metadata], *arguments: Any) -> None:
+        """From now on it is what `build(*arguments)` returns, here and in other processes."""
+        self._build = lambda: build(*arguments)
+        self._built = None
+        self._copy_from = _rebuild, (build, arguments)
+
+    def built(self) -> Metadata:
+        if self._built is None:
+            assert self._build is not None
+            self._built = self._build()
+        return self._built
+
+    def was_changed(self) -> bool:
+        """Whether it is no longer what `build` returns."""
+        return self._built is not None and self._build is not None and self._built != self._build()
+
+    def __eq__(self, other: object) -> bool:
+        return self.built() == (other.built() if isinstance(other, LazyMetadata) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._built) if self._built is not None else "<Metadata, not looked at yet>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._copy_from is not None:
+            return self._copy_from
+        built = self.built()
+        others = {name: value for name, value in vars(built).items() if name not in _FIELDS}
+        return Metadata, tuple(getattr(built, name) for name in _FIELDS), others
+
+
+def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
+    """The metadata of a save that is planned and not written: without places in files."""
+    metadata = LazyMetadata(build=partial(_without_places, planned))
+    metadata.planned = planned
+    return metadata
+
+
+def _without_places(planned: GlobalSavePlan) -> Metadata:
+    ranks = range(len(planned.inventories))
+    nowhere = [bytes(len(planned.plan.part(rank)) // PART_ROW * PLACE_ROW) for rank in ranks]
+    content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
+    metadata = metadata_file.loads(content, "the plan")
+    metadata.storage_data = metadata.storage_meta = metadata.version = None
+    return metadata
+
+
+def _rebuild(build: Callable[..., Metadata], arguments: tuple[Any, ...]) -> LazyMetadata:
+    metadata = LazyMetadata(build=lambda: build(*arguments))
+    metadata.become(build, *arguments)
+    return metadata
+
+
+def _field(name: str) -> property:
+    def get(self: LazyMetadata) -> Any:
+        return getattr(self.built(), name)
+
+    def put(self: LazyMetadata, value: Any) -> None:
+        setattr(self.built(), name, value)
+        self._copy_from = None  # which knows nothing of it
+
+    return property(get, put)
+
+
+for _name in _FIELDS:
+    setattr(LazyMetadata, _name, _field(_name))

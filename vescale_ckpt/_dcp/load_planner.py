@@ -1,0 +1,254 @@
+"""`LoadPlanner`: DCP's default planner, with errors that name all keys, checked dtypes and cheap local planning."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
+
+from .._engine import _C
+from .._engine.gc import garbage_collector_paused
+from .._engine.overrides import is_method_of
+from .._engine.tensor_checks import is_plain_tensor
+from .._plan.read_plan import PackedReads
+from .._read.by_items import ItemTargets
+from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
+from .._state import objects
+from .._state.describe import Describer
+from .._state.flatten import flatten, place
+from .._state.per_rank import PerRank, Restoring
+from ..errors import IncompatibleStateError, MissingKeysError
+from ..settings import checked_flag
+from .lazy_metadata import LazyMetadata
+
+_CASTS = "(LoadPlanner(allow_cast=True) casts)"
+_FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")  # what gives and takes tensors
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans what `DefaultLoadPlanner` plans, in less time, and tells what does not fit.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: as they were on saving.
+        allow_partial_load: True leaves values whose key is not in the checkpoint as they are.
+        allow_cast: True converts a stored tensor to its target's dtype; otherwise a different dtype raises
+            `IncompatibleStateError`.
+
+    Raises (inside DCP's `CheckpointException`) `MissingKeysError` with every missing key, `IncompatibleStateError` for
+    a tensor of another shape.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        allow_cast: bool = False,
+    ) -> None:
+        for name, value in (
+            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
+            ("allow_partial_load", allow_partial_load),
+        ):  # fmt: skip
+            checked_flag(name, value)
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.allow_cast = checked_flag("allow_cast", allow_cast)
+        self._reads: PackedReads | None = None
+        self._describer = Describer()
+        self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for
+        self._kept_for: tuple[str, bool] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        made_by_a_load = ("_reads", "_index", "_per_rank", "_kept_plan", "_kept_for", "metadata", "state_dict")
+        state = {name: value for name, value in self.__dict__.items() if name not in made_by_a_load}
+        return {**state, "_reads": None, "_kept_plan": None, "_kept_for": None}
+
+    @garbage_collector_paused()
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._begin(metadata)
+        flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
+        if not self.flatten_state_dict or any(_needs_stock_set_up(value) for value in flat.values()):
+            wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            for key, value in wrapped.items():  # DCP puts None in place of what it does not know
+                self.state_dict[key] = value
+                place(state_dict, mappings.get(key, (key,)), value)
+        else:
+            self.original_state_dict, self.state_dict, self.mappings = state_dict, flat, mappings
+            self.metadata, self.is_coordinator = metadata, is_coordinator
+        if metadata is not None:
+            self.state_dict = self._per_rank.wanted(self.state_dict, lambda: self._stored_keys(metadata))
+
+    def _begin(self, metadata: Metadata | None) -> None:
+        self._reads = None
+        self._index = metadata.index if isinstance(metadata, LazyMetadata) and self._packs() else None
+        self._per_rank = Restoring()
+
+    def _stored_keys(self, metadata: Metadata) -> Iterable[str]:
+        if self._index is not None:
+            try:
+                return self._index.keys()
+            except _C.EngineError:
+                self._index = None
+        return metadata.state_dict_metadata
+
+    @garbage_collector_paused()
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        if self._index is not None:
+            try:
+                self._reads = self._plan_on_index(self._index)
+            except _C.EngineError:
+                self._index = None  # damaged: `.metadata` rules
+            if self._reads is not None:
+                return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
+        stored = self.metadata.state_dict_metadata
+        if any(key not in stored for key in self.state_dict):
+            self._try_old_names()
+            missing = [key for key in self.state_dict if key not in stored]
+            if missing and not self.allow_partial_load:
+                raise MissingKeysError(missing)
+        return self._plan({key: value for key, value in self.state_dict.items() if key in stored})
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        # Plans of ours go to the coordinator empty: nothing is decided there.
+        return central_plan if self._reads is None else replace(central_plan, items=self._reads)  # type: ignore[arg-type]
+
+    def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
+        """None if it takes DCP's own planning, because of what the state holds or how keys are named."""
+        description, same = self._describer.describe(self.state_dict)
+        if description.other:
+            return None
+        plan = self._kept_plan
+        if not same or plan is None or self._kept_for != (index.save_id, self.allow_cast):
+            plan = index.plan_load(description.inventory, self.allow_cast)
+            if plan.missing:
+                return None
+            for found in mismatches_on_index(description, plan, _CASTS):
+                raise IncompatibleStateError(*found)
+            check_all_there(description, plan)
+            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
+        return PackedReads(self, description, plan)
+
+    def _packs(self) -> bool:
+        names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)
+        return all(is_method_of(self, name, LoadPlanner) for name in names)
+
+    def _fills_the_state_itself(self) -> bool:
+        """Whether what is filled are the state's own tensors, not what a subclass gives in their place."""
+        return all(is_method_of(self, name, LoadPlanner) for name in _FILLS)
+
+    def _try_old_names(self) -> None:
+        """Lets the default planner find out if keys are named as before torch 2.4: it changes `state_dict` then."""
+        partial, self.allow_partial_load = self.allow_partial_load, True
+        try:
+            super().create_local_plan()
+        except ValueError:
+            pass  # a shape that does not fit, which _plan names
+        finally:
+            self.allow_partial_load = partial
+
+    def _plan(self, state: dict[str, Any]) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        hint = _CASTS if not self.allow_cast and self._fills_the_state_itself() else ""
+        for key, value in state.items():
+            stored = self.metadata.state_dict_metadata[key]
+            # Stock readers would convert another dtype without a word.
+            if (found := mismatch(key, value, stored, hint)) is not None:
+                raise IncompatibleStateError(*found)
+            if is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
+                items.append(whole)
+                continue
+            with _on_the_host():
+                planned = create_default_local_load_plan({key: value}, self.metadata).items
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+            if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(value):
+                raise not_all_there(key)
+            items.extend(planned)
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        if self._reads is not None:
+            assert read_item.dest_index.index is not None
+            return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
+        value: Any = self.state_dict[read_item.dest_index.fqn]
+        kind = type(self)
+        stock = (
+            kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
+        )
+        if stock and is_plain_tensor(value) and value.shape == read_item.lengths:
+            return value  # type: ignore[no-any-return]  # all of a tensor that is no shard: nothing to look up
+        resolved: torch.Tensor = super().resolve_tensor(read_item)
+        return resolved
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.storage_index.fqn
+        self.set_object(read_item, objects.load(value.getvalue(), weights_only=True, key=key))
+
+    def set_object(self, read_item: ReadItem, value: Any) -> None:
+        """Puts a loaded object into the state, under the key of `read_item`."""
+        self.put_object(read_item.dest_index.fqn, value)
+
+    def put_object(self, key: str, value: Any) -> None:
+        if self._per_rank.take(key, value):
+            return
+        if self.flatten_state_dict:
+            place(self.original_state_dict, self.mappings[key], value)
+        else:
+            # With flatten_sharded_tensors the state planned with is a copy of the user's.
+            self.state_dict[key] = self.original_state_dict[key] = value
+
+
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Torch's planning makes tensors to count with, on the default device: under `torch.device("meta")` it fails."""
+    device = torch.get_default_device()
+    return nullcontext() if device.type == "cpu" else torch.device("cpu")
+
+
+def _needs_stock_set_up(value: Any) -> bool:
+    """Tensors that DCP first gives memory, or shards of shards that it flattens."""
+    return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
+
+
+def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
+    """How a planner, ours or not, takes what is read for its items."""
+    views = isinstance(planner, DefaultLoadPlanner) and all(
+        is_method_of(planner, name, DefaultLoadPlanner, LoadPlanner) for name in _FILLS
+    )
+    if not isinstance(planner, LoadPlanner):
+        return ItemTargets(planner, views)
+    # Ours take the object itself, unless a subclass wants to decode the bytes.
+    put = planner.set_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
+    return ItemTargets(planner, views, True, put)
+
+
+def _whole_item(key: str, stored: STORAGE_TYPES) -> ReadItem | None:
+    """Reads all of a tensor that is stored in one chunk. None if it is stored otherwise."""
+    if (
+        not isinstance(stored, TensorStorageMetadata)
+        or len(stored.chunks) != 1
+        or stored.chunks[0].sizes != stored.size
+    ):
+        return None
+    origin = stored.chunks[0].offsets
+    index = MetadataIndex(key, origin, 0)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=origin,
+        storage_index=index,
+        storage_offsets=origin,
+        lengths=stored.size,
+    )

@@ -1,0 +1,343 @@
+"""Plans who writes what for DCP: in C++, on inventories, and again only where a state has changed its form."""
+
+from __future__ import annotations
+
+import io
+import logging
+from array import array
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from .._engine import _C
+from .._engine.gc import garbage_collector_paused
+from .._engine.overrides import is_method_of
+from .._engine.rows import NO_LIMIT, PART_ROW, words
+from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._engine.torch_private import flatten_sharded_tensors
+from .._plan import replicas
+from .._plan.plan_cache import KeptPart, PlanCache, what_changed
+from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
+from .._ranks.node import node_of_this_process
+from .._state import objects
+from .._state.describe import Describer, Description
+from .._state.flatten import flatten_with_structure
+from .._state.per_rank import this_rank, unwrapped
+from .._state.structure import Structure
+from ..errors import CheckpointError
+from ..settings import PLACEMENTS, Placement, checked_flag
+from .lazy_metadata import metadata_of_plan
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 5  # keys in a message
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans each byte of replicated state once, evenly over all ranks, and plans again only on a change.
+
+    Args:
+        flatten_state_dict: nested containers become dotted keys.
+        flatten_sharded_tensors: ShardedTensors inside ShardedTensors become one.
+        enable_plan_caching: keep plans and use them again while the state's description (keys, kinds, dtypes, shapes,
+            shards, on every rank) is one they were made for. The cache belongs to this object. If one rank does not
+            keep plans, all plan at each save.
+        placement: who writes what several ranks hold. "balanced": all evenly, large tensors in pieces;
+            "lowest_rank": the first that has it; "local": one on every node, for disks that nodes do not share.
+
+    A subclass that overrides any step of planning gets DCP's own lists of items there, and whole tensors.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        *,
+        enable_plan_caching: bool = True,
+        placement: Placement = "balanced",
+    ) -> None:
+        # The default planner's own cache is one for all planners of a class, and does not look at dtypes.
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
+        for name, value in (
+            ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
+            ("enable_plan_caching", enable_plan_caching),
+        ):  # fmt: skip
+            checked_flag(name, value)
+        if placement not in PLACEMENTS:
+            raise ValueError(f"placement={placement!r}: one of {', '.join(PLACEMENTS)} is wanted")
+        self.reuse_plans = enable_plan_caching
+        self.placement = placement
+        self._forget()
+
+    def _forget(self) -> None:
+        self._describer = Describer()
+        self._cache = PlanCache()
+        self._description: Description | None = None
+        self._structure = ""  # of the state, packed: kinds of keys and empty mappings
+        self._unconfirmed = False  # planning began and did not end: that save failed
+        self._alone = False  # this rank's plan is for itself, but it does not coordinate
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A planner goes to the process of an asynchronous save by pickle, at every save: without its caches.
+        made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
+        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed", "_alone")
+        return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    # --- DCP's calls, in the order in which they come
+
+    @garbage_collector_paused()
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        if self._unconfirmed:
+            self._cache.forget_parts()  # ranks may no longer agree on what they keep
+        self._unconfirmed, self._alone = True, False
+        if self.flatten_state_dict:
+            flat, paths, structure = flatten_with_structure(state_dict)
+            state_dict, self.mappings = unwrapped(flat, paths)
+            self._take_structure(structure)
+        else:
+            state_dict, _ = unwrapped(state_dict, {})
+            self._structure = ""
+        if self.flatten_sharded_tensors and holds_any(state_dict, ShardedTensor):
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    @garbage_collector_paused()
+    def create_local_plan(self) -> SavePlan:
+        self._description = self.describe() if self.packs() else None
+        if self._description is None:
+            return super().create_local_plan()
+        self.plan = self.local_plan(self._description)
+        return self.plan
+
+    @garbage_collector_paused()
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
+        if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
+            return super().create_global_plan(all_plans)
+        if self.placement == "local" and len(all_plans) > 1:
+            raise CheckpointError("placement='local' takes vescale_ckpt.save: under dcp.save only one rank commits")
+        if packed and not self.is_coordinator:  # ranks save each for itself, and nobody else knows of these plans
+            assert self._description is not None
+            self._alone = True
+            all_plans = [self.full_local_plan(self._description)]
+        planned, fresh = self.global_plan_of(all_plans)
+        answers: list[SavePlan] = []
+        for rank, plan in enumerate(all_plans):
+            if not isinstance(plan, PackedSavePlan):
+                owned = words(planned.plan.part(rank))[::PART_ROW]
+                answers.append(SavePlan([plan.items[item] for item in owned], planner_data=plan.planner_data))
+            else:
+                part = planned.plan.part(rank) if fresh else None
+                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
+        self.global_plan = answers
+        self.metadata = metadata_of_plan(planned)
+        return SavePlans(answers, planned), self.metadata
+
+    @garbage_collector_paused()
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if isinstance(new_plan, PackedSavePlan):
+            assert self._description is not None
+            items = self.accept(self._description, new_plan)
+            new_plan = SavePlan(items, storage_data=new_plan.storage_data, planner_data=self._paths)  # type: ignore[arg-type]
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        items = self.plan.items
+        if isinstance(items, PackedItems):
+            resolved = items.resolve(write_item.index)
+            return (
+                io.BytesIO(objects.dump(resolved, write_item.index.fqn))
+                if write_item.type == WriteItemType.BYTE_IO
+                else resolved
+            )
+        value: Any = self.state_dict.get(write_item.index.fqn)
+        if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
+            return value  # type: ignore[no-any-return]  # no shard: nothing to look up
+        return super().resolve_data(write_item)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(objects.dump(object, write_item.index.fqn))
+        return object
+
+    # The storage holds all tensors of a save at once if they are the state's own memory.
+    resolve_data.keeps_memory = True  # type: ignore[attr-defined]
+    transform_object.keeps_memory = True  # type: ignore[attr-defined]
+
+    # --- The same in terms of packed plans, for DCP's calls above and for `vescale_ckpt.save`
+
+    @property
+    def _paths(self) -> dict[str, Any] | None:
+        return self.mappings if self.flatten_state_dict else None
+
+    def describe(self) -> Description | None:
+        """The state's description, None if something in it only DCP's own planning understands."""
+        description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
+        return None if description.other else description.watched()
+
+    def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
+        """What this rank tells the coordinator: all about its state, or the plan that it still has for it.
+
+        `on_devices`: whether replicas on devices are compared, too, which waits for the device."""
+        kept = self._cache.part(description.inventory, self._paths, self._structure, self.is_coordinator)
+        if kept is not None:
+            boxes = _split(kept, description)
+            hashes, all_of_them = boxes.hashes(description, on_devices)
+            return PackedSavePlan(
+                [],
+                plan_id=kept.plan_id,
+                position=kept.position,
+                replicas=boxes.table(hashes),
+                check=boxes.sum(hashes),
+                checked=all_of_them,
+            )
+        return self.full_local_plan(description, on_devices)
+
+    def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
+        if (last := self._cache.last_inventory) is not None:
+            logger.info("planning again: %s", what_changed(last, description.inventory))
+        contents = [objects.dump(value, key, tells=False) for key, value in description.objects.items()]
+        return PackedSavePlan(
+            [],
+            inventory=_C.with_object_bytes(description.inventory, array("q", map(len, contents))),
+            paths=_packed_paths(self._paths),
+            structure=self._structure,
+            digests=array("I", map(_C.crc32, contents)).tobytes(),
+            replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
+        )
+
+    def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
+        """The plan for all ranks, and whether it is another than the one they have."""
+        named = {
+            plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
+            for rank, plan in enumerate(plans)
+        }
+        found = replicas.differing([plan.replicas for plan in plans if isinstance(plan, PackedSavePlan)])
+        if not found and len(named) == 1 and (name := named.pop()) is not None:
+            kept = self._cache.global_plan(name)
+            if kept is not None and len(kept.inventories) == len(plans):
+                self._cache.keep_global_plan(kept)
+                return kept, False
+        inventories, paths, structures = [], [], []
+        for rank, plan in enumerate(plans):
+            if not isinstance(plan, PackedSavePlan):
+                inventories.append(pack_items(plan.items))
+                paths.append(_packed_paths(plan.planner_data))
+            elif plan.inventory is not None:
+                inventories.append(plan.inventory)
+                paths.append(plan.paths)
+                structures.append(plan.structure)
+            elif (kept := self._cache.global_plan(plan.plan_id)) is not None:
+                inventories.append(kept.inventories[plan.position])
+                paths.append(kept.paths[plan.position])
+                structures.append(kept.structure)
+            else:
+                raise CheckpointError(
+                    f"rank {rank} refers to a plan that the coordinator does not have: ranks took part in different "
+                    "saves with this planner. The next save plans afresh"
+                )
+        replicas.warn_of_objects(_objects_of(plan) for plan in plans)
+        whole: list[str] = []
+        if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
+            keys = replicas.keys_of(found, inventories)
+            replicas.warn(keys)
+            whole += keys
+        all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
+        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # others know whole tensors only
+        try:
+            global_plan = _C.GlobalPlan(inventories, self.placement, whole=whole, **options)
+        except _C.EngineError as error:  # it names the key and the ranks
+            raise CheckpointError(str(error)) from None
+        planned = GlobalSavePlan(inventories, paths, Structure.merged(structures), global_plan, self.reuse_plans)
+        if self.reuse_plans:
+            self._cache.keep_global_plan(planned)
+        return planned, True
+
+    def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
+        """This rank's part of the plan, given the coordinator's answer."""
+        made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
+        kept: KeptPart | None
+        if plan.part is not None:
+            kept = KeptPart(plan.plan_id, plan.position, plan.part, *made_for)
+        else:
+            kept = self._cache.part(*made_for)
+        if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
+            raise CheckpointError("the coordinator refers to a plan that this rank does not have")
+        if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
+            self._cache.keep_part(kept)
+        self._unconfirmed = False
+        items = PackedItems(self, description, kept.part, kept.exports)
+        self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
+        return items
+
+    def kept_plan(self, plan_id: bytes) -> GlobalSavePlan:
+        """On the coordinator: the plan of all ranks that goes by a name which it has named itself."""
+        kept = self._cache.global_plan(plan_id)
+        assert kept is not None
+        self._cache.keep_global_plan(kept)
+        return kept
+
+    def _take_structure(self, structure: Structure) -> None:
+        self._structure = structure.pack()
+        if structure.lost:
+            _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
+
+    def forget_state(self) -> None:
+        """Lets go of the state: it may be larger than what the process otherwise needs, and this object lives on."""
+        self.state_dict = {}
+        self.plan = SavePlan([])
+        self._description = None
+
+    def packs(self) -> bool:
+        """Whether plans can stay packed: not if a subclass wants to see items."""
+        return not self._overrides(
+            "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
+            "transform_object", "_dedup_save_plans", "_create_global_plan",
+        )  # fmt: skip
+
+    def _overrides(self, *names: str) -> bool:
+        return not all(is_method_of(self, name, SavePlanner) for name in names)
+
+
+@lru_cache(maxsize=256)  # told once
+def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "keys of mappings that are neither text nor numbers are saved as text, and come back so without a state to "
+        "load into: %s",
+        ", ".join(names),
+    )
+
+
+def _split(kept: KeptPart, description: Description) -> replicas.Boxes:
+    """What a rank writes pieces of. Where tensors lie may change while the plan stays."""
+    if not kept.split or kept.split[0].sources != description.sources:
+        kept.split[:] = [replicas.split_boxes(description, kept.part)]
+    return kept.split[0]
+
+
+def _hashes_of_large(description: Description, on_devices: bool) -> bytes:
+    boxes = replicas.large_boxes(description)
+    return boxes.table(boxes.hashes(description, on_devices)[0])
+
+
+def _packed_paths(paths: dict[str, Any] | None) -> bytes:
+    return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
+
+
+def _objects_of(plan: SavePlan) -> tuple[bytes, bytes] | None:
+    """Inventory and checksums of objects, which only plans that were made afresh carry."""
+    if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
+        return None
+    return plan.inventory, plan.digests

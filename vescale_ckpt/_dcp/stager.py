@@ -1,0 +1,150 @@
+"""`Stager` makes snapshots for `dcp.async_save`, in the memory that asynchronous saves of this package use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from .. import settings
+from .._engine import _C, torch_private
+from .._engine.dtypes import DTYPE_CODES, dtype_code
+from .._engine.gc import garbage_collector_paused
+from .._engine.rows import int_table
+from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
+from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
+from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
+from .._write import snapshot_budget
+from .._write.host_batches import new_snapshot, write_table
+from ..errors import CheckpointError
+
+
+class Stager(AsyncStager):
+    """Copies a state in parallel into memory that is kept from save to save. Shared memory stays shared.
+
+    `dcp.async_save(state, async_stager=Stager(), storage_writer=…)`: the copy is complete when `async_save` returns,
+    and its memory is free again when the save is done.
+
+    Args:
+        budget_bytes: most memory that snapshots may take in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
+    """
+
+    def __init__(self, *, budget_bytes: int | None = None) -> None:
+        if budget_bytes is not None and budget_bytes < 1:
+            raise ValueError(f"budget_bytes={budget_bytes}: at least 1 is wanted")
+        self.budget_bytes = budget_bytes
+
+    @garbage_collector_paused()
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state on the host. Raises `CheckpointError` with the key of what cannot be copied or was
+        changed meanwhile. And if the budget does not hold it: nothing was saved then, and `vescale_ckpt.save` would do,
+        which copies only what a rank writes and needs no room for all of it."""
+        values = {id(value): value for value in _tensors(state_dict)}
+        watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
+        watch = Watch([tensor for _, tensor in watched])
+        known: dict[int, Any] = {}  # what stands for each in the deep copy of the containers
+        parts = {number: local_parts(value) for number, value in values.items()}
+        found = [part for of_value in parts.values() for part in of_value]
+        flags = iter(ready_tensors(found, tensor_table(found)))
+        ready: list[int] = []
+        for number, of_value in list(parts.items()):
+            ready_parts = [next(flags) for _ in of_value]
+            try:
+                parts[number] = [
+                    part if flag != NOT_READY else as_host_tensor(part)[0]
+                    for part, flag in zip(of_value, ready_parts, strict=True)
+                ]
+            except CheckpointError as error:
+                if any(_is_without_memory(part) for part in of_value):
+                    key = _key_of(state_dict, values[number])
+                    raise CheckpointError(f"{key}: {error}", key=key) from None
+                # Planning will tell which it is and why, or how it is saved.
+                known[number] = values[number].detach().clone()
+                del parts[number]
+            else:
+                ready += ready_parts
+            for part in parts.get(number, ()):
+                if part.dtype not in DTYPE_CODES:
+                    dtype_code(part.dtype, _key_of(state_dict, values[number]))  # raises
+        staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
+        if changed := watch.changed():
+            raise changed_meanwhile(_key_of(state_dict, values[watched[changed[0]][0]]))
+        for number, of_value in parts.items():
+            known[number] = _like(values[number], [next(staged) for _ in of_value])
+        return copy.deepcopy(state_dict, known)
+
+    def synchronize_staging(self) -> None:
+        """`stage` has copied all when it returns."""
+
+    def close(self) -> None:
+        """Gives back the memory that no save uses."""
+        _C.trim_snapshots()
+
+    def _copied(self, sources: list[torch.Tensor], ready: list[int]) -> list[torch.Tensor]:
+        devices = int_table(list(map(device_number, ready)))
+        budget = snapshot_budget.snapshot_bytes() if self.budget_bytes is None else self.budget_bytes
+        snapshot = new_snapshot(write_table(sources), devices, budget, settings.number("threads"))
+        if snapshot.first:
+            needed = sum(tensor.nbytes for tensor in sources)
+            raise CheckpointError(
+                f"a snapshot of {needed:,} bytes does not fit the {budget:,} that snapshots may take in this process "
+                "(VESCALE_CKPT_SNAPSHOT_BYTES, or the stager's budget_bytes)",
+                needed=needed,
+                budget=budget,
+            )
+        snapshot.copy()
+        return [
+            torch.frombuffer(snapshot, dtype=source.dtype, count=source.numel(), offset=offset).view(source.shape)
+            if source.numel()
+            else torch.empty(source.shape, dtype=source.dtype, device="cpu")
+            for source, offset in zip(sources, snapshot.offsets(), strict=True)
+        ]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor | ShardedTensor]:
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _key_of(state: Any, wanted: Any) -> str:
+    """Under which dotted key a tensor stands."""
+
+    def find(value: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if value is wanted:
+            return path
+        if isinstance(value, Mapping):
+            inside: Iterable[tuple[Any, Any]] = value.items()
+        elif isinstance(value, (list, tuple)):
+            inside = enumerate(value)
+        else:
+            return None
+        return next((found for name, item in inside if (found := find(item, (*path, str(name)))) is not None), None)
+
+    return ".".join(find(state, ()) or ())
+
+
+def _is_without_memory(part: torch.Tensor) -> bool:
+    """Of a tensor that is nothing but its memory: what torch would copy of it is not there."""
+    return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
+
+
+def _like(value: torch.Tensor | ShardedTensor, parts: list[torch.Tensor]) -> torch.Tensor | ShardedTensor:
+    if isinstance(value, ShardedTensor):
+        shards = [Shard(part, shard.metadata) for part, shard in zip(parts, value.local_shards(), strict=True)]
+        return torch_private.sharded_tensor_over(shards, value)
+    (part,) = parts
+    if isinstance(value, DTensor):
+        return torch_private.dtensor_over(part, value)
+    return part.requires_grad_(value.requires_grad)

@@ -1,0 +1,270 @@
+"""`StorageReader`: DCP's plug point for loading, backed by the C++ engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
+from torch.futures import Future
+
+from .. import settings
+from .._engine.gc import garbage_collector_paused
+from .._engine.options import direct_io_setting
+from .._native import metadata_file
+from .._native.names import metadata_name
+from .._plan.read_plan import PackedReads
+from .._ranks.exchange import Exchange
+from .._ranks.groups import resolved
+from .._read import contents
+from .._read.by_items import ItemLoad
+from .._read.contents import Contents
+from .._read.filling import Filling
+from .._read.no_checkpoint import explained
+from .._read.packed import load_packed
+from .._read.records import ReadOptions, RecordReader
+from .._share.begin import SharedReading
+from .._storage.directory import directory_at, local_path
+from .._storage.locks import FileLock
+from .._storage.seen_files import SeenFiles
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..reports import LoadStats
+from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
+from .lazy_metadata import LazyMetadata
+from .load_planner import LoadPlanner as OurLoadPlanner
+from .load_planner import item_targets
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _ReadTogether:
+    """The coordinator's word to all ranks that they read for each other, and which way: ranks that disagreed would wait
+    for each other in vain."""
+
+    broadcast: Literal["auto", True]
+
+
+class StorageReader(DcpStorageReader):
+    """Reads DCP checkpoints, ours and torch's of any version, and directories of safetensors files, at the speed of the
+    disk, and verifies what it reads.
+
+    Args:
+        path: the checkpoint's directory, or one safetensors file. A path or a `file://` URL.
+        thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
+        verify: False skips checksums of data (never the checks of sizes, paths and pickles).
+        weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
+        broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
+            others; "auto" does so where the rule of docs/tuning.md says that it pays. For loads that all ranks of the
+            group make together: what DCP's coordinator says counts for all of them. See docs/loading.md.
+        direct_io: "auto" goes past the page cache unless the file is in it, False never does, True raises where it
+            cannot.
+        process_group: whose ranks read for each other: the group of the load. None: the default group.
+
+    Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
+    for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int | None = None,
+        verify: bool = True,
+        broadcast_checkpoint: Broadcast = False,
+        weights_only: bool = True,
+        direct_io: DirectIO = "auto",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = local_path(checked_path("path", path))
+        #: The path as given, which is equal on all ranks where a relative one names different disks.
+        self.given_path = os.fspath(path)
+        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
+        self.verify = checked_flag("verify", verify)
+        self.broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
+        self.process_group = process_group
+        self.weights_only = checked_flag("weights_only", weights_only)
+        self.direct_io = direct_io_setting(direct_io)
+        self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
+        self.last_stats: LoadStats | None = None
+        self._load_id = uuid.uuid4().hex
+        self.contents: Contents | None = None  #: of what is read
+        self._metadata_error: CheckpointError | None = None
+        self._is_set_up = False
+        self._seen = SeenFiles()  # what the files of this load are
+        self._lock: FileLock | None = None  # keeps clean-ups away from what is being read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None, "process_group": None}
+
+    # --- DCP's calls, in the order in which they come
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            local_path(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = local_path(checkpoint_id)
+            self.given_path = os.fspath(checkpoint_id)
+        self._unlock()
+        self.contents = None
+        self._is_set_up = False
+        self._metadata_error = None
+        self._load_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # DCP asks for `.metadata`, swallows whatever goes wrong, asks for the rank's own file, and then only says that
+        # there is no metadata. So that the true error arrives it is kept, and raised at the next call. And a damaged
+        # `.metadata` must not let an older one of a rank pass for it.
+        rank = kwargs.get("rank")
+        if rank is not None and self._metadata_error is not None and metadata_file.has_metadata(self.path, None):
+            return Metadata({})
+        try:
+            with explained(self.path):
+                metadata = self._read_metadata(rank)
+        except CheckpointError as error:
+            if rank is None:
+                self._metadata_error = error
+                raise
+            if self._metadata_error is None or metadata_file.has_metadata(self.path, rank):
+                raise
+            return Metadata({})
+        self._metadata_error = None
+        return metadata
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        self._begin(rank)
+        self._lock_checkpoint(rank)
+        found = contents.read(self.path, rank, self.verify, by_index=type(self) is StorageReader)
+        return self._metadata_of(found)
+
+    def mark(self) -> str:
+        """Tells this checkpoint's contents from those of another, cheaply; empty if there is none. Raises OSError."""
+        self._begin(None)
+        return contents.mark(self.path)
+
+    def unpack_metadata(self, message: bytes) -> Metadata:
+        """The metadata of what another rank has packed (`contents.packed`) after `mark` found the same checkpoint here.
+        Raises as `read_metadata` does."""
+        self._lock_checkpoint(None)
+        return self._metadata_of(contents.unpacked(self.path, message))
+
+    def _begin(self, rank: int | None) -> None:
+        self.contents = None
+        self._is_set_up = False
+        self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
+
+    def _lock_checkpoint(self, rank: int | None) -> None:
+        """Not of safetensors, which have no file of that name."""
+        self._unlock()
+        self._lock = directory_at(self.path).share(metadata_name(rank))
+
+    def _metadata_of(self, found: Contents) -> Metadata:
+        """As DCP and its planners want it, who change it: objects are built when somebody looks at them."""
+        self.contents, load_id = found, self._load_id
+        if found.index is None:
+            return _with_load_id(found.metadata, load_id)
+        # Without the reader: together they would be a cycle that keeps files open.
+        metadata = LazyMetadata(build=lambda: _with_load_id(found.metadata, load_id))
+        metadata.index = found.index
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        settings.check()
+        if self._metadata_error is not None:
+            raise self._metadata_error
+        index = metadata.index if isinstance(metadata, LazyMetadata) else None
+        if index is None and not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpointError(
+                f"the metadata of {self.path} does not say where anything is stored",
+                key=None,
+                file=self.path,
+            )
+        # Of what others may have made of what this reader read.
+        found = self.contents or Contents(self.path, self.path, lambda: metadata)
+        self.contents = replace(found, read_metadata=lambda: metadata, index=index)
+        self._is_set_up = True
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        # Only here it is known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
+        if self.broadcast_checkpoint is False or len(plans) == 1:
+            return plans
+        group = resolved(self.process_group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        if len(plans) != ranks:
+            logger.warning(
+                "loading %s: each rank reads all for itself: %d ranks load, but the reader's process group has %d",
+                self.path, len(plans), ranks,
+            )  # fmt: skip
+            return plans
+        return [replace(plan, storage_data=_ReadTogether(self.broadcast_checkpoint)) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        sharing = None
+        if isinstance(plan.storage_data, _ReadTogether):
+            exchange = Exchange.of(self.process_group, purpose="load")
+            phase = f"loading {self.given_path}: read for each other"
+            sharing = SharedReading(exchange, plan.storage_data.broadcast, phase)
+        self.read(plan, planner, sharing)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: SharedReading | None) -> None:
+        """The same, with the ranks of `sharing` if they read for each other."""
+        if self.contents is None or not self._is_set_up:
+            raise CheckpointError("read_data was called before set_up_storage_reader")
+        options = ReadOptions(
+            self.thread_count,
+            self.verify,
+            self.weights_only,
+            self.direct_io,
+            bool(getattr(planner, "allow_cast", False)),
+            self.timeout,
+        )
+        filling = Filling(RecordReader(self.contents, options, self._seen))
+        try:
+            with garbage_collector_paused():
+                items = plan.items
+                if (
+                    isinstance(items, PackedReads)
+                    and items.planner() is planner
+                    and isinstance(planner, OurLoadPlanner)
+                ):
+                    stats = load_packed(filling, items, planner.state_dict, planner.put_object, sharing)
+                else:
+                    stats = ItemLoad(filling, item_targets(planner)).run(items, sharing)
+                self.last_stats = stats
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+
+def _with_load_id(metadata: Metadata, load_id: str) -> Metadata:
+    if not isinstance(metadata.storage_meta, StorageMeta):
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = load_id
+    return metadata

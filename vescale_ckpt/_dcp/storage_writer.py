@@ -1,0 +1,189 @@
+"""`StorageWriter`: DCP's plug point for saving, backed by the C++ engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .. import settings
+from .._engine.gc import garbage_collector_paused
+from .._engine.options import direct_io_setting
+from .._hf.header import checked_metadata
+from .._hf.shard_size import shard_bytes
+from .._ranks.groups import check_alone_on_purpose
+from .._storage.directory import local_path
+from .._write.export_files import ExportSave
+from .._write.native_save import NativeSave, new_save_id
+from .._write.rank_files import FileOptions
+from ..errors import CheckpointError
+from ..reports import SaveStats
+from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
+from .save_formats import ExportFormat, NativeFormat, SaveFormat
+from .save_planner import SavePlanner as OurSavePlanner
+from .stager import Stager
+
+FORMATS = ("dcp", "safetensors")
+
+
+def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ValueError(f"metadata: a mapping of texts is wanted, or None, not {type(metadata).__name__}")
+    if metadata is not None and format != "safetensors":
+        raise ValueError(f"metadata: only files of format='safetensors' have it, not {format!r}: put it into the state")
+
+
+class StorageWriter(DcpStorageWriter, AsyncStager):
+    """Writes a DCP checkpoint that every DCP reads, at the speed of the disk, checksummed and committed atomically.
+
+    Args:
+        path: the checkpoint's directory, made if missing. A path or a `file://` URL.
+        format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
+            their index. All ranks write into the same files, which any reader of that format takes; they hold tensors
+            only, and have checksums whatever `checksums` says.
+        thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
+        single_file_per_rank: False writes each tensor and object to a file of its own, as DCP's option does.
+        sync_files: False skips syncing data; a crash of the machine may then tear a committed checkpoint.
+        overwrite: False raises if the directory holds a checkpoint.
+        checksums: False leaves them out, and with them all verification.
+        direct_io: "auto" goes past the page cache where the file system lets it, False never does, True raises where
+            it cannot.
+        max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
+            in its file.
+        metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
+
+    `dcp.async_save` takes its copies by this package's `Stager` if it is given no other: torch's own forgets that a
+    tensor is lazily conjugated or negated, and saves other values.
+
+    One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
+    It can be pickled between saves. `last_stats` tells what this rank's last save did.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str = "dcp",
+        thread_count: int | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        overwrite: bool = True,
+        checksums: bool = True,
+        direct_io: DirectIO = "auto",
+        max_shard_size: int | str = "5GB",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        check_format(format, metadata)
+        self.format = format
+        self.most_file_bytes = shard_bytes(max_shard_size)
+        self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
+        self.path = local_path(checked_path("path", path))
+        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
+        self.single_file_per_rank = checked_flag("single_file_per_rank", single_file_per_rank)
+        self.sync_files = checked_flag("sync_files", sync_files)
+        self.overwrite = checked_flag("overwrite", overwrite)
+        self.checksums = checked_flag("checksums", checksums)
+        self.direct_io = direct_io_setting(direct_io)
+        self.last_stats: SaveStats | None = None
+        self._save_id = new_save_id()
+        self._rank = 0
+        self._use_collectives = True
+        self._save: SaveFormat | None = None  # from `prepare_local_plan` to the end of that save
+
+    # --- DCP's calls, in the order in which they come
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        try:
+            local_path(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = local_path(checkpoint_id)
+        self._save_id = new_save_id()
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        settings.check()
+        check_alone_on_purpose()
+        rank = kwargs.get("rank")
+        self._rank = 0 if rank is None else rank
+        self._use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._end()  # the save before this one
+        self._save = self._new_save()
+        return self._save.begin(plan)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return self._this_save.answer(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        with garbage_collector_paused():
+            results, self.last_stats = self._this_save.write(plan, planner)
+            future.set_result(results)  # type: ignore[arg-type]  # looks like a list
+        if isinstance(planner, OurSavePlanner):
+            planner.forget_state()  # planners live on, and a staged state takes as much memory as the model
+        return future
+
+    @garbage_collector_paused()
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._this_save.commit(metadata, results)
+        finally:
+            self._end()
+
+    @property
+    def _this_save(self) -> SaveFormat:
+        if self._save is None:
+            raise CheckpointError("a save begins with StorageWriter.prepare_local_plan, which was not called")
+        return self._save
+
+    def _new_save(self) -> SaveFormat:
+        options = FileOptions(self.path, self._rank, self.thread_count, self.direct_io, self.checksums, self.sync_files)
+        if self.format == "safetensors":
+            export = ExportSave(
+                options, overwrite=self.overwrite, most_file_bytes=self.most_file_bytes, texts=self.texts
+            )
+            return ExportFormat(export, self._use_collectives)
+        native = NativeSave(options, overwrite=self.overwrite, alone=not self._use_collectives)
+        return NativeFormat(native, self.single_file_per_rank, self.storage_meta())
+
+    def _end(self) -> None:
+        if self._save is not None:
+            self._save.end()
+        self._save = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_save": None}
+
+    # --- What dcp.async_save asks of a stager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return Stager().stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """`stage` has copied all when it returns."""
+
+    def close(self) -> None:
+        Stager().close()

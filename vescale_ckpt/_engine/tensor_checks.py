@@ -1,0 +1,118 @@
+"""Tells which tensors the engine can read or fill where they are, and makes host tensors of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from ..errors import CheckpointError
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Whether it is a tensor and nothing more: no shard of another, no subclass with a mind of its own."""
+    return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
+
+
+def holds_any(flat: Mapping[Any, Any], kind: type) -> bool:
+    """Whether one of the values is an instance of `kind`: asks the few types that there are, not the many values."""
+    return any(issubclass(type_, kind) for type_ in set(map(type, flat.values())))
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the engine can use the tensor's memory as it is: dense, on the CPU, no lazy conjugation or negation, and
+    really there (frameworks free and resize the storages of tensors that live on)."""
+    return (
+        is_plain_tensor(tensor)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and (tensor.numel() == 0 or not tensor._is_zerotensor())
+        and _is_backed(tensor)
+    )
+
+
+def _is_backed(tensor: torch.Tensor) -> bool:
+    return reach(tensor) <= tensor.untyped_storage().nbytes()
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Up to which byte of its storage a strided tensor goes."""
+    elements = tensor.numel()
+    if elements == 0:
+        return 0
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + elements) * tensor.itemsize
+
+
+_MOST_LOOKED_AT = 1 << 24  # elements, of a tensor whose strides alone do not tell
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of those of which several elements are the same memory: expanded ones, or windows that overlap. What
+    is loaded into one would be whatever was written last; torch refuses to copy into what is expanded, too."""
+    try:
+        contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+    except RuntimeError:  # not dense: torch itself will see to them
+        contiguous = [not is_plain_tensor(tensor) or tensor.layout is not torch.strided for tensor in tensors]
+    return [number for number, good in enumerate(contiguous) if not good and _overlaps_itself(tensors[number])]
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    last, disjoint = 0, True  # how far the dimensions before this one reach
+    for stride, size in dims:
+        if stride == 0:
+            return True
+        disjoint = disjoint and stride > last
+        last += (size - 1) * stride
+    if disjoint:
+        return False
+    if tensor.numel() > _MOST_LOOKED_AT:
+        return True  # hardly anybody cuts one like that and has no overlap
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    in_order: torch.Tensor = places.flatten().sort().values
+    return bool((in_order[1:] == in_order[:-1]).any())
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether `copy_` into a tensor that is not `is_host_memory` has somewhere to write. Subclasses know themselves."""
+    if tensor.is_meta:  # where `copy_` does nothing, and says nothing
+        return False
+    return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
+
+
+def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor of the same values that `is_host_memory`, and whether it has memory of its own.
+
+    Raises `CheckpointError` for tensors whose values are not in one dense storage.
+    """
+    if is_host_memory(tensor):
+        return tensor, False
+    plain = tensor.detach()
+    if isinstance(plain, AsyncCollectiveTensor):
+        plain = plain.wait()
+    if plain.is_meta:
+        raise CheckpointError("a tensor on the meta device has no values to store")
+    if hasattr(plain, "__tensor_flatten__") or isinstance(plain, FakeTensor):
+        raise CheckpointError(
+            f"a {type(plain).__name__} cannot be stored as one tensor: save the tensors that it is made of"
+        )
+    if not is_plain_tensor(plain):
+        plain = plain.as_subclass(torch.Tensor)
+    if plain.layout is not torch.strided or plain.is_quantized:
+        raise CheckpointError(f"a tensor of layout {plain.layout} and dtype {plain.dtype} cannot be stored: not dense")
+    if plain._is_zerotensor() or not _is_backed(plain):
+        raise CheckpointError("its storage was freed, or is smaller than the tensor: there are no values to store")
+    memory = plain.data_ptr()
+    plain = plain.to("cpu").resolve_conj().resolve_neg()
+    return plain, plain.data_ptr() != memory

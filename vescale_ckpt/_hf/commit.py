@@ -1,0 +1,162 @@
+"""How complete files become the model of a folder, so that at every instant it holds the old model or the new one:
+for readers that prefer the single file to the index, as loads of ours and transformers do, and after a power cut.
+
+One change of one name decides, and is durable before anything of the old model goes:
+
+- a single file: its rename over the one before. An index beside it counts for nothing from then on.
+- several: they get names that no file in the folder has, so that the old index still names its own files; then the new
+  index takes the place of the old one by a rename. Where there is a single file, removing it decides.
+
+What is left to do then is no matter for readers, and no error is raised for it: files of the old model go, and files
+with spare names get usual ones, as second names that a second index says before the spare ones go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._engine.errors import named_system_errors
+from .._storage import locks
+from .._storage.directory import directory_at
+from .._storage.pending import Pending
+from ..errors import CheckpointError
+from .names import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    SUFFIX,
+    USUAL_DIGITS,
+    file_names,
+    is_model_file,
+    is_temporary_index,
+    rules_alone,
+)
+
+logger = logging.getLogger(__name__)
+
+IndexOf = Callable[[list[str]], bytes]  # the index of files with these names
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What is in the folder when a commit begins."""
+
+    names: frozenset[str]
+    named: frozenset[str]  #: by the index; empty if there is none or it cannot be read
+
+
+def check_replaceable(directory: str) -> None:
+    """Raises `CheckpointError` for a model that nothing can take the place of in one step."""
+    before = _look(directory)
+    if SINGLE_NAME in before.names and before.named and not rules_alone(before.names, before.named):
+        raise CheckpointError(
+            f"the index in {directory} names {SINGLE_NAME} beside other files: no export can replace such a model "
+            "in one step. Export into another folder, or remove the model first",
+            path=directory,
+        )
+
+
+def replace_model(files: Pending, index: IndexOf) -> None:
+    """Makes complete and durable files the model of their folder, durably. If this raises they stay pending, unless an
+    index names them already."""
+    directory = files.directory
+    with named_system_errors(directory), locks.taking_turns(directory) as alone:
+        before = _look(directory)
+        try:
+            names = _commit(files, index, before)
+        except BaseException:
+            if _are_named(files):  # a rename that was reported as failed, and was not
+                files.committed()
+            raise
+        try:
+            _tidy(directory, before, names, index)
+            if alone:
+                _remove_indexes(directory, before)
+        except Exception as error:  # no reason to fail an export that has committed
+            logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
+
+
+def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
+    storage = directory_at(files.directory)
+    storage.make_durable(holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
+    if len(files.paths) == 1:
+        files.give_names([SINGLE_NAME])
+        files.committed()
+        storage.sync()
+        return [SINGLE_NAME]
+    names = _free_names(len(files.paths), before)
+    files.give_names(names)
+    storage.sync()
+    storage.write(INDEX_NAME, index(names))
+    files.committed()
+    if SINGLE_NAME in before.names:
+        storage.remove(SINGLE_NAME)
+        storage.sync()
+    return names
+
+
+def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> None:
+    storage = directory_at(directory)
+    if names == [SINGLE_NAME]:
+        if INDEX_NAME in before.names:
+            storage.remove(INDEX_NAME)
+            storage.sync()  # before files go that it names
+        _remove_models(directory, before, names)
+        return
+    _remove_models(directory, before, names)
+    usual = file_names(len(names))
+    if names == usual:
+        return
+    for name, usual_name in zip(names, usual, strict=True):
+        storage.add_name(name, usual_name)
+    storage.sync()
+    storage.write(INDEX_NAME, index(usual))
+    for name in names:
+        storage.remove(name)
+
+
+def _free_names(count: int, before: _Before) -> list[str]:
+    has_model = not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names)
+    # Where neither says what the model is, all files are: usual names would add to it.
+    digits = USUAL_DIGITS if has_model or not any(name.endswith(SUFFIX) for name in before.names) else USUAL_DIGITS + 1
+    while not before.names.isdisjoint(names := file_names(count, digits)):
+        digits += 1
+    return names
+
+
+def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
+    """Files of other models: by their names, and what the index before named."""
+    storage = directory_at(directory)
+    for name in sorted(storage.names()):
+        is_of_model = is_model_file(name) or (name in before.named and name.endswith(SUFFIX))
+        if is_of_model and name not in but:
+            storage.remove(name)
+
+
+def _remove_indexes(directory: str, before: _Before) -> None:
+    """Those that exports were writing when they died: nobody else commits now."""
+    for name in filter(is_temporary_index, before.names):
+        directory_at(directory).remove(name)
+
+
+def _look(directory: str) -> _Before:
+    return _Before(frozenset(directory_at(directory).names()), frozenset(_named(directory) or ()))
+
+
+def _named(directory: str) -> set[str] | None:
+    """Files that the index in a folder names. None if it cannot be read."""
+    try:
+        content = json.loads(directory_at(directory).read(INDEX_NAME).decode())
+        return {name for name in content["weight_map"].values() if isinstance(name, str)}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _are_named(files: Pending) -> bool:
+    named = _named(files.directory)
+    return named is None or any(os.path.basename(path) in named for path in files.paths)

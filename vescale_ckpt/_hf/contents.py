@@ -1,0 +1,459 @@
+"""Safetensors files as checkpoints: which they are, and what they hold and where, for the same planning as all others.
+
+A checkpoint of this kind is one such file, or a directory without `.metadata`: the files that the `weight_map` of its
+`*.safetensors.index.json` names, or without one all `*.safetensors`. A tensor is whole in one file, or in boxes of
+several, whose places torch's `HuggingFaceStorageWriter` notes in their headers. Nothing in a header or index is
+trusted. Links may lead out of the directory, as they do in snapshots of a hub; names may not.
+
+What a checkpoint holds is told by names, places and a CRC-32 of each file's header. So ranks need not read the same
+headers, and a file that is not the one that was planned on is noticed where it is read. There is no lock: nothing of
+ours removes such files, and one that is replaced while it is read is read to its end as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES, DTYPE_CODES
+from .._engine.errors import named_errors, named_system_errors, translate
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.rows import MOST_BYTES, PLACE_ROW, SHARD, TENSOR, int_table, words
+from .._engine.torch_private import StorageInfo
+from .._native import metadata_file
+from .._native.names import check_relative
+from .._ranks.message import pack, unpack
+from .._state.inventory_rows import packed_row
+from .._state.shard_boxes import Piece
+from .._storage import file_kinds
+from .._storage.directory import directory_at, is_file, stat_of
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
+from . import header as hf_header
+from . import names as hf_names
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = hf_names.SUFFIX
+INDEX_SUFFIX = ".safetensors.index.json"
+_USUAL_INDEX = "model" + INDEX_SUFFIX
+
+_MOST_JSON_BYTES = 100_000_000  # as of headers
+_ATTEMPTS = 5  # at reading the headers of a directory into which exports go meanwhile
+_OPENERS = 8  # headers are small and far apart: what takes time is waiting
+
+OnError = Callable[[CheckpointError], None]
+
+
+def is_one(path: str) -> bool:
+    """Whether `path` is a checkpoint of this kind, by its names alone."""
+    if metadata_file.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+        return False
+    try:
+        names = directory_at(path).names()
+        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) and not metadata_file.metadata_ranks(path)
+    except NotADirectoryError:
+        return is_file(path)
+    except OSError:
+        return False
+
+
+def mark(path: str) -> str:
+    """Tells one checkpoint from another that other ranks may see, cheaply: by names and the index's length. Raises
+    OSError."""
+    if is_file(path):
+        return f"{os.path.basename(path)}:{stat_of(path).size}"
+    names = sorted(name for name in directory_at(path).names() if name.endswith((SUFFIX, INDEX_SUFFIX)))
+    sizes = [directory_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
+    return json.dumps([names, sizes])
+
+
+@dataclass(frozen=True)
+class SafetensorsContents:
+    """What such a checkpoint holds. Equal bytes mean equal headers."""
+
+    root: str  #: the directory that `files` are relative to
+    inventory: bytes  #: an item for each box of a tensor
+    places: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
+    files: list[str]
+    aliases: frozenset[str]  #: names under which a file has no tensor, but says which of its tensors they stand for
+
+    @classmethod
+    def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> SafetensorsContents:
+        """Reads the headers. `on_error` takes what is wrong with one file, and the others are gone on with.
+
+        Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
+        """
+        if is_file(path):
+            with named_system_errors(path):
+                advice = file_kinds.advice_for_file(path)
+            if advice is not None:
+                raise CheckpointError(advice, path=path)
+            root, name = os.path.split(path)
+            return _Reading(root, verify, on_error).contents([name], None)
+        for attempts_left in range(_ATTEMPTS - 1, -1, -1):
+            stamp = _stamp(path)
+            errors: list[CheckpointError] = []
+            try:
+                found = cls._read_directory(path, verify, None if on_error is None else errors.append)
+            except CheckpointError:
+                if _stamp(path) == stamp or not attempts_left:
+                    raise
+                continue
+            if _stamp(path) == stamp:
+                for error in errors:
+                    assert on_error is not None
+                    on_error(error)
+                return found
+        raise CheckpointError(f"{path}: exports into it follow each other faster than it can be read", path=path)
+
+    @classmethod
+    def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:
+        names = directory_at(path).names()
+        index = _index_name(path, names)
+        weight_map = None if index is None else _weight_map(os.path.join(path, index))
+        if weight_map is not None and not hf_names.rules_alone(names, set(weight_map.values())):
+            return _Reading(path, verify, on_error).contents(sorted(set(weight_map.values())), weight_map)
+        if hf_names.holds_unfinished_export(path):
+            raise CheckpointError(
+                f"{path} has files of a model but no index of them: it holds an export that did not finish",
+                path=path,
+            )
+        files = hf_names.without_index(names)
+        left_out = [name for name in names if name.endswith(SUFFIX) and name not in files]
+        if index is None and (others := sorted(name for name in left_out if not hf_names.is_model_file(name))):
+            logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
+        return _Reading(path, verify, on_error).contents(files, None)
+
+    def pack(self) -> bytes:
+        """For readers of other ranks."""
+        rest = json.dumps([self.files, sorted(self.aliases)]).encode()
+        return pack(self.inventory, self.places, rest)
+
+    @classmethod
+    def unpack(cls, path: str, message: bytes) -> SafetensorsContents:
+        inventory, places, rest = unpack(message)
+        files, aliases = json.loads(rest)
+        root = os.path.dirname(path) if is_file(path) else path
+        return cls(root, inventory, places, files, frozenset(aliases))
+
+    @cached_property
+    def save_id(self) -> str:
+        """Equal where the headers are."""
+        return f"safetensors {blake2b(self.pack(), digest_size=16).hexdigest()}"
+
+    def index(self) -> _C.Index:
+        with named_errors(str, self.root):
+            return _C.Index.from_rows(self.inventory, self.places, self.files, self.save_id)
+
+    def boxes(self) -> Iterable[Box]:
+        """All of them, aliases too."""
+        places = words(self.places)
+        for row, (name, _, code, _, _, shape, offset, size) in enumerate(_C.inventory_items(self.inventory)):
+            yield Box(name, code, shape, offset, size, *places[row * PLACE_ROW : (row + 1) * PLACE_ROW])
+
+    def metadata(self) -> Metadata:
+        """The same for DCP's planners."""
+        tensors: dict[str, TensorStorageMetadata] = {}
+        storage: dict[MetadataIndex, StorageInfo] = {}
+        for box in self.boxes():
+            stored = tensors.get(box.name)
+            if stored is None:
+                properties = TensorProperties(dtype=CODE_DTYPES[box.code])
+                stored = tensors[box.name] = TensorStorageMetadata(properties, torch.Size(box.shape), [])
+            offset = torch.Size(box.offset)
+            stored.chunks.append(ChunkStorageMetadata(offset, torch.Size(box.size)))
+            info = StorageInfo(self.files[box.file], box.at, box.bytes)
+            info.crc = box.crc  # type: ignore[attr-defined]
+            storage[MetadataIndex(box.name, offset)] = info
+        return Metadata({**tensors}, storage_data=storage)
+
+
+class Box(NamedTuple):
+    """A box of a tensor, and where it lies."""
+
+    name: str
+    code: int  #: of its dtype
+    shape: tuple[int, ...]  #: of the tensor
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: int
+    at: int  #: in the file, bytes
+    bytes: int
+    crc: int  #: of the file's header
+
+
+@dataclass
+class _Header:
+    """One file's, as far as it is wanted here."""
+
+    crc: int
+    ties: Mapping[str, str]  #: to the names of tensors
+    #: by name: dtype code, shape, and the range in the file
+    tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of those that are boxes
+
+
+@dataclass
+class _Stored:
+    """A tensor, and all that is stored of it."""
+
+    code: int
+    dims: int
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, place
+
+
+class _Reading:
+    def __init__(self, root: str, verify: bool, on_error: OnError | None) -> None:
+        self.root = root
+        self.verify = verify
+        self.on_error = on_error
+        self.options = engine_options(None, direct_io_setting("auto"))
+        self.stored: dict[str, _Stored] = {}
+        self.files: list[str] = []
+        self.wanted: dict[str, list[str]] = {}  # by file, as the index has it
+
+    def contents(self, files: list[str], weight_map: Mapping[str, str] | None) -> SafetensorsContents:
+        for name in files:
+            check_relative(name, name)
+        self.files = files
+        for key, name in (weight_map or {}).items():
+            self.wanted.setdefault(name, []).append(key)
+        aliases: dict[str, tuple[str, str]] = {}  # to the tensor, and the file that says so
+        with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
+            headers = pool.map(self._header_or_error, files)
+            for number, (name, header) in enumerate(zip(files, headers, strict=True)):
+                try:
+                    if isinstance(header, CheckpointError):
+                        raise header
+                    for alias, key in header.ties.items():
+                        if alias not in header.tensors and key in header.tensors:
+                            aliases[alias] = key, name
+                    keys = header.tensors.keys() if weight_map is None else self.wanted[name]
+                    self._add(number, header, keys, aliases)
+                except CheckpointError as error:
+                    if self.on_error is None:
+                        raise
+                    self.on_error(error)
+        kept = {alias: key for alias, (key, _) in aliases.items() if alias not in self.stored and key in self.stored}
+        return self._packed(kept)
+
+    def _header_or_error(self, name: str) -> _Header | CheckpointError:
+        try:
+            return self._header(name)
+        except CheckpointError as error:
+            return error
+
+    def _header(self, name: str) -> _Header:
+        path = os.path.join(self.root, name)
+        try:
+            file = _C.SafetensorsFile.open(path, self.options, self.verify)
+        except _C.EngineError as error:
+            if error.errno == errno.ENOENT:
+                key = next(iter(self.wanted.get(name, ())), None)
+                what = f"{path} is missing" if key is None else f"{key}: {path} is missing, where the index says it is"
+                raise CorruptCheckpointError(what, key=key, file=path) from None
+            raise translate(error, str, path, 0) from None
+        tensors = {}
+        for number, (key, dtype, torch_name, _) in enumerate(file.tensors()):
+            code = DTYPE_CODES.get(getattr(torch, torch_name, None)) if torch_name else None  # type: ignore[arg-type]
+            if code is None:
+                raise CheckpointError(f"{key}: torch has no dtype for {dtype}", key=key, path=path)
+            with named_errors(str, path):
+                tensors[key] = code, file.torch_shape(number), file.range(number)
+        metadata = file.metadata() or {}
+        header = _Header(file.head_crc, _ties(metadata, path), tensors)
+        if hf_header.SHARDING_INFO in metadata:
+            header.offsets = _offsets(metadata[hf_header.SHARDING_INFO], tensors, path)
+        return header
+
+    def _add(self, number: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
+        name = self.files[number]
+        for key in keys:
+            if key not in header.tensors:
+                if aliases.get(key, ("", ""))[1] == name:
+                    continue
+                path = os.path.join(self.root, name)
+                raise CorruptCheckpointError(
+                    f"{key}: the index says that it is in {path}, which has no such tensor", key=key, file=path
+                )
+            code, size, (at, length) = header.tensors[key]
+            offset = header.offsets.get(key, (0,) * len(size))
+            stored = self.stored.setdefault(key, _Stored(code, len(size), []))
+            if (stored.code, stored.dims) != (code, len(size)):
+                raise self._contradiction(key, stored, number, "of another dtype or number of dimensions")
+            stored.boxes.append((offset, size, (number, at, length, header.crc)))
+
+    def _packed(self, aliases: Mapping[str, str]) -> SafetensorsContents:
+        names: list[str] = []
+        rows: list[bytes] = []
+        places = int_table()
+        for key, stored, of in [
+            *((key, stored, key) for key, stored in self.stored.items()),
+            *((alias, self.stored[key], key) for alias, key in aliases.items()),
+        ]:
+            try:
+                boxes, shape = self._disjoint(of, stored), self._shape(of, stored)
+            except CheckpointError as error:
+                if self.on_error is None:
+                    raise
+                if key == of:
+                    self.on_error(error)
+                continue
+            item_bytes = CODE_DTYPES[stored.code].itemsize
+            for offset, size, place in boxes:
+                kind = TENSOR if size == shape else SHARD
+                names.append(key)
+                rows.append(packed_row(kind, stored.code, False, item_bytes, Piece(offset, size, ()), shape))
+                places.extend(place)
+        inventory = _C.pack_inventory(names, b"".join(rows), 0)
+        return SafetensorsContents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases))
+
+    def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
+        """The boxes that hold something. Raises if two overlap."""
+        boxes = [box for box in stored.boxes if 0 not in box[1]] or stored.boxes[:1]
+        if len(boxes) > 1:
+            # From one end to the other of the dimension that they are cut along most often.
+            dim = max(range(stored.dims), key=lambda dim: len({offset[dim] for offset, _, _ in boxes}), default=None)
+            if dim is None:
+                raise self._contradiction(key, stored, boxes[1][2][0], "too")
+            open_boxes: list[Any] = []
+            for box in sorted(boxes, key=lambda box: box[0][dim]):
+                open_boxes = [other for other in open_boxes if other[0][dim] + other[1][dim] > box[0][dim]]
+                if any(_overlap(box, other) for other in open_boxes):
+                    raise self._contradiction(key, stored, box[2][0], "too")
+                open_boxes.append(box)
+        return boxes
+
+    def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
+        """Of the whole tensor, which no file tells: up to where its boxes reach. Raises if no memory could hold it."""
+        shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
+        if math.prod(max(length, 1) for length in shape) * CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
+            path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
+            raise UntrustedCheckpointError(
+                f"{key}: no tensor has shape {shape}, which {path} gives it", key=key, path=path
+            )
+        return shape
+
+    def _contradiction(self, key: str, stored: _Stored, number: int, what: str) -> CheckpointError:
+        others = [self.files[box[2][0]] for box in stored.boxes if box[2][0] != number] or [self.files[number]]
+        return CheckpointError(
+            f"{key}: {others[0]} in {self.root} holds it, and {self.files[number]} {what}: which of them is meant is "
+            "not to be known. Load one file by its own path, or add an index",
+            key=key,
+            path=self.root,
+        )
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    return all(a < d + e and d < a + b for a, b, d, e in zip(one[0], one[1], other[0], other[1], strict=True))
+
+
+def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
+    """Names that stand for other names' tensors. What of this file has no such tensor is not for it."""
+    if (text := metadata.get(hf_header.TIED_NAMES)) is None:
+        return metadata
+    try:
+        ties = _json(text)
+        if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+            raise TypeError("no object of names")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UntrustedCheckpointError(
+            f"{path}: its {hf_header.TIED_NAMES} makes no sense: {error!r}", path=path
+        ) from None
+    return ties
+
+
+def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
+    """Of tensors that are boxes of larger ones, where they begin."""
+
+    def offset_of(key: str, entry: Any) -> tuple[int, ...]:
+        offset, size = tuple(entry[hf_header.SHARDING_OFFSETS]), tensors[key][1]
+        if len(offset) != len(size) or not all(
+            type(start) is int and 0 <= start < MOST_BYTES - length for start, length in zip(offset, size, strict=True)
+        ):
+            raise ValueError(f"{key} cannot begin at {offset}")
+        return offset
+
+    try:
+        return {key: offset_of(key, entry) for key, entry in _json(text).items() if key in tensors}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UntrustedCheckpointError(
+            f"{path}: its {hf_header.SHARDING_INFO} makes no sense: {error!r}", path=path
+        ) from None
+
+
+def _stamp(directory: str) -> list[tuple[int, ...] | None]:
+    """Changes when an export into the directory commits."""
+    stamp: list[tuple[int, ...] | None] = []
+    for name in (hf_names.SINGLE_NAME, hf_names.INDEX_NAME):
+        try:
+            found = directory_at(directory).stat(name)
+            stamp.append((*found.identity, found.changed_ns))
+        except OSError:
+            stamp.append(None)
+    return stamp
+
+
+def _index_name(directory: str, found: Iterable[str]) -> str | None:
+    names = [name for name in found if name.endswith(INDEX_SUFFIX)]
+    if len(names) <= 1 or _USUAL_INDEX in names:
+        return None if not names else _USUAL_INDEX if _USUAL_INDEX in names else names[0]
+    raise CheckpointError(
+        f"{directory} has several indexes and no {_USUAL_INDEX}: {', '.join(sorted(names))}", path=directory
+    )
+
+
+def _weight_map(path: str) -> dict[str, str]:
+    """For each tensor the file that it is in."""
+    try:
+        directory, name = os.path.split(path)
+        found = stat_of(path)
+        if not found.is_file or found.size > _MOST_JSON_BYTES:
+            raise UntrustedCheckpointError(
+                f"{path} is no index: a file of at most {_MOST_JSON_BYTES:,} bytes is wanted", path=path
+            )
+        _, content = directory_at(directory).read_range(name, 0, _MOST_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+    try:
+        weight_map = _json(content.decode())["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise TypeError("its weight_map is no object")
+        for key, name in weight_map.items():
+            check_relative(name, key)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is no sound index: {error!r}", key=None, file=path) from None
+    return weight_map
+
+
+def _json(text: str) -> Any:
+    """Raises ValueError for an object that has a key twice, too."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice} is there twice")
+    return result

@@ -1,0 +1,99 @@
+"""The folder of an export: its files while they are written, and clean-up. For the rank that coordinates.
+
+Files have temporary names until all of them are complete and durable; `export_commit` makes them the folder's model.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .._engine import _C
+from .._engine.errors import check_space, named_system_errors
+from .._native.names import new_token
+from .._storage import leftovers
+from .._storage.directory import directory_at
+from .._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
+from .._storage.pending import Pending
+from .commit import IndexOf, check_replaceable, replace_model
+from .names import INDEX_NAME, file_names, is_model_file, is_temporary_index, temporary_name, token_of
+
+
+class ExportFolder:
+    """One export. The files exist, as long as they will be; `commit` makes them the model of the folder, `discard`
+    removes what was not committed."""
+
+    def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
+        """Makes files of so many bytes each, and removes what exports that died have left. Raises `StorageFullError`,
+        `CheckpointError`. `names`: None for those of a model."""
+        self.directory = directory
+        self.names = file_names(len(sizes)) if names is None else names
+        self.token = ""
+        self.files = Pending(directory)
+        needed = sum(sizes)
+        with named_system_errors(directory, needed):
+            if names is None:
+                check_replaceable(directory)
+            leftovers.remove(_leftovers(directory))
+            check_space(directory, needed)
+            try:
+                self.files.begin(lambda: self._make_first(sizes[0]))
+                for name, size in zip(self.names[1:], sizes[1:], strict=True):
+                    self.files.paths.append(self._make(name, size))
+            except BaseException:
+                self.discard()
+                raise
+
+    def _make_first(self, size: int) -> tuple[str, None]:
+        self.token = new_token()
+        return self._make(self.names[0], size), None
+
+    def _make(self, name: str, size: int) -> str:
+        path = os.path.join(self.directory, temporary_name(name, self.token))
+        _C.reserve_file(path, size)
+        return path
+
+    def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
+        """Completes the files with what stands at their start and makes them the model, durably. `index`: of files with
+        the names that they get."""
+        self.complete(heads, sync)
+        replace_model(self.files, index)
+
+    # --- The same in steps, for ranks that have a file each
+
+    def complete(self, heads: list[bytes], sync: bool) -> None:
+        with named_system_errors(self.directory):
+            for path, head in zip(self.files.paths, heads, strict=True):
+                _C.write_head(path, head, sync)
+
+    def make_way(self) -> None:
+        """Removes the model that is there: readers take all files in a folder, and would mix the two."""
+        storage = directory_at(self.directory)
+        with named_system_errors(self.directory):
+            storage.make_durable(holds_one=False)
+            storage.remove(INDEX_NAME)
+            for name in filter(is_model_file, storage.names()):
+                storage.remove(name)
+            storage.sync()
+
+    def give_names(self) -> None:
+        with named_system_errors(self.directory):
+            self.files.give_names(self.names)
+            self.files.committed()
+            directory_at(self.directory).sync()
+
+    def discard(self) -> None:
+        """May be called again, and after `commit`."""
+        self.files.discard()
+
+
+def _leftovers(directory: str) -> list[Leftover]:
+    """What exports that died may have left: their files, of which the first is locked, and indexes."""
+    exports: dict[str, list[str]] = {}
+    found: list[Leftover] = []
+    for name in sorted(directory_at(directory).names()):
+        path = os.path.join(directory, name)
+        if (token := token_of(name)) is not None:
+            exports.setdefault(token, []).append(path)
+        elif is_temporary_index(name):
+            found.append(Leftover([path], None, SMALL_FILE_GRACE))
+    return found + [Leftover(paths, paths[0], SAVE_GRACE) for paths in exports.values()]

@@ -1,0 +1,376 @@
+"""`.metadata`: written so that every torch reads it, read so that nothing in it can act, with the index beside it.
+
+The file is DCP's own pickle of `Metadata`. Two things differ from `pickle.dump` / `pickle.load`: tensor properties are
+written with the five fields that every torch understands (torch 2.15 writes six, which 2.13 cannot read) and read
+with five or six; and only the names that metadata consists of may be imported while reading.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import errno
+import io
+import math
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from .._engine import _C
+from .._engine.gc import garbage_collector_paused
+from .._engine.rows import MOST_BYTES
+from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
+from .._storage.directory import directory_at, is_folder
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from .names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
+
+# What DCP metadata of any torch version is made of. Paths appear in `storage_meta.checkpoint_id` of stock files.
+_METADATA_CLASSES = {
+    name: getattr(dcp_metadata, name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "StorageMeta",
+    )
+}
+_PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_tensor.metadata")  # torch < 2.3
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: what is said of a directory without metadata
+TRAILER_BYTES = 16
+TRAILER_MAGIC = b"VSCKMDT1"
+
+
+def _trailer(data: bytes, end: int) -> bytes:
+    """What stands behind our pickle, which are the first `end` bytes, where unpicklers do not look: magic, low 32 bits
+    of its length, its CRC-32."""
+    return struct.pack("<8sII", TRAILER_MAGIC, end & 0xFFFFFFFF, _C.crc32(data, end))
+
+
+class _LenientProperties(TensorProperties):
+    """Takes the state of any torch version: five fields, or more that say nothing we need."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if not isinstance(state, tuple) or len(state) < 5:
+            raise UntrustedCheckpointError("tensor properties in .metadata are malformed")
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+        TensorProperties.__init__(self, dtype=state[0], layout=state[1], requires_grad=state[2], pin_memory=state[4])
+
+
+def _get_layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise UntrustedCheckpointError(f".metadata names an unknown tensor layout {name!r}")
+    return layout
+
+
+def _memory_format(number: int) -> None:
+    """Stands for the enumeration of memory formats, a field that is not used any more."""
+
+
+def _plain_path(*parts: str) -> str:
+    """Stands for pathlib's classes: a path in metadata is only a note of where it was written."""
+    if sum(map(len, parts)) + len(parts) > 4096:
+        raise UntrustedCheckpointError(".metadata holds a path that no system knows")
+    return "/".join(parts)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _PROPERTIES_MODULES and name == "TensorProperties":
+            return _LenientProperties
+        if module in _PROPERTIES_MODULES and name.removeprefix("_") == "MEM_FORMAT_ENCODING":
+            return _memory_format
+        if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
+            return _METADATA_CLASSES[name]
+        if module == "torch.distributed.checkpoint.filesystem" and name == "_StorageInfo":
+            return StorageInfo
+        if module == "torch" and name == "Size":
+            return torch.Size
+        if module == "torch" and name in _DTYPES:
+            return getattr(torch, name)
+        if module == "torch.serialization" and name == "_get_layout":
+            return _get_layout
+        if module == "collections" and name == "OrderedDict":
+            return collections.OrderedDict
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return _plain_path
+        raise UntrustedCheckpointError(
+            f".metadata asks to import {module}.{name}, which checkpoint metadata never needs: refused",
+            module=module,
+            name=name,
+        )
+
+
+def has_checksum(data: bytes) -> bool:
+    """Whether it ends in our trailer."""
+    return data[-TRAILER_BYTES:].startswith(TRAILER_MAGIC)
+
+
+def check_beginning(data: bytes, length: int, path: str) -> None:
+    """Looks at the first bytes of a `.metadata` file of `length` bytes, before memory is taken for the rest. Raises as
+    `loads` does."""
+    wrong, end = _C.check_pickle(data)
+    if not wrong and length > end + TRAILER_BYTES:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: it has {length:,} bytes, its metadata ends after {end:,}", key=None, file=path
+        )
+    if wrong and not wrong.startswith("it ends"):
+        check(data, path)
+
+
+def check(data: bytes, path: str) -> None:
+    """Looks at what is in a `.metadata` file before anything is built from it. Raises as `loads` does."""
+    wrong, end = _C.check_pickle(data)
+    behind = len(data) - end  # stock files have nothing there
+    if not wrong and behind and (behind != TRAILER_BYTES or data[end:] != _trailer(data, end)):
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
+    if wrong.startswith("it ends"):
+        raise CorruptCheckpointError(f"{path} is truncated: {wrong}", key=None, file=path)
+    if wrong:
+        raise UntrustedCheckpointError(f"{path} is no sound metadata: {wrong}", path=path)
+
+
+def loads(data: bytes, path: str) -> Metadata:
+    """Reads what is in a `.metadata` file.
+
+    `path` is for messages only. Raises `UntrustedCheckpointError` for imports that metadata never needs, and
+    `CorruptCheckpointError` if the bytes are no metadata.
+    """
+    check(data, path)
+    with garbage_collector_paused():
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        except UntrustedCheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CorruptCheckpointError(
+                f"{path} is damaged: {type(error).__name__}: {error}", key=None, file=path
+            ) from error
+    if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
+        raise CorruptCheckpointError(f"{path} holds no checkpoint metadata", key=None, file=path)
+    with garbage_collector_paused():
+        try:
+            for key, stored in metadata.state_dict_metadata.items():
+                _check_entry(key, stored)
+        except UntrustedCheckpointError as error:
+            named = getattr(error, "key", None)
+            raise UntrustedCheckpointError(f"{error.message} (in {path})", key=named, path=path) from error.__cause__
+    return metadata
+
+
+def _check_entry(key: Any, stored: Any) -> None:
+    """That a tensor's chunks are chunks of it and do not overlap. (That they cover what is wanted is checked then: the
+    metadata of one rank that saved for itself has only its own.)"""
+    if type(key) is not str:
+        raise UntrustedCheckpointError(f"metadata has {key!r} as a name")
+    if type(stored) is not TensorStorageMetadata:
+        if type(stored) is not BytesStorageMetadata:
+            raise UntrustedCheckpointError(f"{key}: metadata describes it as {type(stored).__name__}", key=key)
+        return
+    try:
+        size, chunks = stored.size, stored.chunks
+        dtype = stored.properties.dtype
+        if not isinstance(dtype, torch.dtype) or type(size) is not torch.Size:
+            raise UntrustedCheckpointError(f"{key}: metadata gives no dtype or no shape", key=key)
+        if math.prod(size) * dtype.itemsize >= MOST_BYTES or (size and min(size) < 0):
+            raise UntrustedCheckpointError(f"{key}: no tensor of {dtype} has the shape {tuple(size)}", key=key)
+        if len(chunks) == 1 and chunks[0].sizes == size and type(chunks[0].sizes) is torch.Size:
+            whole = type(chunks[0].offsets) is torch.Size and len(chunks[0].offsets) == len(size)
+            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < MOST_BYTES)):
+                return
+        _check_chunks(key, size, chunks)
+    except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise UntrustedCheckpointError(f"{key}: metadata is malformed: {error}", key=key) from error
+
+
+def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
+    for chunk in chunks:
+        if type(chunk.offsets) is not torch.Size or type(chunk.sizes) is not torch.Size:
+            raise UntrustedCheckpointError(f"{key}: metadata gives a chunk without offset or shape", key=key)
+        if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
+            raise UntrustedCheckpointError(f"{key}: a chunk has another number of dimensions than the tensor", key=key)
+        for offset, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True):
+            if not 0 <= offset <= limit < MOST_BYTES or not 0 <= length <= limit - offset:
+                raise UntrustedCheckpointError(
+                    f"{key}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)} leaves its tensor of "
+                    f"{tuple(size)}",
+                    key=key,
+                )
+    if _overlapping([chunk for chunk in chunks if math.prod(chunk.sizes)]):
+        raise UntrustedCheckpointError(f"{key}: chunks in metadata overlap", key=key)
+
+
+def _overlapping(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two boxes of a tensor share an element: a sweep along the dimension with the most distinct offsets."""
+    if len(chunks) < 2:
+        return False
+    dimensions = len(chunks[0].offsets)
+    if dimensions == 0:
+        return True
+    sweep = max(range(dimensions), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
+        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
+        for other in active:
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return True
+        active.append(chunk)
+    return False
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    state = (
+        properties.dtype,
+        properties.layout,
+        properties.requires_grad,
+        MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT,  # what we write is contiguous
+        properties.pin_memory,
+    )
+    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
+
+def _reduce_storage_info(info: StorageInfo) -> tuple[Any, ...]:
+    crc = getattr(info, "crc", None)
+    place = (info.relative_path, info.offset, info.length)
+    return (StorageInfo, place) if crc is None else (StorageInfo, place, {"crc": crc})
+
+
+class _MetadataPickler(pickle.Pickler):
+    """Writes metadata's classes as calls of their constructors, and equal shapes and properties once.
+
+    Half of a large `.metadata`, and of the time to write it, would otherwise be copies of the same few shapes.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=4)
+        shared: dict[Any, Any] = {}
+
+        def share(value: Any) -> Any:
+            return shared.setdefault(value, value)
+
+        def share_properties(value: TensorProperties) -> TensorProperties:
+            key = (value.dtype, value.layout, value.requires_grad, value.pin_memory)
+            properties: TensorProperties = shared.setdefault(key, value)
+            return properties
+
+        self.dispatch_table: dict[type, Callable[[Any], Any]] = {
+            **copyreg.dispatch_table,  # has torch.layout's
+            TensorProperties: _reduce_properties,
+            MetadataIndex: lambda v: (MetadataIndex, (v.fqn, share(v.offset), v.index)),
+            ChunkStorageMetadata: lambda v: (ChunkStorageMetadata, (share(v.offsets), share(v.sizes))),
+            TensorStorageMetadata: lambda v: (
+                TensorStorageMetadata,
+                (share_properties(v.properties), share(v.size), v.chunks),
+            ),
+            StorageInfo: _reduce_storage_info,
+        }
+
+
+def dumps(metadata: Metadata) -> bytes:
+    """The bytes of a `.metadata` file that torch ≥ 2.3 reads."""
+    buffer = io.BytesIO()
+    with garbage_collector_paused():
+        _MetadataPickler(buffer).dump(metadata)
+    pickled = buffer.getvalue()
+    return pickled + _trailer(pickled, len(pickled))
+
+
+# --- In a directory
+
+
+def has_metadata(directory: str, rank: int | None) -> bool:
+    return directory_at(directory).has(metadata_name(rank))
+
+
+def metadata_ranks(directory: str) -> list[int | None]:
+    """Whose metadata the directory holds: [None] for that of all ranks, else ranks that saved without collectives.
+    Raises OSError."""
+    ranks = {rank_of_metadata(name) for name in directory_at(directory).names() if is_metadata_file(name)}
+    return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
+
+
+def read_metadata(directory: str, rank: int | None = None) -> Metadata:
+    """Reads and checks the metadata of the checkpoint in a directory.
+
+    Raises `CheckpointError` if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`.
+    """
+    return loads(metadata_bytes(directory, rank), os.path.join(directory, metadata_name(rank)))
+
+
+def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata:
+    """The metadata that one save committed. Raises `CheckpointError` if it is not there any more."""
+    metadata = read_metadata(directory, rank)
+    if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
+        raise CheckpointError(f"the checkpoint in {directory} was replaced by a later save", path=directory)
+    return metadata
+
+
+def metadata_bytes(directory: str, rank: int | None) -> bytes:
+    """What is in the metadata file, not looked at. Raises as `read_metadata`."""
+    storage, name = directory_at(directory), metadata_name(rank)
+    path = os.path.join(directory, name)
+    try:
+        if not storage.stat(name).is_file:
+            raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
+        return storage.read(name, lambda beginning, length: check_beginning(beginning, length, path))
+    except FileNotFoundError:
+        what = f"has no {name}" if is_folder(directory) else "is no directory"
+        raise CheckpointError(f"{directory} {what}: {NO_CHECKPOINT}", path=directory, errno=errno.ENOENT) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
+
+
+def metadata_mark(directory: str) -> str:
+    """Tells the metadata of one save from that of another: its length and end, which holds a checksum; empty if there
+    is none. Raises OSError if it cannot be read."""
+    try:
+        found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+    except FileNotFoundError:
+        return ""
+    # Files of stock DCP have no checksum: a copy on another disk passes for another.
+    known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
+    return f"{found.size}:{end.hex()}{known}"
+
+
+def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
+    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
+    try:
+        return _matching(_C.Index.open(os.path.join(directory, index_name(rank))), directory, rank)
+    except (OSError, _C.EngineError):
+        return None
+
+
+def index_bytes(directory: str) -> bytes | None:
+    """What is in the index's file, all of it checked. None as of `read_index`."""
+    try:
+        data = directory_at(directory).read(index_name(None))
+        index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
+        return None if _matching(index, directory, None) is None else data
+    except (OSError, _C.EngineError):
+        return None
+
+
+def _matching(index: _C.Index, directory: str, rank: int | None) -> _C.Index | None:
+    found, end = directory_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+    return index if index.matches(end, found.size) else None

@@ -1,0 +1,155 @@
+"""Keeps a planner's plans from save to save, and says what changed where they no longer fit."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .._engine import _C
+from .replicas import Boxes
+from .save_plan import ExportParts, GlobalSavePlan
+
+Value = TypeVar("Value")
+
+MOST_PLANS = 4  # states of different form that are saved in turn with one planner
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """This rank's part of a plan that all ranks agreed on, and what it was made for."""
+
+    plan_id: bytes
+    position: int  #: whose part it is: the rank within the group that the plan is for
+    part: bytes
+    inventory: bytes  #: the very one, so that nothing can be mistaken for it
+    paths: Mapping[str, Any] | None  #: what its keys stand for: DCP's planner_data
+    structure: str  #: what the paths do not tell
+    coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
+    split: list[Boxes] = field(default_factory=list, compare=False)  #: of which it has pieces, when they are known
+    exports: ExportParts = field(default_factory=dict, compare=False)  #: where it lies in files that all ranks write
+
+
+class _Recent(Generic[Value]):
+    """The values that were used last, by the name of their plan."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[bytes, Value] = OrderedDict()
+
+    def get(self, plan_id: bytes) -> Value | None:
+        return self._values.get(plan_id)
+
+    def put(self, plan_id: bytes, value: Value) -> None:
+        self._values[plan_id] = value
+        self._values.move_to_end(plan_id)
+        while len(self._values) > MOST_PLANS:
+            self._values.popitem(last=False)
+
+    def latest_first(self) -> list[Value]:
+        return list(reversed(self._values.values()))
+
+
+class PlanCache:
+    """Parts, and on the coordinator also the plans of all ranks. Bounded.
+
+    All ranks put every plan that they use, and look without putting: so the coordinator still has what others have.
+    """
+
+    def __init__(self) -> None:
+        self._parts: _Recent[KeptPart] = _Recent()
+        self._global_plans: _Recent[GlobalSavePlan] = _Recent()
+
+    def forget_parts(self) -> None:
+        """The plans of all ranks stay: other ranks may still name them."""
+        self._parts = _Recent()
+
+    def part(
+        self, inventory: bytes, paths: Mapping[str, Any] | None, structure: str, coordinates: bool
+    ) -> KeptPart | None:
+        for kept in self._parts.latest_first():
+            if kept.coordinates != coordinates or kept.inventory != inventory:
+                continue
+            if kept.paths != paths or kept.structure != structure:
+                continue
+            if not coordinates or self.global_plan(kept.plan_id) is not None:
+                return kept
+        return None
+
+    def keep_part(self, part: KeptPart) -> None:
+        self._parts.put(part.plan_id, part)
+
+    @property
+    def last_inventory(self) -> bytes | None:
+        return next((kept.inventory for kept in self._parts.latest_first()), None)
+
+    def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
+        return self._global_plans.get(plan_id)
+
+    def keep_global_plan(self, plan: GlobalSavePlan) -> None:
+        self._global_plans.put(plan.plan_id, plan)
+
+
+# --- What changed from one inventory to the next, in words for the log
+
+_KINDS = ("an object", "a tensor", "a shard")
+
+
+class _Key(NamedTuple):
+    """All items of one key."""
+
+    kind: str
+    dtype: str
+    requires_grad: bool
+    shape: tuple[int, ...]
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and size
+
+
+def what_changed(old: bytes, new: bytes, most: int = 5) -> str:
+    """The first differences between two inventories: keys, dtypes, shapes, shards. Sizes of objects are none."""
+    before, after = _keys(old), _keys(new)
+    differences = list(_differences(before, after))
+    if not differences:
+        return "the order of the keys" if list(before) != list(after) else "nothing that planning depends on"
+    shown = "; ".join(islice(differences, most))
+    return shown if len(differences) <= most else f"{shown}; and {len(differences) - most} more"
+
+
+def _differences(before: dict[str, _Key], after: dict[str, _Key]) -> Iterator[str]:
+    for name, was in before.items():
+        now = after.get(name)
+        if now is None:
+            yield f"{name!r} is gone"
+        elif was != now:
+            yield f"{name!r}: {_difference(was, now)}"
+    for name in after:
+        if name not in before:
+            yield f"{name!r} is new"
+
+
+def _difference(was: _Key, now: _Key) -> str:
+    for name in ("kind", "dtype", "shape"):
+        if getattr(was, name) != getattr(now, name):
+            return f"{name} {_shown(getattr(was, name))}, now {_shown(getattr(now, name))}"
+    if was.boxes != now.boxes:
+        return f"this rank held {_boxes(was)}, now {_boxes(now)}"
+    return f"requires_grad {was.requires_grad}, now {now.requires_grad}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _boxes(key: _Key) -> str:
+    shown = ", ".join(f"{size} at {offset}" for offset, size in key.boxes[:2])
+    return shown if len(key.boxes) <= 2 else f"{shown} and {len(key.boxes) - 2} boxes more"
+
+
+def _keys(inventory: bytes) -> dict[str, _Key]:
+    dtypes = [name for name, _, _ in _C.dtypes()]
+    keys: dict[str, _Key] = {}
+    for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
+        key = keys.setdefault(name, _Key(_KINDS[kind], dtypes[code], requires_grad, shape, []))
+        key.boxes.append((offset, size))
+    return keys

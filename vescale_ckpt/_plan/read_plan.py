@@ -1,0 +1,126 @@
+"""Holds what a rank plans to read as tables of integers that look like DCP's list of items."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES
+from .._engine.rows import OBJECT, OBJECT_ROW, words
+from .._state.describe import Description
+from .._state.tensor_table import narrowed
+from .lazy_list import LazyList
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """One read: of a box of a stored chunk into a box of an item of the inventory, or of an object."""
+
+    item: int
+    file: int
+    offset: int  #: of the record
+    length: int  #: of the record
+    crc: int  #: -1 if metadata has none
+    dtype: torch.dtype = torch.uint8
+    chunk_size: tuple[int, ...] = ()
+    storage_offset: tuple[int, ...] = ()  #: within the chunk
+    lengths: tuple[int, ...] = ()
+    dest_offset: tuple[int, ...] = ()  #: within the item's box
+
+
+class PlannedReads(Protocol):
+    """What `_C.LoadPlan` says by the same names."""
+
+    @property
+    def reads(self) -> bytes: ...
+    @property
+    def objects(self) -> bytes: ...
+    @property
+    def files(self) -> list[str]: ...
+
+
+class PackedReads(LazyList):
+    """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
+
+    def __init__(
+        self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
+    ) -> None:
+        self._planner = weakref.ref(planner)
+        self.description = description
+        self.plan = plan
+        self.reads = plan.reads if reads is None else reads  #: of tensors: rows of `LoadPlan.reads`
+        self._bytes_alone: dict[bool, int] = {}
+
+    def only(self, reads: bytes) -> PackedReads:
+        """The same targets, filled by other rows of tensors."""
+        planner = self.planner()
+        assert planner is not None
+        return PackedReads(planner, self.description, self.plan, reads)
+
+    def bytes_read_alone(self, verify: bool) -> int:
+        """About as many as this rank reads for the tensors if it is on its own."""
+        if verify not in self._bytes_alone:
+            self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
+        return self._bytes_alone[verify]
+
+    def _build(self) -> list[ReadItem]:
+        return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
+
+    def rows(self) -> Iterator[ReadRow]:
+        reads, at = words(self.reads), 0
+        while at < len(reads):
+            number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
+            at += 7
+            boxes = [tuple(reads[at + i * ndim : at + (i + 1) * ndim]) for i in range(4)]
+            at += 4 * ndim
+            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+
+    def planner(self) -> object | None:
+        return self._planner()
+
+    def count_tensors(self) -> int:
+        kinds = _C.inventory_kinds(self.description.inventory)
+        return len(kinds) - kinds.count(OBJECT)
+
+    def read_table(self) -> bytes:
+        """The engine's table, where all targets can be used where they are."""
+        description = self.description
+        return _C.read_table(
+            description.inventory, self.reads, description.sources, description.table, description.ready
+        )
+
+    def objects(self) -> Iterator[ReadRow]:
+        table = words(self.plan.objects)
+        for at in range(0, len(table), OBJECT_ROW):
+            item, file, offset, length, crc = table[at : at + OBJECT_ROW]
+            yield ReadRow(item, file, offset, length, crc)
+
+    def target(self, item: int, dest_offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        tensor, local_offset = self.description.source(item)
+        return narrowed(tensor, [a + b for a, b in zip(local_offset, dest_offset, strict=True)], lengths)
+
+    def item(self, row: ReadRow) -> ReadItem:
+        name, box = self.description.names[row.item], self.description.items[row.item][6]
+        chunk = [a + b - c for a, b, c in zip(box, row.dest_offset, row.storage_offset, strict=True)]
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(name, box, row.item),
+            dest_offsets=torch.Size(row.dest_offset),
+            storage_index=MetadataIndex(name, chunk),
+            storage_offsets=torch.Size(row.storage_offset),
+            lengths=torch.Size(row.lengths),
+        )
+
+    def object_item(self, item: int) -> ReadItem:
+        index, nothing = MetadataIndex(self.description.names[item]), torch.Size([0])
+        return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()

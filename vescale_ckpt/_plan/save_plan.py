@@ -1,0 +1,266 @@
+"""Holds the plan of a save and its results as tables of integers, in the shapes that DCP hands around.
+
+DCP carries plans and results from call to call and from rank to rank without looking inside. Ours look like lists of
+DCP's items to those who do look: a stock writer, for instance.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES, dtype_code
+from .._engine.rows import OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, words
+from .._engine.torch_private import StorageInfo
+from .._state.describe import Description
+from .._state.inventory_rows import packed_row
+from .._state.shard_boxes import Piece
+from .._state.tensor_table import NOT_READY, narrowed
+from .._state.watch import changed_meanwhile
+from ..errors import CheckpointError
+from .lazy_list import LazyList
+
+#: by what was asked for: token of the export that it was made for, the tensors that are not stored, by their names the
+#: stored ones', and the engine's targets
+ExportParts = dict[Any, tuple[str, dict[str, str], bytes]]
+NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
+
+
+@dataclass(frozen=True)
+class PackedSavePlan(SavePlan):
+    """What a rank sends to the coordinator, or gets back: a list of items or a part of the plan in packed form, or only
+    the name of a plan that both still have."""
+
+    plan_id: bytes = b""
+    position: int = -1  #: the rank, among those planned for, whose part this is
+    inventory: bytes | None = None  #: to the coordinator; None: the one that `plan_id` was made from
+    paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
+    structure: str = ""  #: to the coordinator: what the paths do not tell (`Structure.pack`)
+    digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
+    replicas: bytes = b""  #: to the coordinator: `Boxes.table` of what is split, or may be
+    check: int = 0  #: `Boxes.sum`, if this names a plan
+    checked: bool = True  #: whether it is of all that is split
+    part: bytes | None = None  #: from the coordinator; None: as before
+
+
+class GlobalSavePlan:
+    """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
+
+    def __init__(
+        self, inventories: list[bytes], paths: list[bytes], structure: str, plan: _C.GlobalPlan, kept: bool
+    ) -> None:
+        self.inventories = inventories
+        self.paths = paths
+        self.structure = structure
+        self.plan = plan
+        # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
+        self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
+        self._catalogs: dict[int, _C.Catalog] = {}  # by node
+        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by what was asked for, with the same token
+
+    def files(
+        self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
+    ) -> tuple[bytes, bytes]:
+        """What `.metadata` and the index contain, given what each rank wrote where."""
+        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id, self.structure)
+
+    def catalog(self, node: int = 0) -> _C.Catalog:
+        if node not in self._catalogs:
+            self._catalogs[node] = self.plan.catalog(node)
+        return self._catalogs[node]
+
+
+class SavePlans(list[SavePlan]):
+    """What the coordinator answers to all ranks, and for a storage writer the plan that it was made of."""
+
+    def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
+        super().__init__(answers)
+        self.planned = planned
+
+
+class PackedItems(LazyList):
+    """A rank's part of a save: rows of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
+
+    def __init__(
+        self, planner: object, description: Description, part: bytes, exports: ExportParts | None = None
+    ) -> None:
+        self._planner = weakref.ref(planner)  # which holds this plan: a cycle would keep the model in memory
+        self.description = description
+        self.part = part
+        self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the part
+        self._tensors: int | None = None
+        self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
+
+    def is_of(self, planner: object) -> bool:
+        return self._planner() is planner
+
+    def __len__(self) -> int:
+        return len(self.part) // 8 // PART_ROW
+
+    def objects(self) -> list[str]:
+        """Names of the objects in it, which come last."""
+        names = self.description.names
+        return [names[item] for item in words(self.part)[self.count_tensors() * PART_ROW :: PART_ROW]]
+
+    def key(self, row: int) -> str:
+        """The name of what a row of the part is of."""
+        return self.description.names[words(self.part)[row * PART_ROW]]
+
+    def count_tensors(self) -> int:
+        if self._tensors is None:
+            kinds = _C.inventory_kinds(self.description.inventory)
+            if OBJECT in kinds:
+                self._tensors = sum(kinds[item] != OBJECT for item in words(self.part)[::PART_ROW])
+            else:
+                self._tensors = len(self)
+        return self._tensors
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` naming what was changed since the state was described."""
+        if not (changed := self.description.changed()):
+            return
+        for item in words(self.part)[: self.count_tensors() * PART_ROW : PART_ROW]:
+            if self.description.tensor_number(item) in changed:
+                raise changed_meanwhile(self.description.names[item])
+
+    def write_table(self, rows: Sequence[int] | None = None) -> bytes:
+        """The engine's table of the tensors in it, or of those rows, where all of them can be used where they are."""
+        return _C.write_table(*self._tables(rows))
+
+    def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
+        """The same for a snapshot, of tensors in host memory or on CUDA devices; and for each row -1 or its device."""
+        return _C.copy_table(*self._tables(rows))
+
+    def ready_rows(self) -> bytes:
+        """What `ready_tensors` says of the tensor that each row is in; none for objects."""
+        return _C.ready_rows(*self._tables(None))
+
+    def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        description = self.description
+        rows = range(self.count_tensors()) if rows is None else rows
+        if isinstance(rows, range):
+            part = self.part[rows.start * PART_ROW * 8 : rows.stop * PART_ROW * 8]
+        else:
+            numbers = words(self.part)
+            part = b"".join([numbers[row * PART_ROW : (row + 1) * PART_ROW] for row in rows])
+        return description.inventory, part, description.sources, description.table, description.ready
+
+    def body_bytes(self) -> bytes:
+        """64-bit integers: the bytes of each tensor in it."""
+        if NOT_READY not in self.description.ready:
+            return _C.body_bytes(self.copy_table()[0])
+        return body_bytes(self[: self.count_tensors()]).tobytes()
+
+    def _build(self) -> list[WriteItem]:
+        inventory = self.description.items
+        part = words(self.part)
+        built = []
+        for row in range(0, len(part), PART_ROW):
+            item, dim, start, length = part[row : row + PART_ROW]
+            write_item = _write_item(inventory[item], dim, start, length)
+            self._rows[write_item.index] = item, dim, start, length
+            built.append(write_item)
+        return built
+
+    def resolve(self, index: MetadataIndex) -> Any:
+        """The tensor, or a view of the piece of it, or the object that an item of this part stands for."""
+        self._items()
+        item, dim, start, length = self._rows[index]
+        description = self.description
+        if index.offset is None:
+            return description.objects[description.names[item]]
+        tensor, local_offset = description.source(item)
+        offset, size = list(local_offset), list(description.items[item][7])
+        if dim >= 0:
+            offset[dim] += start
+            size[dim] = length
+        return narrowed(tensor, offset, size)
+
+
+def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> WriteItem:
+    name, kind, dtype, requires_grad, _, shape, offset, size = item
+    if kind == OBJECT:
+        return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+    if dim >= 0:
+        offset = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+        size = (*size[:dim], length, *size[dim + 1 :])
+    whole = kind == TENSOR and size == shape
+    return WriteItem(
+        index=MetadataIndex(name, offset),
+        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)),
+            properties=TensorProperties(dtype=CODE_DTYPES[dtype], requires_grad=requires_grad),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+def body_bytes(items: Sequence[WriteItem]) -> array[int]:
+    """Bytes of each tensor."""
+    sizes = array("q")
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            raise CheckpointError(f"{item.index.fqn}: its write item has no tensor data", key=item.index.fqn)
+        sizes.append(data.chunk.sizes.numel() * data.properties.dtype.itemsize)
+    return sizes
+
+
+class PackedResults(LazyList):
+    """Where a rank wrote its part. Looks like `list[WriteResult]` on the rank that wrote."""
+
+    def __init__(self, places: bytes, names: list[str], items: PackedItems | None = None) -> None:
+        self.places = places
+        self.names = names
+        self._of = items
+
+    def __len__(self) -> int:
+        return len(self.places) // 8 // PLACE_ROW
+
+    def _build(self) -> list[WriteResult]:
+        if self._of is None:
+            raise CheckpointError("packed results of another rank can only be used with the plan they belong to")
+        places = words(self.places)
+        return [
+            write_result(item.index, self.names, *places[row * PLACE_ROW : (row + 1) * PLACE_ROW])
+            for row, item in enumerate(self._of)
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedResults, (self.places, self.names)
+
+
+def write_result(
+    index: MetadataIndex, names: Sequence[str], file: int, offset: int, length: int, crc: int
+) -> WriteResult:
+    info = StorageInfo(names[file], offset, length)
+    if crc >= 0:
+        info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: ties it to this very data
+    return WriteResult(index, length, info)
+
+
+def pack_items(items: Sequence[WriteItem]) -> bytes:
+    """The inventory of a plan that some other planner made. Raises `CheckpointError` for a dtype without a code."""
+    rows = []
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            rows.append(packed_row(OBJECT, 0, False, 1, Piece((), (), ()), ()))
+            continue
+        sizes, dtype = data.chunk.sizes, data.properties.dtype
+        kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
+        code = dtype_code(dtype, item.index.fqn)
+        piece = Piece(data.chunk.offsets, sizes, ())
+        rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
+    return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)

@@ -1,0 +1,383 @@
+"""Every collective of ours: on connections of our own, never longer than a timeout, with names for who is missing.
+
+Ranks talk along a tree (`agree`, `broadcast`) or each with the coordinator (`gather`, `scatter`), in plain tensors from
+rank to rank, so that the rank is known that a failure comes from. Each collective begins with a greeting between
+neighbours in the tree that says where each is: ranks in different places find out before any data moves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import settings
+from .._engine.torch_private import new_store_client
+from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, of_rank
+from .connections import Connections, tensor_over
+from .groups import check_alone_on_purpose, resolved
+from .nccl import Device, DeviceGroup
+from .rendezvous import RollCall
+from .store_clerk import StoreGoneError
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_TEXT = 2000  # characters of each rank's error that reach the other ranks
+_NO_ERROR = 1
+
+_Result = TypeVar("_Result")
+
+
+class Exchange:
+    """Collectives of the ranks of a process group, numbered within it; rank 0 coordinates.
+
+    Every rank calls the same methods in the same order. `phase` says what for; errors show it, and where ranks differ
+    in it, or in the method, all raise CheckpointError. With the save's name in it, a rank that is a whole save behind
+    is told so, not heard.
+
+    All raise CheckpointTimeoutError, on every rank, when a rank does not come within `timeout` seconds of the call,
+    dies, or leaves with an error of its own. From then on this exchange only raises; `Exchange.of` gives the next one.
+    Any thread may call, but not two at once.
+    """
+
+    def __init__(self, links: Connections | None, timeout: float) -> None:
+        self._links = links
+        self.timeout = timeout
+        self.rank = 0 if links is None else links.rank
+        self.size = 1 if links is None else links.size
+
+    @staticmethod
+    def of(
+        process_group: dist.ProcessGroup | None = None, timeout: float | None = None, purpose: str = "save"
+    ) -> Exchange:
+        """The exchange of a group (None: the default group); without torch.distributed, one of a single rank.
+
+        Each `purpose` has connections of its own, so that what goes on for one, in a thread, does not meet the other.
+
+        At first use and after a failure all ranks of the group connect, together; the connections are kept while the
+        group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
+        """
+        limit = settings.timeout(timeout)
+        group = resolved(process_group)
+        if group is None:
+            if purpose != "load":
+                check_alone_on_purpose()
+            return Exchange(None, limit)
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not a rank of the process group")
+        if dist.get_world_size(group) == 1:
+            return Exchange(None, limit)
+        with _places_lock:
+            place = _places.setdefault(group, {}).setdefault(purpose, _Place(purpose))
+        return Exchange(place.links(group, limit), limit)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
+        """The least of each value over all ranks, then of each of `sums` the sum, modulo 2^64 (64-bit integers, equally
+        many on each rank)."""
+        links = self._links
+        least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
+        if links is not None:
+            with links.collective(f"agree on {len(values)}", phase, self.timeout):
+                theirs = [torch.empty_like(least) for _ in links.children]
+                for child, vector in zip(links.children, theirs, strict=True):
+                    links.receive(child, vector)
+                links.wait()
+                together, count = torch.stack([least, *theirs]), len(values)
+                least = torch.cat([together[:, :count].amin(0), together[:, count:].sum(0)])
+                if links.parent is not None:
+                    links.send(links.parent, least)
+                    links.wait()
+                    links.receive(links.parent, least)
+                    links.wait()
+                for child in links.children:
+                    links.send(child, least)
+                links.wait()
+        result: list[int] = least.tolist()
+        return result
+
+    def gather(self, data: bytes, phase: str) -> list[bytes] | None:
+        """Every rank's bytes on the coordinator, by rank; None elsewhere. They take their sum in memory there."""
+        links = self._links
+        if links is None:
+            return [data]
+        with links.collective("gather", phase, self.timeout):
+            if not self.is_coordinator:
+                _send(links, [0], data)
+                links.wait()
+                return None
+            lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(1, self.size)]
+            for rank, length in enumerate(lengths, 1):
+                links.receive(rank, length)
+            links.wait()
+            buffers = [bytearray(int(length)) for length in lengths]
+            for rank, buffer in enumerate(buffers, 1):
+                links.receive(rank, tensor_over(buffer))
+            links.wait()
+        buffers.reverse()
+        parts = [data]
+        while buffers:  # freed one by one: never twice the sum
+            parts.append(bytes(buffers.pop()))
+        return parts
+
+    def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
+        """This rank's part of what the coordinator gives, which is one for each rank, by rank."""
+        if self.is_coordinator and (parts is None or len(parts) != self.size):
+            raise ValueError(f"scatter: {self.size} parts are wanted, one for each rank")
+        links = self._links
+        if links is not None:
+            with links.collective("scatter", phase, self.timeout):
+                if not self.is_coordinator:
+                    return _receive(links, 0)
+                for rank, part in enumerate(parts or []):
+                    if rank:
+                        _send(links, [rank], part)
+                links.wait()
+        assert parts is not None
+        return parts[0]
+
+    def broadcast(self, data: bytes | None, phase: str) -> bytes:
+        """The coordinator's bytes on every rank."""
+        if self.is_coordinator and data is None:
+            raise ValueError("broadcast: the coordinator has nothing to send")
+        links = self._links
+        if links is not None:
+            with links.collective("broadcast", phase, self.timeout):
+                if links.parent is not None:
+                    data = _receive(links, links.parent)
+                assert data is not None
+                if links.children:
+                    _send(links, links.children, data)
+                links.wait()
+        assert data is not None
+        return data
+
+    def may_commit(self) -> None:
+        """To be asked by a rank behind the last collective before it does what cannot be taken back. Raises
+        CheckpointTimeoutError if other ranks have given up, or if that cannot be known."""
+        if self._links is not None:
+            self._links.may_commit(self.timeout)
+
+    @contextmanager
+    def commit_in_doubt(self, committed: Callable[[], bool]) -> Iterator[None]:
+        """For what follows the collective behind which ranks may ask `may_commit`: a CheckpointTimeoutError that ends
+        this exchange within it says what became of the commit. `committed`: whether this rank has made it."""
+        links = self._links
+        since = 0 if links is None else links.calls
+        try:
+            yield
+        except CheckpointTimeoutError as error:
+            if links is None or links.verdict is None:
+                raise  # told by another rank, and known to all
+            verdict = links.verdict
+            if committed():
+                text, known = "this rank had committed: the new checkpoint is there", True
+            elif verdict.commit >= since or not verdict.commit_is_known:
+                text, known = "a commit may have begun: whether the new checkpoint is there is not known", None
+            else:
+                raise
+            raise CheckpointTimeoutError(
+                error.phase, error.late_ranks, f"{error.message}; {text}", committed=known
+            ) from error.__cause__
+
+    @contextmanager
+    def peers(self, kind: str, phase: str) -> Iterator[Connections]:
+        """A collective of messages from rank to rank, of which all have to be sent and received within it. Not for
+        a single rank. What is raised inside ends the exchange."""
+        assert self._links is not None
+        with self._links.collective(kind, phase, self.timeout):
+            yield self._links
+
+    def may_swap_on(self, device: Device | None) -> bool:
+        """Whether this rank is for `device_group`."""
+        links = self._links
+        if device is None or links is None:
+            return False
+        if links.devices_tried:
+            return links.devices is not None and links.devices.usable and links.devices.device.device == device.device
+        return True
+
+    def device_group(self, device: Device, phase: str) -> DeviceGroup | None:
+        """The connections among the devices of all ranks, made at the first call. None on all if they cannot be made:
+        ranks that share a device, for instance. All ranks must be for it (`may_swap_on`)."""
+        links = self._links
+        assert links is not None
+        if links.devices_tried:
+            return links.devices
+        gathered = self.gather(device.identity().encode(), phase)
+        distinct = None if gathered is None else bytes([len(set(gathered)) == self.size])
+        if self.broadcast(distinct, phase) == b"\1":
+            steps = (lambda: links.make_devices(device, self.timeout), lambda: _first_swap(links))
+            if not all(self._succeed(step, phase) for step in steps) and links.devices is not None:
+                links.devices.end()
+                links.devices = None
+        links.devices_tried = True
+        return links.devices
+
+    def _succeed(self, step: Callable[[], None], phase: str) -> bool:
+        """Whether a step towards the devices succeeds on all ranks."""
+        done = True
+        try:
+            step()
+        except Exception as error:
+            done = False
+            logger.warning("%s: no connection to the devices of other ranks: %s", phase, error)
+        return self.agree([int(done)], phase) == [1]
+
+    def all_have(self, data: bytes, phase: str) -> bool:
+        """Whether all ranks have the same bytes."""
+        number = digest(data)
+        least, not_most = self.agree((number, ~number), phase)
+        return least == ~not_most
+
+    def together(
+        self, step: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
+    ) -> _Result:
+        """Takes a step on all ranks; if it fails on one, all raise as `fail_together` says."""
+        results: list[_Result] = []
+        error = None
+        try:
+            results.append(step())
+        except Exception as raised:
+            error = raised
+        self.fail_together(error, phase, kind)
+        return results[0]
+
+    def fail_together(
+        self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
+    ) -> None:
+        """Returns if no rank has an error, after one `agree`. Else all ranks raise, and the exchange goes on. A process
+        that is alone raises its error itself if it is of this package.
+
+        What is raised tells of the lowest failed rank, with the texts of all in `failures`: an error of this package as
+        its own class (so that StorageFullError can be caught on every rank) with `rank` added, any other as `kind`. An
+        exception that does not survive pickling travels as its text. What is no `Exception` (KeyboardInterrupt) its
+        own rank raises as it is.
+        """
+        if self._links is None:
+            return _raise_alone(error, phase, kind)
+        if self.agree([_NO_ERROR if error is None else 0], phase) == [_NO_ERROR]:
+            return
+        reports = self.gather(b"" if error is None else _report(error), phase)
+        told = None
+        if reports is not None:
+            failed = {rank: pickle.loads(report) for rank, report in enumerate(reports) if report}
+            first = min(failed)
+            told = pickle.dumps((first, failed[first][1], {rank: text for rank, (text, _) in failed.items()}))
+        first, pickled, failures = pickle.loads(self.broadcast(told, phase))
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        cause = pickle.loads(pickled) if pickled else failures[first]
+        texts = [f"rank {rank}: {text}" for rank, text in list(failures.items())[:10]]
+        message = "; ".join(texts) + (f"; and {len(failures) - 10} more ranks" if len(failures) > 10 else "")
+        if isinstance(cause, CheckpointError):
+            raise of_rank(cause, first, message, failures) from error
+        origin = cause if isinstance(cause, BaseException) else None
+        raise kind(first, cause, f"{phase}: {message}", failures) from error or origin
+
+
+class _Place:
+    """Where the connections of one process group for one purpose are kept, one generation after another."""
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self._lock = threading.Lock()
+        self._roll: RollCall | None = None
+        self._links: Connections | None = None
+        self._failed = False  # the last attempt, on this rank
+
+    def links(self, group: dist.ProcessGroup, timeout: float) -> Connections:
+        with self._lock:
+            if self._roll is None:
+                ranks = dist.get_process_group_ranks(group)
+                digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
+                prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
+                self._roll = RollCall(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
+            if self._links is not None and self._still_good(self._links, self._roll):
+                return self._links
+            failed_before, self._failed = self._failed, True
+            self._roll = self._roll.next(failed_before, timeout)
+            self._links = Connections(self._roll, dist.get_process_group_ranks(group), timeout)
+            self._failed = False
+            return self._links
+
+    def _still_good(self, links: Connections, roll: RollCall) -> bool:
+        """Raises if the others gave up in a collective that this rank has yet to come to: it is late for that one."""
+        if links.verdict is not None:
+            self._failed = True
+            return False
+        with suppress(StoreGoneError):  # it is not needed while all goes well
+            links.verdict = roll.verdict()
+        if links.verdict is not None and links.calls < links.verdict.calls:
+            raise links.verdict.error()
+        return links.verdict is None
+
+
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakref.WeakKeyDictionary()
+_places_lock = threading.Lock()
+# gloo's threads must have ended before the process's destructors run.
+atexit.register(_places.clear)
+
+
+def digest(data: bytes) -> int:
+    """Of bytes, for ranks to compare."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def _first_swap(links: Connections) -> None:
+    assert links.devices is not None
+    sent = torch.zeros(links.size, dtype=torch.uint8, device=links.devices.device.device)
+    links.devices.swap(torch.split(torch.zeros_like(sent), 1), torch.split(sent, 1))
+
+
+def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    payload = tensor_over(bytearray(data))
+    for peer in peers:
+        links.send(peer, length)
+        links.send(peer, payload)
+
+
+def _receive(links: Connections, peer: int) -> bytes:
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
+    links.receive(peer, length)
+    links.wait()
+    buffer = bytearray(int(length))
+    links.receive(peer, tensor_over(buffer))
+    links.wait()
+    return bytes(buffer)
+
+
+def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:
+    """What a process without others raises: nobody asks whose error it is."""
+    if error is None:
+        return
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        raise error
+    text = f"{type(error).__name__}: {error}"
+    # With the traceback of the error that it names, which is not shown a second time.
+    raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
+
+
+def _report(error: BaseException) -> bytes:
+    """An error for other ranks: its text, and its pickle where that works."""
+    text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = b""
+    return pickle.dumps((text, pickled))

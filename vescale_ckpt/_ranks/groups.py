@@ -1,0 +1,59 @@
+"""Process groups as callers name them, and what is kept for each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import settings
+from ..errors import CheckpointError
+
+Value = TypeVar("Value")
+
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to those who are not in it
+
+
+def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group itself where None stands for the default one; None if torch.distributed is not initialised."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
+        hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
+        raise ValueError(f"process_group: a group is wanted, or None, not {type(process_group).__name__}{hint}")
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    return group
+
+
+def check_alone_on_purpose() -> None:
+    """Raises `CheckpointError` where torch.distributed is not initialised in one of several processes of a job: each
+    would save alone, to one directory, and the last would win."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if resolved(None) is not None or not size.isdecimal() or int(size) < 2 or settings.number("alone"):
+        return
+    raise CheckpointError(
+        f"this process is one of {size} (WORLD_SIZE), but torch.distributed is not initialised: each would save alone, "
+        "and the last would replace what the others have saved. Call torch.distributed.init_process_group before; or, "
+        "if each has a directory of its own, set VESCALE_CKPT_ALONE=1"
+    )
+
+
+class PerGroup(Generic[Value]):
+    """A value for each process group while it lives, and one for this process without any."""
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._make = make
+        self.forget()
+
+    def of(self, process_group: dist.ProcessGroup | None) -> Value:
+        group = resolved(process_group)
+        return self._alone if group is None else self._of_groups.setdefault(group, self._make())
+
+    def forget(self) -> None:
+        self._alone = self._make()
+        self._of_groups: WeakKeyDictionary[dist.ProcessGroup, Value] = WeakKeyDictionary()

@@ -1,0 +1,42 @@
+"""Which machine this process runs on, as a number that its ranks can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from pathlib import Path
+
+from .. import settings
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_of_this_process() -> int:
+    """Equal for processes of one machine (containers on it included), in 0 … 2**63 - 1.
+
+    The environment variable VESCALE_CKPT_NODE, a whole number, wins.
+    """
+    said = settings.node()
+    if said is not None:
+        return said
+    try:
+        machine = _BOOT_ID.read_bytes()
+    except OSError:
+        machine = socket.gethostname().encode()
+    return int.from_bytes(hashlib.blake2b(machine, digest_size=8).digest(), "big") >> 1
+
+
+def memory_domain() -> str:
+    """Equal for processes that may open each other's files in /proc: of one machine, process namespace and user."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = f"of {os.getpid()} alone"
+    return f"{node_of_this_process()} {namespace} {os.getuid()}"
+
+
+def ranks_of_this_node(otherwise: int) -> int:
+    """As who started them says, if that is a number above 0."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else otherwise

@@ -1,0 +1,232 @@
+"""Loads what a planner of DCP's kind has planned as `ReadItem`s, by the checkpoint's metadata."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from .._engine.dtypes import dtype_code
+from .._engine.rows import int_table
+from .._engine.tensor_checks import overlapping
+from .._engine.torch_private import StorageInfo, bump_versions
+from .._native.names import crc_of
+from .._plan.read_plan import PackedReads
+from .._share.begin import SharedReading
+from .._state import objects
+from .._state.describe import Describer
+from ..errors import CheckpointError
+from ..reports import LoadStats
+from .filling import Filling, Target, overlaps_itself
+from .match import check_fits, not_all_there, wanted_elements
+from .packed import fill_packed, share
+from .records import Record
+
+
+@dataclass(frozen=True)
+class ItemTargets:
+    """Where the items of a load go."""
+
+    planner: LoadPlanner
+    #: whether the tensors that it resolves are views of its state, there from the beginning of a load to its end and
+    #: filled when they are filled: other planners hand out memory piece by piece, and want it committed
+    are_views: bool = False
+    are_covered: bool = False  #: whether it has checked that its items fill the tensors
+    put_object: Callable[[ReadItem, Any], None] | None = None  #: None: it takes bytes
+
+
+@dataclass(frozen=True)
+class _ItemPlan:
+    """Stands where `_C.LoadPlan` does for what was planned on an index."""
+
+    reads: bytes
+    objects: bytes
+    files: list[str]
+
+
+@dataclass
+class _Items:
+    """What is to be read, by how."""
+
+    transformed: list[ReadItem] = field(default_factory=list)
+    objects: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
+    tensors: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
+
+
+class ItemLoad:
+    """One load by items."""
+
+    def __init__(self, filling: Filling, targets: ItemTargets) -> None:
+        self._filling = filling
+        self._records = filling.records
+        self._contents = filling.records.contents
+        self._options = filling.options
+        self._targets = targets
+        self.planner = targets.planner
+
+    def run(self, items: Sequence[ReadItem], sharing: SharedReading | None = None) -> LoadStats:
+        """With `sharing` in step with other ranks, which read some of it."""
+        return self._filling.run(lambda: self._load(items, sharing))
+
+    def _load(self, items: Sequence[ReadItem], sharing: SharedReading | None) -> tuple[int, int]:
+        sorts: list[_Items] = []
+
+        def begin() -> PackedReads | None:
+            sorts.append(self._sorted(items))
+            packed = self._packed(sorts[0].tensors, object_records())
+            description = None if packed is None else packed.description
+            self._filling.begin(description, getattr(self.planner, "state_dict", None))
+            return packed
+
+        def object_records() -> list[Record]:
+            return [self._record(item, info) for item, info in sorts[0].objects]
+
+        packed, known = share(self._filling, sharing, begin, object_records)
+        (of,) = sorts
+        read = self._records.objects(object_records(), known)
+        for (item, _), (_, data) in zip(of.objects, read, strict=True):
+            self.put_object(item, data)
+        if packed is not None:
+            fill_packed(self._filling, packed)
+        else:
+            self._filling.fill(self._target(item, info) for item, info in of.tensors)
+        if of.transformed:
+            self._read_transformed(of.transformed)
+        tensors = sum(item.type == LoadItemType.TENSOR for item in items)
+        return tensors, len(items) - tensors
+
+    def _sorted(self, items: Sequence[ReadItem]) -> _Items:
+        of = _Items()
+        for item in items:
+            info = self._contents.location(item.storage_index)
+            self._records.look_at(info.relative_path, item.storage_index.fqn)
+            if info.transform_descriptors:
+                of.transformed.append(item)
+            elif item.type == LoadItemType.BYTE_IO:
+                of.objects.append((item, info))
+            else:
+                of.tensors.append((item, info))
+        self._check_coverage(items)
+        return of
+
+    def _check_coverage(self, items: Sequence[ReadItem]) -> None:
+        """That what is planned fills the tensors: stock planners do not notice a chunk that metadata lacks."""
+        if self._targets.are_covered or not isinstance(self.planner, DefaultLoadPlanner):
+            return
+        planned: dict[str, int] = {}
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                key = item.dest_index.fqn
+                planned[key] = planned.get(key, 0) + item.lengths.numel()
+        in_metadata = self._contents.metadata.state_dict_metadata
+        for key, value in self.planner.state_dict.items():
+            stored = in_metadata.get(key)
+            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(value):
+                raise not_all_there(key)
+
+    # --- Objects
+
+    def put_object(self, item: ReadItem, data: bytes) -> None:
+        """Builds an object and gives it to the planner."""
+        key, put = item.storage_index.fqn, self._targets.put_object
+        if not self._options.weights_only and put is None:
+            self.planner.load_bytes(item, io.BytesIO(data))
+            return
+        value = objects.load(data, weights_only=self._options.weights_only, key=key)
+        if put is not None:
+            put(item, value)
+        else:
+            # Stock planners load bytes without any restriction: they get bytes of our own making.
+            self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
+
+    def _record(self, item: ReadItem, info: StorageInfo) -> Record:
+        key = item.storage_index.fqn
+        return Record(key, self._records.file(info.relative_path, key), info.offset, info.length, crc_of(info))
+
+    # --- Tensors
+
+    def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]], objects: Sequence[Record]) -> PackedReads | None:
+        """In the form in which ranks tell each other what they need, each item with its own number, as are the objects.
+        None if the planner does not let tensors be filled in any order, or a tensor cannot be said so."""
+        if not self._targets.are_views:
+            return None
+        placed = [(item, *self._resolved(item, info)) for item, info in tensors]
+        placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
+        description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
+        if description.other or len(description.names) != len(placed):
+            return None
+        table = int_table()
+        for number, (item, of, _) in enumerate(placed):
+            ndim = len(of.sizes)
+            table.extend((number, of.file, of.offset, of.length, of.crc, dtype_code(of.dtype, of.key), ndim))
+            table.extend(of.sizes)
+            table.extend((*item.storage_offsets, *item.lengths, *[0] * ndim))
+        object_table = int_table()
+        for number, of in enumerate(objects):
+            object_table.extend((number, of.file, of.offset, of.length, of.crc))
+        description = replace(description, names=[record.key for _, record, _ in placed])
+        plan = _ItemPlan(table.tobytes(), object_table.tobytes(), list(self._records.file_numbers))
+        return PackedReads(self.planner, description, plan)
+
+    def _resolved(self, item: ReadItem, info: StorageInfo) -> tuple[Record, torch.Tensor]:
+        record = self._record(item, info)
+        record.dtype, record.sizes = self._contents.chunk(item.storage_index)
+        return record, self.resolve(item, record.dtype)
+
+    def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
+        """The planner's tensor for an item. Raises `IncompatibleStateError` if what is stored does not fit it."""
+        tensor = self.planner.resolve_tensor(item).detach()
+        check_fits(item.dest_index.fqn, tensor, item.lengths, dtype, self._options.allow_cast)
+        return tensor
+
+    def _target(self, item: ReadItem, info: StorageInfo) -> Target:
+        record, tensor = self._resolved(item, info)
+        if overlapping([tensor]):
+            raise overlaps_itself(record.key)
+        bump_versions([tensor])
+
+        def commit(filled: torch.Tensor) -> None:
+            self.planner.commit_tensor(item, filled)
+
+        return self._filling.target(record, item.storage_offsets, item.lengths, tensor, item.dest_index.fqn, commit)
+
+    # --- Records that passed a stream transform of stock DCP (compression): its own reader knows them
+
+    def _read_transformed(self, items: list[ReadItem]) -> None:
+        stock = FileSystemReader(self._contents.path)
+        stock.storage_data = self._contents.metadata.storage_data
+        try:
+            stock.read_data(LoadPlan(items), _TransformedPlanner(self)).wait()  # type: ignore[arg-type]
+        except CheckpointError:
+            raise
+        except Exception as error:
+            names = ", ".join(item.storage_index.fqn for item in items[:3])
+            raise CheckpointError(
+                f"{names}: stored through a stream transform (compression) that cannot be undone here: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def resolve_transformed(self, item: ReadItem) -> torch.Tensor:
+        dtype, _ = self._contents.chunk(item.storage_index)
+        tensor = self.resolve(item, dtype)
+        self._records.bytes += tensor.nbytes
+        return tensor
+
+
+class _TransformedPlanner:
+    """Stands for the planner while stock DCP reads: what it loads passes our checks first."""
+
+    def __init__(self, load: ItemLoad) -> None:
+        self.resolve_tensor = load.resolve_transformed
+        self.commit_tensor = load.planner.commit_tensor
+        self._put_object = load.put_object
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        self._put_object(item, value.getvalue())

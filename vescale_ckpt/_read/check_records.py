@@ -1,0 +1,218 @@
+"""Lists the records that a checkpoint's metadata names, and checks every byte of them, for `verify`."""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from .._engine import _C
+from .._engine.dtypes import DTYPE_CODES, dtype_code
+from .._engine.errors import named_errors
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.overlap import GROUP_TENSORS, overlap
+from .._engine.rows import int_table
+from .._native.names import check_relative, checked_place, crc_of
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from ..reports import Damage, VerifyReport
+from .contents import Contents
+from .non_contiguous_records import wrong_form
+from .records import Record
+
+
+@dataclass
+class Listing:
+    """The records of a checkpoint, as far as what metadata says of them makes sense."""
+
+    root: str  #: the directory that names of files are relative to
+    safetensors: bool
+    ends: dict[str, int] = field(default_factory=dict)  #: how long each file is at least, in the order of their numbers
+    tensors: list[Record] = field(default_factory=list)
+    objects: list[Record] = field(default_factory=list)
+    transformed: list[Record] = field(default_factory=list)  #: compressed by a stream transform of stock DCP
+    keys: int = 0
+
+    def paths(self) -> list[str]:
+        return [os.path.join(self.root, name) for name in self.ends]
+
+
+def list_records(contents: Contents, where: str, whole: bool, on_error: Callable[[CheckpointError], None]) -> Listing:
+    """`where`: the file that says all this. `whole`: tensors are all there. `on_error` takes what makes no sense, each
+    key's by itself; other names of keys are left out."""
+    metadata = contents.metadata
+    if not isinstance(metadata.storage_data, dict):
+        raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
+    locations: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, info in metadata.storage_data.items():
+        if type(index) is MetadataIndex and type(index.fqn) is str:
+            locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+        else:
+            reason = f"the metadata places {index!r}, which is no name"
+            on_error(CorruptCheckpointError(reason, key=None, file=where))
+    listing = Listing(contents.root, contents.safetensors)
+    numbers: dict[str, int] = {}
+
+    def record(key: str, info: Any, dtype: torch.dtype | None, sizes: tuple[int, ...] = ()) -> tuple[Record, bool]:
+        """And whether it is transformed."""
+        if info is None:
+            raise CorruptCheckpointError(f"{key}: the metadata does not say where it is stored", key=key, file=where)
+        info = checked_place(info, key)
+        name = check_relative(info.relative_path, key)
+        if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
+            raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
+        listing.ends[name] = max(listing.ends.get(name, 0), info.offset + info.length)
+        number = numbers.setdefault(name, len(numbers))
+        crc, bytes_or_dtype = crc_of(info), torch.uint8 if dtype is None else dtype
+        found = Record(key, number, info.offset, info.length, crc, bytes_or_dtype, sizes)
+        return found, bool(info.transform_descriptors)
+
+    def add(key: str, stored: Any) -> None:
+        of_key = locations.get(key, {})
+        if isinstance(stored, BytesStorageMetadata):
+            records, plain = [record(key, of_key.get(()), None)], listing.objects
+        else:
+            assert isinstance(stored, TensorStorageMetadata)  # by metadata_file
+            plain, dtype = listing.tensors, stored.properties.dtype
+            records = [
+                record(key, of_key.get(tuple(chunk.offsets), of_key.get(())), dtype, chunk.sizes)
+                for chunk in stored.chunks
+            ]
+        for found, transformed in records:
+            (listing.transformed if transformed else plain).append(found)
+        if whole and isinstance(stored, TensorStorageMetadata):
+            elements, wanted = sum(math.prod(chunk.sizes) for chunk in stored.chunks), math.prod(stored.size)
+            if elements != wanted:  # chunks do not overlap
+                reason = f"{key}: {elements} of its {wanted} elements are stored"
+                raise CorruptCheckpointError(reason, key=key, file=where)
+
+    for key, stored in metadata.state_dict_metadata.items():
+        if key in contents.aliases:
+            continue
+        listing.keys += 1
+        try:
+            add(key, stored)
+        except CheckpointError as error:
+            on_error(error)
+    return listing
+
+
+def check_records(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
+    """Reads all records, but those in files whose names are in `missing`, and adds what is damaged to the report."""
+    paths = listing.paths()
+    lost = {number for number, name in enumerate(listing.ends) if name in missing}
+    archives: list[tuple[Record, bool]] = []  # and whether it is of a tensor
+    tensors: list[Record] = []
+    for kind in (listing.tensors, listing.objects, listing.transformed):
+        for record in kind:
+            if record.file in lost:
+                reason = "its data file is missing"
+                report.damaged.append(Damage(record.key, paths[record.file], record.offset, reason))
+                continue
+            report.bytes += record.length
+            if kind is listing.transformed:
+                report.unverified_bytes += record.length
+            elif kind is listing.tensors and record.dtype in DTYPE_CODES:
+                tensors.append(record)
+            else:
+                archives.append((record, kind is listing.tensors))
+    options = engine_options(None, direct_io_setting("auto"))
+    reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
+
+    def check(group: _Group) -> tuple[list[tuple[int, int, str]], list[int], int] | CheckpointError:
+        first = paths[group.records[0].file]
+        try:
+            with named_errors(lambda row: group.records[row].key, listing.root if reads is None else first):
+                if reads is None:
+                    return _C.check_tensors(paths, group.table, options)
+                return reads.check_tensors(paths, group.table)
+        except CheckpointError as error:  # a file of a group that cannot be read, or is another than a moment ago
+            return error
+
+    for group, found in overlap(_groups(tensors, by_file=listing.safetensors), check):
+        if isinstance(found, CheckpointError):
+            report.damaged.append(as_damage(found, paths[group.records[0].file]))
+            continue
+        damaged, unread, unverified = found
+        report.unverified_bytes += unverified
+        for row, offset, reason in damaged:
+            record = group.records[row]
+            report.damaged.append(Damage(record.key, paths[record.file], offset, reason))
+        archives += [(group.records[row], True) for row in unread]
+    for record, of_tensor in archives:
+        _check_archive(record, paths[record.file], of_tensor, report)
+
+
+@dataclass
+class _Group:
+    """Tensors that are checked together, and their rows in the engine's table."""
+
+    records: list[Record]
+    table: array[int] = field(default_factory=int_table)
+
+
+def _groups(records: list[Record], *, by_file: bool) -> Iterator[_Group]:
+    # In the order of the files: neighbours are read in one go.
+    records = sorted(records, key=lambda record: (record.file, record.offset))
+    for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
+        together = list(of_file)
+        for first in range(0, len(together), GROUP_TENSORS):
+            group = _Group(together[first : first + GROUP_TENSORS])
+            for record in group.records:
+                code = dtype_code(record.dtype, record.key)
+                group.table.extend((record.file, record.offset, record.length, record.crc, code))
+                group.table.extend((len(record.sizes), *record.sizes))
+            yield group
+
+
+def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:
+    """An object, or a tensor whose record is not what torch writes for a plain one (of a transposed one, say)."""
+    crc = -1 if of_tensor else record.crc  # of a tensor it is of the plain bytes
+    try:
+        wrong, offset, unverified, harmless = _C.check_archive_at(path, record.offset, record.length, crc)
+        if not wrong and of_tensor:
+            wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes, record.crc)
+    except (_C.EngineError, OSError) as error:
+        wrong, offset, unverified, harmless = str(error), record.offset, 0, ""
+    report.unverified_bytes += unverified
+    if wrong:
+        report.damaged.append(Damage(record.key, path, offset, wrong))
+        return
+    if not harmless and of_tensor and record.crc >= 0:  # ours are all written in one way
+        harmless = "what is around its values is not as it was written"
+    if harmless:
+        report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
+
+
+def check_tables(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
+    """The checksums of blocks that files with records of ours end in. Without them parts of tensors are verified by
+    reading all of it."""
+    names = list(listing.ends)
+    crcs: dict[str, dict[int, int]] = {}
+    for record in listing.tensors:
+        if record.crc >= 0 and names[record.file] not in missing:
+            crcs.setdefault(names[record.file], {})[record.offset] = record.crc
+    for name, expected in crcs.items():
+        path = os.path.join(listing.root, name)
+        try:
+            rows, offset = _C.checksum_table(path)
+        except _C.EngineError as error:
+            report.harmless.append(Damage(None, path, error.offset, str(error)))
+            continue
+        if rows is None:
+            reason = f"{path} does not end in a sound table of checksums: it is damaged, or was cut off"
+            report.harmless.append(Damage(None, path, offset, reason))
+        elif dict(rows) != expected:
+            reason = f"the table of checksums of {path} is of other records than the metadata"
+            report.harmless.append(Damage(None, path, offset, reason))
+
+
+def as_damage(error: CheckpointError, file: str) -> Damage:
+    """An error in the words of a report."""
+    return Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))

@@ -1,0 +1,174 @@
+"""Tells loads and checks what a checkpoint holds, native or safetensors: by its index, or by its metadata."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from .._engine import _C
+from .._engine.errors import named_errors
+from .._engine.torch_private import StorageInfo
+from .._hf import contents
+from .._hf.contents import SafetensorsContents
+from .._native import metadata_file
+from .._native.metadata_file import (
+    index_bytes,
+    metadata_bytes,
+    metadata_mark,
+    read_index,
+    read_metadata,
+    read_metadata_of,
+)
+from .._native.names import INDEX_NAME, METADATA_NAME, checked_place
+from .._ranks.message import pack, unpack
+from .._storage.directory import directory_at
+from ..errors import CorruptCheckpointError
+from .no_checkpoint import explained
+
+_MOST_INDEX_BYTES = 16 << 20  # of larger ones each rank reads the few pages that it needs
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What one checkpoint holds. Pickles without the index."""
+
+    path: str  #: of the checkpoint
+    root: str  #: the directory that names of files are relative to
+    read_metadata: Callable[[], Metadata]  #: called when `metadata` is first asked for
+    index: _C.Index | None = None
+    safetensors: bool = False  #: whether its files are safetensors
+    aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_metadata, (self.path, self.root, self.metadata, self.safetensors, self.aliases)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        return self.read_metadata()
+
+    @property
+    def save_id(self) -> str:
+        """Which save it is of; empty if it does not say."""
+        if self.index is not None:
+            return self.index.save_id
+        told = getattr(self.metadata.storage_meta, "save_id", None)
+        return told if isinstance(told, str) else ""
+
+    def keys(self) -> list[str]:
+        if self.index is not None:
+            with suppress(_C.EngineError):  # damaged: `.metadata` rules
+                return self.index.keys()
+        return list(self.metadata.state_dict_metadata)
+
+    def stored_bytes(self) -> int:
+        """Bytes of all data files that it names, as far as it knows."""
+        if self.index is not None:
+            with suppress(_C.EngineError):
+                return sum(self.index.file_ends())
+        lengths = (getattr(info, "length", 0) for info in self.metadata.storage_data.values())
+        return sum(length for length in lengths if type(length) is int)
+
+    def location(self, index: MetadataIndex) -> StorageInfo:
+        """Where a chunk or an object is stored, checked but for the name of the file."""
+        key = index.fqn
+        info = self.metadata.storage_data.get(index)
+        if info is None:
+            raise CorruptCheckpointError(
+                f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
+            )
+        return checked_place(info, key)
+
+    def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """Dtype and shape of a stored chunk."""
+        stored = self.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CorruptCheckpointError(
+                f"{index.fqn}: the metadata of {self.path} holds no tensor of that name", key=index.fqn, file=self.path
+            )
+        chunks = stored.chunks
+        chunk = chunks[index.index] if index.index is not None and 0 <= index.index < len(chunks) else None
+        if chunk is None or chunk.offsets != index.offset:
+            by_offset = self._chunks.get(index.fqn)
+            if by_offset is None:
+                by_offset = self._chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in chunks}
+            offset = tuple(index.offset) if index.offset is not None else (0,) * len(stored.size)
+            chunk = by_offset.get(offset)
+            if chunk is None:
+                raise CorruptCheckpointError(
+                    f"{index.fqn}: the metadata of {self.path} has no chunk at {offset}", key=index.fqn, file=self.path
+                )
+        return stored.properties.dtype, chunk.sizes
+
+    @cached_property
+    def _chunks(self) -> dict[str, dict[Any, ChunkStorageMetadata]]:
+        """By key and offset, of tensors whose chunks are not where an item says that they are."""
+        return {}
+
+
+def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> Contents:
+    """Of the checkpoint at `path`, or of the part of it that `rank` saved without collectives. Raises `CheckpointError`
+    if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
+    if rank is None and contents.is_one(path):
+        return of_safetensors(path, SafetensorsContents.read(path, verify))
+    index = read_index(path, rank) if by_index else None
+    if index is None:
+        with explained(path):
+            return _of_metadata(path, path, read_metadata(path, rank))
+    return _of_index(path, rank, index)
+
+
+def mark(path: str) -> str:
+    """Tells the contents of a checkpoint from those of another, cheaply; empty if there is none. Raises OSError."""
+    if contents.is_one(path):
+        return contents.mark(path)
+    return metadata_mark(path)
+
+
+def packed(path: str, verify: bool) -> bytes:
+    """The contents for readers of other ranks: the index, or all metadata if there is none. Empty if it is better that
+    each reads what it needs of it."""
+    if contents.is_one(path):
+        return pack(b"", b"", SafetensorsContents.read(path, verify).pack())
+    with suppress(OSError):
+        if directory_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
+            return b""
+    index = index_bytes(path)
+    if index is not None:
+        return pack(index, b"", b"")
+    with explained(path):
+        return pack(b"", metadata_bytes(path, None), b"")
+
+
+def unpacked(path: str, message: bytes) -> Contents:
+    """What another rank has `packed`, of this very checkpoint. Raises as `read` does."""
+    index, metadata, safetensors = unpack(message)
+    if safetensors:
+        return of_safetensors(path, SafetensorsContents.unpack(path, safetensors))
+    file = os.path.join(path, METADATA_NAME)
+    if not index:
+        return _of_metadata(path, path, metadata_file.loads(metadata, file))
+    file = os.path.join(path, INDEX_NAME)
+    with named_errors(str, file):  # it was sound when it was sent
+        return _of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
+
+
+def _of_index(path: str, rank: int | None, index: _C.Index) -> Contents:
+    # Metadata of the save that the index is of: other ranks may go by that, while a later save takes its place.
+    return Contents(path, path, lambda: read_metadata_of(path, rank, index.save_id), index)
+
+
+def of_safetensors(path: str, found: SafetensorsContents) -> Contents:
+    return Contents(path, found.root, found.metadata, found.index(), True, found.aliases)
+
+
+def _of_metadata(
+    path: str, root: str, metadata: Metadata, safetensors: bool = False, aliases: frozenset[str] = frozenset()
+) -> Contents:
+    return Contents(path, root, lambda: metadata, None, safetensors, aliases)

@@ -1,0 +1,76 @@
+"""Compares what a state wants with what a checkpoint holds: shapes, dtypes, kinds, and whether all of it is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from .._engine import _C
+from .._state.describe import Description
+from ..errors import CorruptCheckpointError, IncompatibleStateError, Mismatch
+
+
+def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
+    """How a value of a state and what is stored under its key differ, None if they fit.
+
+    `cast_hint`: what to say of another dtype; empty if dtypes may differ.
+    """
+    stored_tensor = isinstance(stored, TensorStorageMetadata)
+    if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
+        return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
+    if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+        shape, dtype = value.size(), stored.properties.dtype
+        if shape != stored.size:
+            return Mismatch(key, f"shape {tuple(shape)}", f"shape {tuple(stored.size)}")
+        if cast_hint and value.dtype != dtype:
+            return Mismatch(key, f"dtype {value.dtype}", f"dtype {dtype} {cast_hint}")
+    return None
+
+
+def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
+    """The same of all that was planned on an index."""
+    return [
+        Mismatch(description.names[item], wanted, f"{stored} {cast_hint}" if stored.startswith("dtype") else stored)
+        for item, wanted, stored in plan.mismatched
+    ]
+
+
+def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
+    if plan.uncovered:
+        raise not_all_there(description.names[plan.uncovered[0]])
+
+
+def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, allow_cast: bool) -> None:
+    """Raises `IncompatibleStateError` if a part that is stored does not fit the tensor that a planner has for it."""
+    if tensor.shape != shape:
+        raise IncompatibleStateError(key, f"shape {tuple(tensor.shape)}", f"shape {tuple(shape)}")
+    if tensor.dtype != dtype and not allow_cast:
+        hint = f"dtype {dtype} (LoadPlanner(allow_cast=True) casts)"
+        raise IncompatibleStateError(key, f"dtype {tensor.dtype}", hint)
+
+
+def _has_chunks(value: Any) -> bool:
+    """Whether it is no tensor but describes chunks of one, as DCP lets objects do."""
+    return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
+
+
+def not_all_there(key: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key}: the checkpoint does not hold all of it that this rank needs", key=key, file=""
+    )
+
+
+def wanted_elements(value: Any) -> int:
+    """Elements that this rank holds of a tensor, and so must get."""
+    if isinstance(value, DTensor):
+        mesh_member = value.device_mesh.get_coordinate() is not None
+        return value.to_local().numel() if mesh_member else 0
+    if isinstance(value, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in value.local_shards())
+    if hasattr(value, "__create_chunk_list__"):
+        return sum(chunk.sizes.numel() for chunk in value.__create_chunk_list__())
+    return int(value.numel())

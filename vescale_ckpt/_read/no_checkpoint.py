@@ -1,0 +1,42 @@
+"""What a directory holds that is no checkpoint, for the error that says so."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .._hf import names
+from .._native import steps
+from .._native.metadata_file import NO_CHECKPOINT
+from .._storage import file_kinds
+from ..errors import CheckpointError
+
+
+@contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Within it the error that a directory has no metadata says what it holds instead, if that is known."""
+    try:
+        yield
+    except CheckpointError as error:
+        if getattr(error, "errno", None) != errno.ENOENT or not error.message.endswith(NO_CHECKPOINT):
+            raise
+        if (why := _what_it_holds(directory)) is None:
+            raise
+        text = error.message.removesuffix(NO_CHECKPOINT) + why
+        raise CheckpointError(text, path=directory, errno=errno.ENOENT) from None
+
+
+def _what_it_holds(directory: str) -> str | None:
+    if names.holds_unfinished_export(directory):
+        return "it holds an export that did not finish"
+    if advice := file_kinds.advice_for_directory(directory):
+        return f"not a checkpoint; {advice}"
+    try:
+        last = steps.SavedOrder(directory).last
+    except OSError:
+        return None
+    if last is None:
+        return None
+    path = steps.path_of(directory, last)
+    return f"it holds the checkpoints of a CheckpointManager, of which {path} was saved last: give the path of one"

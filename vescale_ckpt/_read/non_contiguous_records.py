@@ -1,0 +1,80 @@
+"""Reads and checks records of tensors that are not plain contiguous ones (transposed, say): stock DCP keeps strides."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from typing import IO, Any, cast
+
+import torch
+
+from .._engine import _C
+
+
+def _crc_of_values(tensor: torch.Tensor) -> int:
+    """CRC-32 of its elements in order, as saves of ours note it."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
+
+
+def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tensor:
+    """The tensor of shape `sizes` in a record. `crc`: that of its elements, -1 if it is not known or not looked at.
+
+    Raises ValueError, which says what the record does, for anything else.
+    """
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a strange pickle raises nearly anything
+        raise ValueError(f"cannot be read: {error}") from error
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != torch.Size(sizes):
+        found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"holds {found}, where metadata promises shape {tuple(sizes)}")
+    if crc >= 0 and crc != _crc_of_values(tensor):
+        raise ValueError("holds other values than were saved")
+    return tensor
+
+
+def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
+    """What is wrong with the record of `length` bytes at `offset` if it should hold such a tensor; empty if nothing.
+
+    `crc`: that of its elements, for which they are read; -1 if it is not known."""
+    try:
+        with open(path, "rb") as file:
+            record = cast(IO[bytes], _Slice(file, offset, length))
+            tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
+    except Exception as error:  # a strange pickle raises nearly anything
+        return f"it cannot be read: {type(error).__name__}: {error}"
+    found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    wanted = f"{dtype} {tuple(sizes)}"
+    if found != wanted:
+        return f"the metadata promises {wanted}, the record holds {found}"
+    return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
+
+
+class _Slice(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(view[: max(0, min(len(view), self._length - self._at))])
+        self._at += count
+        return count

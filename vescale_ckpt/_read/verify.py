@@ -1,0 +1,159 @@
+"""`verify`: whether a checkpoint is whole, without loading it anywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from .. import settings
+from .._engine import _C
+from .._hf import contents
+from .._hf.contents import SafetensorsContents
+from .._native import metadata_file
+from .._native.names import check_relative, index_name, metadata_name
+from .._storage.directory import directory_at, local_path, stat_of
+from ..errors import CheckpointError
+from ..reports import Damage, VerifyReport
+from ..settings import checked_flag, checked_path
+from .check_records import as_damage, check_records, check_tables, list_records
+from .contents import Contents, of_safetensors
+from .no_checkpoint import explained
+
+
+def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
+    """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
+
+    With `quick`, that the metadata is sound, and that each data file it names is a regular file, long enough for what
+    it is said to hold: the cost is one small file and one `stat` a data file. Otherwise also every byte of every tensor
+    and object, against its checksums; the index, the tables of checksums and the data descriptors, of which damage is
+    listed as harmless; and `unchecked` tells what there is no checksum of. Of data no more than
+    `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
+
+    Damage is not raised but listed, all of it; so is what cannot be read, and a directory without a checkpoint. A
+    checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
+    safetensors files, one or a directory of them; of those `quick` checks headers, which say how long their files are.
+
+    Raises ValueError for a URL that is no `file://`.
+    """
+    checked_flag("quick", quick)
+    settings.check()
+    directory = local_path(checked_path("path", path))
+    report = VerifyReport(directory, quick)
+    if contents.is_one(directory):
+        _verify_safetensors(directory, report)
+        _tell_what_is_unchecked(report)
+        return report
+    try:
+        ranks = metadata_file.metadata_ranks(directory) or [None]
+    except OSError:
+        ranks = [None]
+    for rank in ranks:
+        lock = directory_at(directory).share(metadata_name(rank))
+        try:
+            with explained(directory):
+                _verify_metadata_file(directory, rank, report)
+        except CheckpointError as error:
+            report.damaged.append(as_damage(error, os.path.join(directory, metadata_name(rank))))
+        finally:
+            if lock is not None:
+                lock.release()
+    _tell_what_is_unchecked(report)
+    return report
+
+
+def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport) -> None:
+    ends = _ends_by_index(directory, rank, report)
+    if report.quick and ends is not None:
+        report.files += len(ends)
+        _check_files(directory, ends, report)
+        return
+    data = metadata_file.metadata_bytes(directory, rank)
+    path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
+    if not metadata_file.has_checksum(data):
+        report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
+    metadata = metadata_file.loads(data, path)
+    listing = list_records(
+        Contents(directory, directory, lambda: metadata),
+        path,
+        rank is None,
+        lambda error: report.damaged.append(as_damage(error, path)),
+    )
+    report.keys += listing.keys
+    report.files += len(listing.ends)
+    missing = _check_files(directory, listing.ends, report)
+    if not report.quick:
+        if ends is not None and ends != listing.ends:
+            report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
+        check_records(listing, missing, report)
+        _check_index(index_path, report)
+        check_tables(listing, missing, report)
+
+
+def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
+    """How long each data file is at least, if that can be had without building the metadata, which is then checked."""
+    index = metadata_file.read_index(directory, rank)
+    if index is None:
+        return None
+    path = os.path.join(directory, metadata_name(rank))
+    data = metadata_file.metadata_bytes(directory, rank)
+    metadata_file.check(data, path)  # against its checksum, which the index repeats
+    try:
+        files, ends = index.files, index.file_ends()
+    except _C.EngineError:  # a damaged index harms nobody: the metadata rules
+        return None
+    report.indexed = True
+    if report.quick:
+        report.keys += len(index)
+    return {check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
+
+
+def _check_index(path: str, report: VerifyReport) -> None:
+    try:
+        _C.Index.open(path).check()
+    except _C.EngineError as error:
+        if error.errno != errno.ENOENT:
+            report.harmless.append(Damage(None, path, error.offset, str(error)))
+
+
+def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
+    """Looks at each data file. Returns those that are not there; records that do not fit are left to who reads them."""
+    bad = set()
+    for name, end in ends.items():
+        path = os.path.join(directory, name)
+        try:
+            found = stat_of(path)
+        except OSError as error:
+            bad.add(name)
+            report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
+            continue
+        if not found.is_file:
+            bad.add(name)
+            report.damaged.append(Damage(None, path, 0, f"{path} is not a regular file"))
+        elif found.size < end and report.quick:
+            reason = f"file {path} is truncated: it has {found.size} bytes, its last record ends at {end}"
+            report.damaged.append(Damage(None, path, found.size, reason))
+    return bad
+
+
+def _verify_safetensors(path: str, report: VerifyReport) -> None:
+    def add(error: CheckpointError) -> None:
+        report.damaged.append(as_damage(error, path))
+
+    try:
+        found = SafetensorsContents.read(path, verify=True, on_error=add)
+        listing = list_records(of_safetensors(path, found), path, True, add)
+    except CheckpointError as error:
+        add(error)
+        return
+    report.keys, report.files = listing.keys, len(found.files)
+    if not report.quick:  # of files of which the headers are sound the lengths are, too
+        check_records(listing, (), report)
+
+
+def _tell_what_is_unchecked(report: VerifyReport) -> None:
+    if report.quick:
+        report.unchecked.append("the data: only that there is enough of it")
+    elif report.unverified_bytes:
+        report.unchecked.append(
+            f"{report.unverified_bytes:,} bytes that were written without checksums, or are compressed"
+        )

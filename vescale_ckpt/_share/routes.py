@@ -1,0 +1,179 @@
+"""Who reads what for whom: planned by the coordinator from what all ranks need, kept for the next load of that form."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from .. import settings
+from .._engine import _C
+from .._engine.rows import OBJECT_ROW, words
+from .._plan.read_plan import PlannedReads
+from .._ranks.exchange import Exchange
+from .._ranks.message import pack, unpack
+from .._ranks.node import memory_domain
+from ..errors import LoadFailedError
+
+BUFFERS = 3  #: of a rank: a round is read, another one travels, and another is put in place
+_MOST_KEPT = 4
+_UNKNOWN = 0
+_HEAD = 5  # words of packed routes
+_MOST_WHOLE_BYTES = 64 << 20  # of a record that can only be checked as a whole; larger ones each rank reads by itself
+_MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a rank does in one round: tables of csrc/plan/routes.h, `RouteRound`."""
+
+    memory_bytes: int
+    staged: memoryview
+    packs: memoryview
+    sends: memoryview
+    receives: memoryview
+    places: memoryview
+
+    def messages(self, table: memoryview) -> list[tuple[int, int, int]]:
+        """Peer, offset and bytes of those in `sends` or `receives`."""
+        return [(table[at], table[at + 1], table[at + 2]) for at in range(0, len(table), 3)]
+
+    def near(self, table: memoryview) -> list[int]:
+        """The peers among them that have no message, but memory that both see."""
+        return [peer for peer, _, size in self.messages(table) if size == 0]
+
+
+class Routes:
+    """One rank's. `number`: of the plan, which its ranks have in common with no other."""
+
+    def __init__(self, number: int, packed: bytes, objects: bytes = b"") -> None:
+        self.number = number
+        self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
+        self._words = words(packed)
+        self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own = self._words[:_HEAD]
+        self._first = _HEAD + own
+        self.own = bytes(self._words[_HEAD : _HEAD + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """As many on all ranks."""
+        table, at, rounds = self._words, self._first, []
+        for _ in range(self._rounds):
+            memory_bytes, *lengths = table[at : at + 6]
+            at += 6
+            tables = []
+            for length in lengths:
+                tables.append(table[at : at + length])
+                at += length
+            rounds.append(Round(memory_bytes, *tables))
+        return rounds
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a rank would read by itself, and with whom; in bytes, as it is told."""
+
+    rows: bytes  #: `LoadPlan.reads`
+    objects: bytes  #: `LoadPlan.objects`
+    files: bytes  #: `LoadPlan.files`
+    group: bytes  #: ranks that differ in it deliver each other nothing
+    domain: bytes  #: ranks of the same see each other's memory
+    budget: int  #: of the rounds' memory, bytes
+
+    @classmethod
+    def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
+        """Of a plan (None: of nothing), but only those `rows` of tensors; `save` names the save that they are of.
+
+        Raises ValueError for a setting or a name that cannot be used.
+        """
+        domain = memory_domain().encode()
+        group = pack(save.encode(), domain if settings.value("broadcast_scope") == "node" else b"")
+        objects, files = (b"", []) if plan is None else (plan.objects, plan.files)
+        return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
+
+
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
+_kept_lock = threading.Lock()
+
+
+def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
+    """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
+
+    `through_devices`: nobody looks at the memory of others.
+
+    Raises on all ranks, as `together` does, if the coordinator cannot plan.
+    """
+    domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
+    needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
+    limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget}".encode()
+    form = blake2b(pack(needs, limits), digest_size=16).digest()
+    with _kept_lock:
+        routes = _kept.get(form)
+    number = _UNKNOWN if routes is None else routes.number
+    least, not_most = exchange.agree((number, ~number), phase)
+    if routes is None or not least == ~not_most != _UNKNOWN:
+        routes = _plan(exchange, needs, verify, reads.budget, phase)
+    with _kept_lock:
+        _kept[form] = routes
+        _kept.move_to_end(form)
+        while len(_kept) > _MOST_KEPT:
+            _kept.popitem(last=False)
+    return routes
+
+
+def _plan(exchange: Exchange, needs: bytes, verify: bool, budget: int, phase: str) -> Routes:
+    gathered = exchange.gather(needs, phase)
+    planned = exchange.together(
+        lambda: None if gathered is None else _plan_for(gathered, verify, budget), phase, LoadFailedError
+    )
+    number, packed, objects = unpack(exchange.scatter(planned, phase))
+    return Routes(int.from_bytes(number, "little"), packed, objects)
+
+
+def _plan_for(gathered: list[bytes], verify: bool, budget: int) -> list[bytes]:
+    needs = [unpack(message) for message in gathered]
+    rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
+    files = [json.loads(of_rank) for of_rank in names]
+    routes = _C.plan_routes(
+        rows,
+        files,
+        _numbered(groups),
+        _numbered(domains),
+        verify,
+        whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
+        budget_bytes=budget // BUFFERS,
+    )
+    number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
+    common = _common_objects(list(zip(objects, names, groups, strict=True)))
+    return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
+
+
+def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
+    """For each rank the rows, in one order for all, of objects that every rank wants. `needs`: by rank the table of its
+    objects, the names of files, and its group; what ranks have in common is looked at once."""
+    places = {need: _object_places(*need) for need in set(needs)}
+    first, *others = places.values()
+    common = sorted(set(first).intersection(*others))
+    if sum(length for _, _, _, length, _ in common) > _MOST_OBJECT_BYTES:
+        common = []
+    rows = {need: array("q", [of_need[place] for place in common]).tobytes() for need, of_need in places.items()}
+    return [rows[need] for need in needs]
+
+
+def _object_places(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
+    """By where they are stored, the rows of a table of objects."""
+    numbers, files = words(table), json.loads(names)
+    rows = [numbers[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(numbers), OBJECT_ROW)]
+    return {(group, files[file], *where): row for row, (file, *where) in enumerate(rows)}
+
+
+def _numbered(values: list[bytes]) -> list[int]:
+    """A number for each that equal ones have in common."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]

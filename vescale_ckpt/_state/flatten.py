@@ -1,0 +1,231 @@
+"""Turns nested containers into one dictionary with dotted keys, as DCP's `flatten_state_dict`, and back.
+
+Mappings are taken apart, and lists that hold a tensor, a mapping, a `PerRank` or such a list; all else stays whole.
+Keys become text, list elements their number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._engine import torch_private
+from ..errors import UntrustedCheckpointError
+from .per_rank import PerRank
+from .structure import Path, Structure, is_number
+
+logger = logging.getLogger(__name__)
+
+#: The common types, for which one look at a set replaces asking what they are instances of.
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_SCALARS = frozenset({int, float, str, bool, bytes, type(None), tuple})
+_LEAVES = _TENSORS | _SCALARS
+
+_MOST_NAMED = 5  # mappings in a message
+_MOST_GAPS = 1 << 20  # elements of lists, over all of them, that were not loaded
+
+
+# --- From nested containers to dotted keys
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The values of `state` by dotted key, and for each key the path that it stands for, both in the state's order.
+
+    Raises `ValueError` if two paths have one key.
+    """
+    flat, paths, _ = flatten_with_structure(state)
+    return flat, paths
+
+
+def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
+    """The same, and what the paths do not tell."""
+    if torch_private.flattens_as_torch_2_3():
+        return *torch_private.flatten_state_dict(dict(state)), Structure()
+    flattening = _Flattening()
+    flattening.take_mapping(state, "", ())
+    return flattening.flat, flattening.paths, flattening.structure
+
+
+class _Flattening:
+    def __init__(self) -> None:
+        self.flat: dict[str, Any] = {}
+        self.paths: dict[str, Path] = {}
+        self.structure = Structure()
+
+    def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
+        flat, paths = self.flat, self.paths
+        ordinary = bool(mapping)
+        for name, value in mapping.items():
+            if type(name) is not str:
+                name, ordinary = str(name), False
+            if type(value) in _LEAVES:
+                key = prefix + name
+                if key in flat:
+                    raise _duplicate(key)
+                flat[key] = value
+                paths[key] = (*path, name)
+            else:
+                self.take(value, prefix + name, (*path, name))
+        if not ordinary:
+            self.structure.see(mapping, path)
+
+    def take(self, value: Any, key: str, path: Path) -> None:
+        if type(value) is dict or isinstance(value, Mapping):
+            self.take_mapping(value, key + ".", path)
+        elif isinstance(value, list) and not _stays_whole(value):
+            for index, element in enumerate(value):
+                self.take(element, f"{key}.{index}", (*path, index))
+        else:
+            if key in self.flat:
+                raise _duplicate(key)
+            self.flat[key] = value
+            self.paths[key] = path
+
+
+def _stays_whole(values: list[Any]) -> bool:
+    if _SCALARS.issuperset(map(type, values)):
+        return True
+    for value in values:
+        if isinstance(value, (torch.Tensor, Mapping, PerRank)) or (isinstance(value, list) and not _stays_whole(value)):
+            return False
+    return True
+
+
+def _duplicate(key: str) -> ValueError:
+    return ValueError(f"duplicated flatten key {key}")
+
+
+# --- And back
+
+
+class _Dict(dict[str, Any]):
+    """A container under way: a dict that was loaded is a value."""
+
+
+class _List(dict[int, Any]):
+    """A list under way, by index."""
+
+
+def nested(values: Mapping[str, Any], paths: object, structure: Structure | None = None) -> dict[str, Any]:
+    """`values` by the paths that their keys stand for in a checkpoint's metadata; at the top level if there is none.
+
+    Elements of lists that are not among the values are None. Keys of mappings are what `structure` says they were.
+    Without it they are text, but for parameters that an optimizer's state has by their numbers; a warning names other
+    mappings whose keys look like numbers. Raises `UntrustedCheckpointError` for paths that no state can have had.
+    """
+    root = _Dict()
+    known = paths if isinstance(paths, Mapping) else {}
+    for key, value in values.items():
+        path = known.get(key, (key,))
+        if not _is_path(path):
+            raise UntrustedCheckpointError(f"{key}: metadata gives {path!r} as its place in the state", key=key)
+        container: Any = root
+        for name, following in pairwise(path):
+            kind = _Dict if isinstance(following, str) else _List
+            container = container.setdefault(name, kind())
+            if type(container) is not kind:
+                raise _conflict(key)
+        if path[-1] in container:
+            raise _conflict(key)
+        container[path[-1]] = value
+    for path in () if structure is None else structure.empty:
+        _add_empty(root, path)
+    finishing = _Finishing(structure)
+    result: dict[str, Any] = finishing.finished(root, ())
+    if finishing.doubtful:
+        shown = ", ".join(".".join(map(str, path)) or "the state itself" for path in finishing.doubtful[:_MOST_NAMED])
+        logger.warning(
+            "keys that look like numbers are text now, because the checkpoint does not say what they were: in %s%s",
+            shown,
+            ", ..." if len(finishing.doubtful) > _MOST_NAMED else "",
+        )
+    return result
+
+
+def place(root: Any, path: Path, value: Any) -> None:
+    """Puts `value` where `flatten` found one: elements of the path are text, also of keys that are not."""
+    container = root
+    for name in path[:-1]:
+        container = container[_own_name(container, name)]
+    container[_own_name(container, path[-1])] = value
+
+
+def _own_name(container: Any, name: str | int) -> Any:
+    if isinstance(container, list) or name in container:
+        return name
+    if isinstance(name, str) and is_number(name) and (number := int(name)) in container:
+        return number
+    return next((key for key in container if str(key) == name), name)
+
+
+def _is_path(path: object) -> bool:
+    """A name, then names and indices."""
+    return (
+        isinstance(path, tuple)
+        and len(path) > 0
+        and isinstance(path[0], str)
+        and all(isinstance(name, str) or (type(name) is int and name >= 0) for name in path)
+    )
+
+
+def _conflict(key: str) -> UntrustedCheckpointError:
+    return UntrustedCheckpointError(f"{key}: metadata gives its place in the state to something else, too", key=key)
+
+
+def _add_empty(root: _Dict, path: Path) -> None:
+    """A mapping without elements, where nothing else lies."""
+    if not _is_path(path):
+        raise UntrustedCheckpointError(f"metadata gives {path!r} as a place in the state")
+    container: Any = root
+    for name, following in pairwise(path):
+        kind = _Dict if isinstance(following, str) else _List
+        container = container.setdefault(name, kind())
+        if type(container) is not kind:
+            return
+    container.setdefault(path[-1], _Dict())
+
+
+class _Finishing:
+    """From containers under way to those of a state."""
+
+    def __init__(self, structure: Structure | None) -> None:
+        self._structure = structure
+        self._gaps = _MOST_GAPS
+        self.doubtful: list[Path] = []  #: mappings of which nobody knows whether their keys were numbers
+
+    def finished(self, value: Any, path: Path) -> Any:
+        if type(value) is _List:
+            length = max(value) + 1
+            self._gaps -= length - len(value)
+            if self._gaps < 0:
+                raise UntrustedCheckpointError("metadata speaks of lists longer than a state has")
+            return [self.finished(value.get(index), (*path, index)) for index in range(length)]
+        if type(value) is not _Dict:
+            return value
+        elements = {name: self.finished(element, (*path, name)) for name, element in value.items()}
+        if self._structure is not None:
+            structure = self._structure
+            result = {structure.key(path, name): element for name, element in elements.items()}
+            return result if len(result) == len(elements) else elements
+        if any(map(is_number, elements)):
+            self.doubtful.append(path)
+        elif (state := (*path, "state")) in self.doubtful and _numbers_parameters(elements):
+            self.doubtful.remove(state)
+            of_parameters = elements["state"].items()
+            elements["state"] = {int(name) if is_number(name) else name: element for name, element in of_parameters}
+        return elements
+
+
+def _numbers_parameters(optimizer: Mapping[str, Any]) -> bool:
+    """Whether that is what `state_dict` of an optimizer gives, with parameters in groups by their numbers."""
+    groups = optimizer.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    lists = [group.get("params") for group in groups]
+    numbers = {number for params in lists if isinstance(params, list) for number in params if type(number) is int}
+    return all(int(name) in numbers for name in optimizer["state"] if is_number(name))

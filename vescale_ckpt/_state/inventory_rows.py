@@ -1,0 +1,181 @@
+"""Makes the rows of a state's inventory (csrc/plan/inventory.h), and the sources that say where each lies in memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._engine import _C
+from .._engine.dtypes import dtype_code
+from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.torch_private import DTensorLayout
+from ..errors import CheckpointError
+from .local_state import LocalState, describes_itself
+from .shard_boxes import Piece, local_shape, pieces
+
+_REQUIRES_GRAD = 1  # flag
+
+
+@dataclass(frozen=True)
+class Items:
+    """All items of a state. Holds none of its values."""
+
+    inventory: bytes
+    identity: tuple[bytes, list[str], int]  #: what of the inventory is no mere weight: all but the sizes of objects
+    names: list[str]  #: the key of each item
+    sources: bytes
+    objects: list[int]  #: positions in the state of values that are no tensors
+    other: list[int]  #: positions of those without items: they plan for themselves
+
+
+def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
+    """Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
+    return _Making(state, object_bytes).made()
+
+
+class _Making:
+    def __init__(self, state: LocalState, object_bytes: Mapping[str, int]) -> None:
+        self.state = state
+        self.object_bytes = object_bytes
+        self.other = list(state.groups.other)
+        self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
+        self.rows: dict[Any, list[tuple[bytes, bytes]]] = {}  # by traits: layers repeat
+        # By position, for the order of the keys: rows of the inventory, each with the source's tensor and offsets.
+        self.items: list[list[tuple[bytes, int, bytes]]] = [[] for _ in state.keys]
+        self._add_plain()
+        self._add_dtensors()
+        self._add_sharded()
+        for position in state.groups.objects:
+            self.items[position] = [(packed_row(OBJECT, 0, False, 0, Piece((), (), ()), ()), -1, _offsets(()))]
+
+    def made(self) -> Items:
+        keys, items = self.state.keys, self.items
+        names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
+        rows = [row for of_key in items for row, _, _ in of_key]
+        sources = b"".join([struct.pack("q", number) + rest for of_key in items for _, number, rest in of_key])
+        identity = b"".join(rows)
+        weighted = identity
+        if any(self.object_bytes.values()):
+            weighted = b"".join([self._weighted(name, row) for name, row in zip(names, rows, strict=True)])
+        inventory = _C.pack_inventory(names, weighted, self.state.node)
+        return Items(
+            inventory,
+            (identity, names, self.state.node),
+            names,
+            sources,
+            self.state.groups.objects,
+            sorted(self.other),
+        )
+
+    def _weighted(self, name: str, row: bytes) -> bytes:
+        return struct.pack("2q", OBJECT, self.object_bytes.get(name, 0)) if row[0] == OBJECT else row
+
+    def _add_plain(self) -> None:
+        state = self.state
+        for number, (position, requires_grad) in enumerate(zip(state.groups.plain, state.requires_grad, strict=False)):
+            tensor = state.tensors[number]
+            if tensor.is_nested:  # has no shape
+                self.other.append(position)
+                continue
+            traits = tensor.dtype, tensor.shape, requires_grad
+            found = self.rows.get(traits)
+            if found is None:
+                code = dtype_code(tensor.dtype, state.keys[position])
+                origin = (0,) * tensor.dim()
+                piece = Piece(origin, tuple(tensor.shape), origin)
+                row = packed_row(TENSOR, code, requires_grad, tensor.itemsize, piece, piece.size)
+                found = self.rows[traits] = [(row, _offsets(origin))]
+            ((row, offsets),) = found
+            self.items[position] = [(row, number, offsets)]
+
+    def _add_dtensors(self) -> None:
+        state = self.state
+        first = len(state.groups.plain)
+        for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
+            number = first + index
+            tensor = state.tensors[number]
+            if describes_itself(state.local_types[index]):
+                self.other.append(position)
+                continue
+            requires_grad = state.requires_grad[number]
+            mesh_shape, coordinate = self._mesh(layout)
+            if coordinate is None:
+                continue  # this rank holds none of it
+            placing = layout.placements, layout.shape, layout.shard_order, mesh_shape, coordinate
+            traits = (*placing, tensor.dtype, tensor.shape, requires_grad)
+            found = self.rows.get(traits)
+            if found is None:
+                found = self.rows[traits] = self._pieces(
+                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad
+                )
+            self.items[position] = [(row, number, offsets) for row, offsets in found]
+
+    def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        mesh = self.meshes.get(id(layout.mesh))
+        if mesh is None:
+            coordinate = layout.mesh.get_coordinate()
+            mesh = tuple(layout.mesh.shape), None if coordinate is None else tuple(coordinate)
+            self.meshes[id(layout.mesh)] = mesh
+        return mesh
+
+    def _pieces(
+        self,
+        key: str,
+        layout: DTensorLayout,
+        mesh_shape: tuple[int, ...],
+        coordinate: tuple[int, ...],
+        tensor: torch.Tensor,
+        requires_grad: bool,
+    ) -> list[tuple[bytes, bytes]]:
+        code = dtype_code(tensor.dtype, key)
+        try:
+            found = pieces(layout, mesh_shape, coordinate)
+        except CheckpointError as error:
+            raise CheckpointError(f"{key}: {error}", key=key) from error
+        if local_shape(found) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{key}: its placements {layout.placements} on a mesh of {mesh_shape} give this rank a shard of shape "
+                f"{local_shape(found)}, but it holds {tuple(tensor.shape)}",
+                key=key,
+            )
+        return [
+            (packed_row(SHARD, code, requires_grad, tensor.itemsize, piece, layout.shape), _offsets(piece.local_offset))
+            for piece in found
+        ]
+
+    def _add_sharded(self) -> None:
+        state = self.state
+        number = len(state.groups.plain) + len(state.groups.dtensors)
+        for position, (shape, requires_grad, boxes) in zip(state.groups.sharded, state.shards, strict=True):
+            key = state.keys[position]
+            for offset, size in boxes:
+                tensor = state.tensors[number]
+                if tuple(tensor.shape) != size:
+                    raise CheckpointError(
+                        f"{key}: its shard at {offset} is of shape {size}, but this rank holds {tuple(tensor.shape)}",
+                        key=key,
+                    )
+                origin = (0,) * len(shape)
+                code = dtype_code(tensor.dtype, key)
+                row = packed_row(SHARD, code, requires_grad, tensor.itemsize, Piece(offset, size, origin), shape)
+                self.items[position].append((row, number, _offsets(origin)))
+                number += 1
+
+
+def packed_row(kind: int, code: int, requires_grad: bool, item_bytes: int, piece: Piece, shape: Iterable[int]) -> bytes:
+    """An item's row in an inventory."""
+    flags = _REQUIRES_GRAD if requires_grad else 0
+    total = item_bytes
+    for size in piece.size:
+        total *= size
+    head = kind | code << 8 | flags << 16 | len(piece.size) << 32
+    words = (head, total, *shape, *piece.offset, *piece.size)
+    return struct.pack(f"{len(words)}q", *words)
+
+
+def _offsets(offset: tuple[int, ...]) -> bytes:
+    return struct.pack(f"{1 + len(offset)}q", len(offset), *offset)

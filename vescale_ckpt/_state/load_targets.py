@@ -1,0 +1,84 @@
+"""The memory of tensors to load into: made for those that have none, and shared by those that are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from .._engine import torch_private
+from .._engine.tensor_checks import is_plain_tensor, reach
+
+
+def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """For each tensor on the meta device a new one: on the CPU, a DTensor with the same placements on the device of its
+    mesh. A ShardedTensor gets new shards, on the CPU. Storages that were freed, or never filled, are allocated in
+    place."""
+    new = {}
+    for key, value in values.items():
+        if isinstance(value, ShardedTensor):  # itself it knows what it is made of only if that is one shard
+            for shard in value.local_shards():
+                if shard.tensor.is_meta:
+                    shard.tensor = torch.empty_like(shard.tensor, device="cpu")
+                else:
+                    _allocate(shard.tensor)
+        elif isinstance(value, torch.Tensor):
+            if value.is_meta:
+                new[key] = _real(value)
+            else:
+                _allocate(value.to_local() if type(value) is DTensor else value)
+    return new
+
+
+def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Which of the keys `missing` are other names of tensors among the rest of `values`: the same elements of the same
+    memory. A file may hold tied weights under one of their names."""
+    absent = set(missing)
+    if not absent:
+        return {}
+    kept: dict[Any, str] = {}
+    for key, value in values.items():
+        if key not in absent and (place := _place(value)) is not None:
+            kept.setdefault(place, key)
+    places = {key: _place(values.get(key)) for key in absent}
+    return {key: kept[place] for key, place in places.items() if place in kept}
+
+
+def _place(value: Any) -> Any:
+    """Equal for tensors that are the same elements of one storage, even on the meta device. None for what has none."""
+    layout: Any = None
+    if type(value) is DTensor:
+        layout = value.placements, value.shape
+        value = torch_private.local_tensors([value])[0]
+    if not is_plain_tensor(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    storage = torch_private.storage_identity(value)
+    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype, layout
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    real: torch.Tensor
+    if isinstance(value, DTensor):
+        mesh, local = value.device_mesh, value.to_local()
+        device = mesh.device_type
+        if device not in ("cpu", "meta"):
+            device = f"{device}:{torch.get_device_module(device).current_device()}"
+        local = torch.empty_like(local, device="cpu" if device == "meta" else device)
+        real = DTensor.from_local(
+            local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    else:
+        real = torch.empty_like(value, device="cpu")
+    if isinstance(value, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=value.requires_grad)
+    return real
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    if is_plain_tensor(tensor) and tensor.layout is torch.strided:
+        storage, needed = tensor.untyped_storage(), reach(tensor)
+        if storage.nbytes() < needed and storage.resizable():
+            storage.resize_(needed)

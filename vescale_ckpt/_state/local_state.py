@@ -1,0 +1,118 @@
+"""Reads the keys, types, layouts and local tensors of a state on this rank, with little Python for each tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from .._engine import _C, torch_private
+from .._engine.torch_private import DTensorLayout
+from .tensor_table import PLAIN_TYPES, tensor_table
+
+_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass
+class Groups:
+    """The positions of values of each kind, in a state whose keys and types are known."""
+
+    plain: list[int] = field(default_factory=list)
+    dtensors: list[int] = field(default_factory=list)
+    sharded: list[int] = field(default_factory=list)
+    objects: list[int] = field(default_factory=list)
+    other: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, keys: list[str], types: list[type]) -> Groups:
+        groups = cls()
+        where = {kind: groups._group(kind) for kind in set(types)}
+        for position, (key, kind) in enumerate(zip(keys, types, strict=True)):
+            (where[kind] if type(key) is str else groups.other).append(position)
+        return groups
+
+    def _group(self, kind: type) -> list[int]:
+        if kind in PLAIN_TYPES:
+            return self.plain
+        if kind is DTensor:
+            return self.dtensors
+        if kind is ShardedTensor:
+            return self.sharded
+        if issubclass(kind, torch.Tensor) or describes_itself(kind):
+            return self.other
+        return self.objects
+
+
+@dataclass
+class LocalState:
+    """A state's keys and traits, and the tensors on this rank.
+
+    Tensors are plain ones, then local ones of DTensors, then those of shards: each group in the order of the keys.
+    """
+
+    keys: list[str]
+    types: list[type]
+    groups: Groups
+    node: int
+    layouts: list[DTensorLayout]
+    local_types: list[type]
+    shards: list[Any]
+    requires_grad: list[bool]
+    tensors: list[torch.Tensor]
+    table: bytes
+
+    def like(self, other: LocalState) -> bool:
+        """Whether both are described alike. `self` must have been looked at with `other` as the last."""
+        return (
+            self.groups is other.groups
+            and self.node == other.node
+            and self.requires_grad == other.requires_grad
+            and self.local_types == other.local_types
+            and self.layouts == other.layouts
+            and self.shards == other.shards
+            and _C.same_shapes(self.table, other.table)
+        )
+
+
+def look(keys: list[str], values: list[Any], node: int, last: LocalState | None) -> LocalState:
+    """Reads a state; `last` is the one before, which it is likely to be like."""
+    types = list(map(type, values))
+    known = last is not None and keys == last.keys and types == last.types
+    groups = last.groups if last is not None and known else Groups.of(keys, types)
+    plain = values if len(groups.plain) == len(values) else [values[position] for position in groups.plain]
+    dtensors = [values[position] for position in groups.dtensors]
+    shards = [_Shards(values[position]) for position in groups.sharded]
+    local = torch_private.local_tensors(dtensors)
+    tensors = [*plain, *local, *(tensor for value in shards for tensor in value.tensors)]
+    return LocalState(
+        keys,
+        types,
+        groups,
+        node,
+        torch_private.dtensor_layouts(dtensors),
+        list(map(type, local)),
+        [value.traits for value in shards],
+        [*map(_requires_grad, plain), *map(_requires_grad, dtensors)],
+        tensors,
+        tensor_table(tensors),
+    )
+
+
+class _Shards:
+    """A ShardedTensor's local shards."""
+
+    def __init__(self, value: ShardedTensor) -> None:
+        shards = value.local_shards()
+        metadata = value.metadata()
+        self.tensors = [shard.tensor for shard in shards]
+        boxes = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+        self.traits = tuple(metadata.size), bool(metadata.tensor_properties.requires_grad), boxes
+
+
+def describes_itself(kind: type) -> bool:
+    """Whether values of a type tell DCP what to write or read of them."""
+    return hasattr(kind, "__create_write_items__") or hasattr(kind, "__create_chunk_list__")

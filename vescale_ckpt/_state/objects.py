@@ -1,0 +1,144 @@
+"""Objects that are not tensors: as `torch.save` writes them, but cheap when they are plain, and never trusted.
+
+A training state has hundreds of small numbers and strings; `torch.save` and `torch.load` cost 0.2 ms for each. Plain
+values take a shortcut in both directions: the same archive around the same pickle, made and opened in C++.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .._engine import _C
+from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
+from . import trusted_types
+
+logger = logging.getLogger(__name__)
+
+_SCALARS = (int, float, str, bool, bytes, type(None))
+_MAX_PLAIN_ITEMS = 256
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether pickling `value` needs no class: exact builtins, and not many of them."""
+    budget = _MAX_PLAIN_ITEMS
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        budget -= 1
+        if budget < 0:
+            return False
+        kind = type(value)
+        if kind in _SCALARS:
+            continue
+        if kind is list or kind is tuple:
+            stack.extend(value)
+        elif kind is dict:
+            stack.extend(value.keys())
+            stack.extend(value.values())
+        else:
+            return False
+    return True
+
+
+def dump(value: object, key: str, *, tells: bool = True) -> bytes:
+    """`value` as `torch.save` writes it: `torch.load(io.BytesIO(dump(x, "x")))` gives `x` back.
+
+    Raises `CheckpointError` with the key for what does not pickle. `tells`: a warning, once, if loads will refuse it
+    unless they trust the checkpoint.
+    """
+    if _is_plain(value):
+        return _C.object_record(pickle.dumps(value, protocol=2))
+    buffer, recorder = io.BytesIO(), trusted_types.Recorder()
+    try:
+        torch.save(value, buffer, pickle_module=recorder)
+    except Exception as error:
+        raise CheckpointError(
+            f"{key}: a {type(value).__name__} cannot be saved, because it does not pickle (save what it consists of, "
+            f"or leave it out): {type(error).__name__}: {error}",
+            key=key,
+        ) from error
+    if recorder.refused and tells:
+        _warn_of_refusal(key, some(list(recorder.refused)))
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_refusal(key: str, names: str) -> None:
+    logger.warning(
+        "%s holds objects that take code to load (%s): loads refuse them unless they get weights_only=False, which "
+        "trusts the checkpoint, or the classes are added by torch.serialization.add_safe_globals",
+        key,
+        names,
+    )
+
+
+class _NotPlain(Exception):
+    pass
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise _NotPlain
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds numbers, strings and containers; the first wish for anything else ends it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Protocol 2 has no bytes: it encodes text, or calls bytes() for empty ones.
+        if (module, name) == ("_codecs", "encode"):
+            return _latin1
+        if module in ("__builtin__", "builtins") and name == "bytes":
+            return _no_bytes
+        raise _NotPlain
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _NotPlain
+
+
+def _load_plain(data: bytes) -> tuple[bool, Any]:
+    pickled = _C.archive_pickle(data)
+    if pickled is None or _C.check_pickle(pickled)[0]:
+        return False, None
+    try:
+        return True, _PlainUnpickler(io.BytesIO(pickled)).load()
+    except Exception:  # not plain, or not what it seems: torch.load decides
+        return False, None
+
+
+def load(data: bytes, *, weights_only: bool, key: str) -> Any:
+    """The object in an archive of `torch.save`.
+
+    With `weights_only` only what torch or `harmless` know is built, else anything: raises `UntrustedCheckpointError`
+    for the rest, `CorruptCheckpointError` for what is no such archive.
+    """
+    plain, value = _load_plain(data)
+    if plain:
+        return value
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except Exception as error:
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            with suppress(Exception):
+                return trusted_types.load(data)
+            raise UntrustedCheckpointError(
+                f"object {key!r} needs code to load, which weights_only=True forbids (if you trust the checkpoint, "
+                f"pass weights_only=False or add the class by torch.serialization.add_safe_globals): "
+                f"{error}",
+                key=key,
+            ) from error
+        raise CorruptCheckpointError(
+            f"object {key!r} cannot be read: {type(error).__name__}: {error}", key=key, file=""
+        ) from error

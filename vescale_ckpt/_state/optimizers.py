@@ -1,0 +1,209 @@
+"""An optimizer's state by the names of parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, IncompatibleStateError
+
+#: the children by which wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold what they wrap
+_WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether names within it may be others than those of the same model without wrappers. Then torch is asked, which
+    takes ten times as long."""
+    return any(not _WRAPPED.isdisjoint(part._modules) or hasattr(part, "_fqn_modifiers") for part in module.modules())
+
+
+class OptimizerState:
+    """The state of an optimizer, by names if modules of the same application state own all its parameters.
+
+    `modules` by their keys. Where one of them owns all parameters (the first, if several do) names are those within
+    it. Where it takes several, names start with their keys. Else, and after `number`, parameters are numbered, as
+    `state_dict()` does.
+    """
+
+    def __init__(self, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
+        self._optimizer = optimizer
+        self._before: dict[Any, Any] | None = None  # the state that was there, if it was changed
+        self._module: nn.Module | None = None
+        self._prefixes: dict[str, str] = {}  # of names: keys of their modules
+        parameters = set(self._parameters())
+        for key, module in modules.items():
+            if parameters and parameters.issubset(module.parameters()):
+                self._module, self._prefixes = module, {"": f"{key}."}
+                return
+        owners = {key: module for key, module in modules.items() if not parameters.isdisjoint(module.parameters())}
+        if len(owners) > 1 and parameters.issubset(chain(*(module.parameters() for module in owners.values()))):
+            self._module = nn.Module()
+            for key, module in owners.items():
+                name = key.replace(".", "_")
+                while hasattr(self._module, name):
+                    name += "_"
+                self._module.add_module(name, module)
+                self._prefixes[f"{name}."] = f"{key}."
+
+    def key_of(self, name: Any) -> str | None:
+        """Under which key the parameter of that name itself is saved; None where parameters are numbered."""
+        for prefix, key in self._prefixes.items():
+            if str(name).startswith(prefix):
+                return key + str(name)[len(prefix) :]
+        return None
+
+    @property
+    def named(self) -> bool:
+        return self._module is not None
+
+    def number(self) -> None:
+        """Parameters have numbers for names from now on."""
+        self._module, self._prefixes = None, {}
+
+    def form(self) -> dict[str, Any]:
+        """`{"state": {name: …}, "param_groups": [{"params": [name, …], …}, …]}`."""
+        optimizer, module = self._optimizer, self._module
+        if module is not None and is_wrapped(module):
+            with _StateLeftAlone(optimizer):
+                return get_optimizer_state_dict(module, optimizer)
+        form = optimizer.state_dict()
+        if module is None:
+            return form
+        names = self._names(module)
+        form["state"] = {names[number]: values for number, values in form["state"].items()}
+        for group in form["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+        return form
+
+    def restore(self, form: dict[str, Any], was_loaded: Callable[[Any, Mapping[str, Any]], bool], key: str) -> None:
+        """Hands the optimizer what was loaded into `form`. State that it had before, and was not loaded, stays.
+
+        Raises `IncompatibleStateError` if parameters were grouped in another way when they were saved.
+        """
+        optimizer, module = self._optimizer, self._module
+        of_parameters = form["state"]
+        if self._before is not None:  # what was only made for loading into
+            had = self._named_before()
+            of_parameters = {
+                name: values for name, values in of_parameters.items() if name in had or was_loaded(name, values)
+            }
+        own = self.form()["param_groups"]
+        groups = _in_groups(own, form["param_groups"], key)
+        form = {"state": of_parameters, "param_groups": groups}
+        if module is not None and is_wrapped(module):
+            with _StateLeftAlone(optimizer):
+                options = StateDictOptions(strict=False)  # parameters without state are no error
+                set_optimizer_state_dict(module, optimizer, form, options=options)
+        else:
+            numbers = {name: number for number, name in enumerate(chain(*(group["params"] for group in groups)))}
+            form["state"] = {numbers[name]: values for name, values in of_parameters.items()}
+            for group in groups:
+                group["params"] = [numbers[name] for name in group["params"]]
+            optimizer.load_state_dict(form)
+        self._before = None
+
+    def give_state(self) -> None:
+        """Gives a state to parameters that have none, without changing them: a step with gradients, learning rate and
+        weight decay of zero, which no hook and no scheduler sees."""
+        optimizer = self._optimizer
+        lacking = {p for p in self._parameters() if p.requires_grad and not optimizer.state.get(p)}
+        if not lacking:
+            return
+        self._before = dict(optimizer.state)
+        gradients = {parameter: parameter.grad for parameter in self._parameters()}
+        settings = [dict(group) for group in optimizer.param_groups]
+        # Without a learning rate nobody knows whether a step leaves parameters where they are.
+        values = {
+            parameter: parameter.detach().clone()
+            for group in optimizer.param_groups
+            if "lr" not in group
+            for parameter in group["params"]
+        }
+        step = type(optimizer).step
+        if getattr(step, "hooked", False):
+            step = getattr(step, "__wrapped__", step)
+        try:
+            for group in optimizer.param_groups:
+                for name in {"lr", "weight_decay"} & group.keys():
+                    group[name] = torch.zeros_like(group[name]) if isinstance(group[name], torch.Tensor) else 0.0
+            for parameter in gradients:
+                parameter.grad = torch.zeros_like(parameter) if parameter in lacking else None
+            step(optimizer)
+        except Exception as error:
+            self.take_back()
+            raise CheckpointError(
+                f"a {type(optimizer).__name__} without state cannot be loaded into, because a step with gradients of "
+                f"zero fails: take a step before ({type(error).__name__}: {error})"
+            ) from error
+        finally:
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                group.update(before)
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            with torch.no_grad():
+                for parameter, value in values.items():
+                    parameter.copy_(value)
+
+    def take_back(self) -> None:
+        """Undoes `give_state`."""
+        if self._before is not None:
+            self._optimizer.state.clear()
+            self._optimizer.state.update(self._before)
+            self._before = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _names(self, module: nn.Module) -> list[str]:
+        """By the number of the parameter."""
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        return [names[parameter] for parameter in self._parameters()]
+
+    def _named_before(self) -> set[Any]:
+        """Names of parameters that had a state before `give_state`."""
+        assert self._before is not None
+        had = [bool(self._before.get(parameter)) for parameter in self._parameters()]
+        names = chain(*(group["params"] for group in self.form()["param_groups"]))
+        return {name for name, it_had in zip(names, had, strict=True) if it_had}
+
+
+class _StateLeftAlone:
+    """Keeps torch from giving an empty optimizer a state by a step of its own: where gradients are it takes none."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        needed = not optimizer.state and all(parameter.grad is None for parameter in parameters)
+        self._marked = min(parameters, key=torch.Tensor.numel) if needed and parameters else None
+
+    def __enter__(self) -> None:
+        if self._marked is not None:
+            self._marked.grad = torch.zeros_like(self._marked)
+
+    def __exit__(self, *error: object) -> None:
+        if self._marked is not None:
+            self._marked.grad = None
+
+
+def _in_groups(own: list[dict[str, Any]], loaded: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The optimizer's own groups with what was loaded for them: by the names of parameters and, for names that were not
+    saved together with the group (those of other pipeline stages), by its number."""
+    group_of = {name: number for number, group in enumerate(loaded) for name in group["params"]}
+    groups = []
+    for number, group in enumerate(own):
+        sources = {group_of[name] for name in group["params"] if name in group_of} or {number}
+        if len(sources) > 1:
+            raise IncompatibleStateError(
+                f"{key}.param_groups.{number}", "parameters in one group", f"them in groups {sorted(sources)}"
+            )
+        groups.append({**loaded[sources.pop()], "params": list(group["params"])})
+    return groups

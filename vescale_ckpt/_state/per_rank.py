@@ -1,0 +1,187 @@
+"""`PerRank`: state that each rank has for itself, such as its random state or its place in the data.
+
+DCP keeps one value of each key. A `PerRank` under the key `data` is saved as `data.rank_0_of_8`, `data.rank_1_of_8` …,
+objects like any other (`{"state": value}`), so every reader of DCP checkpoints finds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..errors import IncompatibleStateError
+
+_STATE = "state"  # what is stored is a dict, so that a tensor in it is part of an object and no tensor of its own
+Reshard = Callable[[list[Any], int, int], Any]
+
+
+class PerRank:
+    """Wraps an object that is saved by, and given back to, each rank. Its place is in dictionaries and lists: in a
+    tuple or a set, which are saved whole, it is refused.
+
+    Args:
+        obj: anything that can be pickled; of an object with `state_dict` and `load_state_dict` it is its state that is
+            saved, and loading calls `load_state_dict`. Otherwise loading replaces `.obj`.
+        reshard: called as `reshard(objects, rank, size)` when another number of ranks loads than saved, with what all
+            ranks saved, in their order; returns what this rank gets. Without it such a load raises
+            `IncompatibleStateError`.
+    """
+
+    def __init__(self, obj: Any, *, reshard: Reshard | None = None) -> None:
+        self.obj = obj
+        self.reshard = reshard
+
+    def state(self) -> Any:
+        return self.obj.state_dict() if isinstance(self.obj, Stateful) else self.obj
+
+    def restore(self, value: Any) -> None:
+        if isinstance(self.obj, Stateful):
+            self.obj.load_state_dict(value)
+        else:
+            self.obj = value
+
+
+_counted: ContextVar[tuple[int, int] | None] = ContextVar("_counted", default=None)
+
+
+@contextmanager
+def counted(rank: int, size: int) -> Iterator[None]:
+    """Within it this rank has that number, among so many: those of a process group."""
+    token = _counted.set((rank, size))
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+def this_rank() -> tuple[int, int]:
+    """Rank and number of ranks of the save or load, where we know its group; else of the job."""
+    if (known := _counted.get()) is not None:
+        return known
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def name_part(rank: int, size: int) -> str:
+    return f"rank_{rank}_of_{size}"
+
+
+def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A flattened state to save, with each `PerRank` in it replaced by this rank's value under this rank's name."""
+    if not _any_in(flat):
+        return flat, paths
+    part = name_part(*this_rank())
+    state: dict[str, Any] = {}
+    state_paths: dict[str, Any] = {}
+    for key, value in flat.items():
+        path = paths.get(key, (key,))
+        if isinstance(value, PerRank):
+            key, value, path = f"{key}.{part}", {_STATE: value.state()}, (*path, part)
+        if key in state:
+            raise ValueError(f"duplicated flatten key {key}: state of each rank is saved under such names")
+        state[key] = value
+        state_paths[key] = path
+    return state, state_paths
+
+
+class Restoring:
+    """The `PerRank` objects of a state that is being loaded, and what has arrived for them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[_Collected, int]] = {}
+
+    def wanted(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
+        """A flattened state to load, with each `PerRank` replaced by the names that it is loaded from. `stored` gives
+        the checkpoint's keys."""
+        if not _any_in(flat):
+            return flat
+        keys = set(stored())
+        rank, size = this_rank()
+        state: dict[str, Any] = {}
+        for key, value in flat.items():
+            if not isinstance(value, PerRank):
+                state[key] = value
+                continue
+            mine = f"{key}.{name_part(rank, size)}"
+            names = [mine]
+            if mine not in keys and (saved := _ranks_that_saved(key, keys)):
+                if value.reshard is None:
+                    raise IncompatibleStateError(
+                        key, f"state of {size} ranks", f"that of {saved} (PerRank takes a function to reshard it)"
+                    )
+                names = [f"{key}.{name_part(number, saved)}" for number in range(saved)]
+            collected = _Collected(value, len(names), None if names == [mine] else (rank, size))
+            for number, name in enumerate(names):
+                state[name] = None
+                self._waiting[name] = collected, number
+        return state
+
+    def take(self, name: str, value: Any) -> bool:
+        """Whether `name` is one of them; if so it has been taken."""
+        if name not in self._waiting:
+            return False
+        collected, number = self._waiting.pop(name)
+        collected.take(number, value)
+        return True
+
+
+class _Collected:
+    def __init__(self, target: PerRank, count: int, reshard_for: tuple[int, int] | None) -> None:
+        self.target = target
+        self.values: list[Any] = [None] * count
+        self.missing = count
+        self.reshard_for = reshard_for
+
+    def take(self, number: int, value: Any) -> None:
+        self.values[number] = value[_STATE]
+        self.missing -= 1
+        if self.missing:
+            return
+        if self.reshard_for is None:
+            self.target.restore(self.values[0])
+        else:
+            assert self.target.reshard is not None
+            self.target.restore(self.target.reshard(self.values, *self.reshard_for))
+
+
+def _any_in(flat: dict[str, Any]) -> bool:
+    """Whether one of the values is a `PerRank`. Raises for one inside a value: DCP takes dictionaries and lists apart,
+    but a tuple or a set is one object, of which one rank's is saved."""
+    kinds = set(map(type, flat.values()))
+    if any(map(_is_container, kinds)):
+        for key, value in flat.items():
+            if _is_container(type(value)) and _hides_one(value, set()):
+                raise ValueError(
+                    f"{key}: a PerRank is part of a value that is saved as one object ({type(value).__name__}). "
+                    "Put it in dictionaries and lists only"
+                )
+    return any(issubclass(kind, PerRank) for kind in kinds)
+
+
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (tuple, list, set, frozenset, Mapping))
+
+
+def _hides_one(container: Any, seen: set[int]) -> bool:
+    seen.add(id(container))  # it may contain itself
+    values = container.values() if isinstance(container, Mapping) else container
+    kinds = set(map(type, values))
+    if any(issubclass(kind, PerRank) for kind in kinds):
+        return True
+    if not any(map(_is_container, kinds)):
+        return False
+    return any(_is_container(type(value)) and id(value) not in seen and _hides_one(value, seen) for value in values)
+
+
+def _ranks_that_saved(key: str, keys: set[str]) -> int:
+    pattern = re.compile(re.escape(key) + r"\.rank_(\d+)_of_(\d+)")
+    sizes = {int(match[2]) for name in keys if (match := pattern.fullmatch(name))}
+    complete = [size for size in sizes if all(f"{key}.{name_part(number, size)}" in keys for number in range(size))]
+    return max(complete, default=0)

@@ -1,0 +1,102 @@
+"""Finds tensors in the same memory, for formats that store each tensor once, by one name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import _C
+from .._engine.rows import OBJECT
+from .._engine.tensor_checks import is_plain_tensor, reach
+from ..errors import some
+from .describe import Description
+
+
+def tied_names(description: Description) -> dict[str, str]:
+    """For each key whose tensor is another's, in the same memory: the key that is kept, the first of the state.
+
+    Raises RuntimeError for tensors that share memory and are not the same.
+    """
+    groups = _C.items_that_share_memory(
+        description.inventory, description.sources, description.table, description.ready
+    )
+    if not groups:
+        return {}
+    names = description.names
+    involved = {names[item] for group in groups for item in group}
+    lie: dict[str, list[Any]] = {name: [] for name in involved}
+    for item, name in enumerate(names):
+        if name in involved:
+            lie[name].append(_where(description, item))
+    tied: dict[str, str] = {}
+    refused = []
+    for group in groups:
+        of_group = list(dict.fromkeys(names[item] for item in group))
+        kept, *others = of_group
+        if all(lie[other] == lie[kept] for other in others):
+            tied.update(dict.fromkeys(others, kept))
+        else:
+            refused.append(of_group)
+    if refused:
+        raise shared_memory_error(refused)
+    return tied
+
+
+def empty_twins(description: Description) -> set[str]:
+    """Keys of which this rank has nothing but empty boxes, but for the first of each shape and dtype.
+
+    Whether such are tied memory does not tell, other ranks may know that they are and not store them: then an empty box
+    would be all that is left. Where they are not tied others hold all of them, and an empty box adds nothing.
+    """
+    if all(tensor.numel() for tensor in description.tensors):
+        return set()
+    kinds: dict[str, tuple[Any, ...] | None] = {}
+    for name, (_, kind, dtype, _, _, shape, _, size) in zip(description.names, description.items, strict=True):
+        is_empty = kind != OBJECT and 0 in size and 0 not in shape
+        kinds[name] = (dtype, shape) if is_empty and kinds.get(name, ()) is not None else None
+    first: dict[tuple[Any, ...], str] = {}
+    return {name for name, kind in kinds.items() if kind is not None and first.setdefault(kind, name) != name}
+
+
+def _where(description: Description, item: int) -> tuple[Any, ...]:
+    """What an item is, in every respect but its name."""
+    _, _, dtype, _, _, shape, offset, size = description.items[item]
+    tensor, local_offset = description.source(item)
+    lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return dtype, shape, offset, size, lies, local_offset
+
+
+def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
+    areas: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
+            start = tensor.data_ptr()
+            extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
+            areas.setdefault(tensor.device, []).append((start, start + extent, name))
+    groups: list[list[str]] = []
+    for of_device in areas.values():
+        end = 0
+        for start, stop, name in sorted(of_device):
+            if start < end:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    return reach(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+
+
+def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
+    """What to raise for groups of names whose tensors share memory."""
+    return RuntimeError(
+        f"tensors that share memory would be stored once each, and be apart when they are loaded: "
+        f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "
+        "loading, or save copies (clone())"
+    )

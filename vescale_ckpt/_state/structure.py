@@ -1,0 +1,173 @@
+"""Notes what the dotted keys of a nested state leave out: keys that are no text, and mappings without elements.
+
+DCP makes text of all keys of mappings, and an empty mapping has no element to be stored. Both are noted beside the
+paths of the keys, in an attribute of `.metadata` that stock readers do not look at (docs/format.md).
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..errors import UntrustedCheckpointError
+
+Path = tuple[str | int, ...]
+
+ATTRIBUTE = "vescale_ckpt_structure"  #: of DCP's `Metadata`
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _NotKept(Exception):
+    """No key of this kind can be noted."""
+
+
+@dataclass
+class Structure:
+    """Of one state. Paths are those of `flatten`: text for keys of mappings, numbers for elements of lists."""
+
+    numbered: set[Path] = field(default_factory=set)  #: mappings whose keys are whole numbers, all of them
+    keys: dict[Path, Any] = field(default_factory=dict)  #: other keys that are no text, by the path that they end
+    empty: set[Path] = field(default_factory=set)  #: mappings without elements
+    lost: list[Path] = field(default_factory=list)  #: of keys that will come back as text; not stored
+
+    def see(self, mapping: Mapping[Any, Any], path: Path) -> None:
+        """Notes the keys of a mapping that lies at `path`."""
+        if not mapping:
+            if path:
+                self.empty.add(path)
+            return
+        kinds = set(map(type, mapping))
+        if kinds == {str}:
+            return
+        if kinds == {int}:
+            self.numbered.add(path)
+            return
+        for key in mapping:
+            if type(key) is not str:
+                at = (*path, str(key))
+                try:
+                    self.keys[at] = _decoded(_encoded(key))
+                except _NotKept:
+                    self.lost.append(at)
+
+    def key(self, path: Path, text: str) -> Any:
+        """The key of the mapping at `path` that became `text`."""
+        if path in self.numbered and is_number(text):
+            return int(text)
+        return self.keys.get((*path, text), text) if self.keys else text
+
+    def pack(self) -> str:
+        """As text; empty if there is nothing to note."""
+        if not (self.numbered or self.keys or self.empty):
+            return ""
+        numbered, empty = (sorted(map(list, paths), key=repr) for paths in (self.numbered, self.empty))
+        keys = sorted(([*path, _encoded(key)] for path, key in self.keys.items()), key=repr)
+        return json.dumps({"numbered": numbered, "keys": keys, "empty": empty})
+
+    @staticmethod
+    def unpack(text: str) -> Structure:
+        """Raises `UntrustedCheckpointError` for what `pack` does not write."""
+        structure = Structure()
+        try:
+            told = json.loads(text) if text else {"numbered": [], "keys": [], "empty": []}
+            structure.numbered = {_path(path) for path in told["numbered"]}
+            structure.empty = {_path(path) for path in told["empty"] if path}
+            structure.keys = {_path(path): _decoded(encoded) for *path, encoded in told["keys"]}
+        except (ValueError, TypeError, KeyError, RecursionError, _NotKept) as error:
+            raise UntrustedCheckpointError(
+                f"metadata tells the kinds of keys in a way that nobody writes: {error!r}"
+            ) from error
+        return structure
+
+    @staticmethod
+    def merged(packed: Iterable[str]) -> str:
+        """Of the states of all ranks, as text."""
+        distinct = [text for text in dict.fromkeys(packed) if text]
+        if len(distinct) < 2:
+            return "".join(distinct)
+        result = Structure()
+        for one in map(Structure.unpack, distinct):
+            result.numbered |= one.numbered
+            result.keys = {**one.keys, **result.keys}
+            result.empty |= one.empty
+        return result.pack()
+
+
+def structure_of(metadata: Metadata) -> Structure | None:
+    """What a checkpoint's metadata note; None if whoever wrote it notes nothing."""
+    noted = getattr(metadata, ATTRIBUTE, None)
+    return Structure.unpack(noted) if isinstance(noted, str) else None
+
+
+def is_number(text: str) -> bool:
+    """Whether it is what `str` makes of a whole number."""
+    digits = text.removeprefix("-")
+    return digits.isdecimal() and digits.isascii() and len(digits) < 4000 and str(int(text)) == text
+
+
+def _path(elements: list[Any]) -> Path:
+    if not all(type(element) is str or (type(element) is int and element >= 0) for element in elements):
+        raise ValueError(f"{elements!r} is no path")
+    return tuple(elements)
+
+
+def _encoded(key: Any) -> Any:
+    """A key as JSON has it: text as it is, all else as a list of its kind and its value. What equals a number, as an
+    `IntEnum` does, becomes that number. Raises `_NotKept`."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if key is None or isinstance(key, bool):
+        return ["constant", key]
+    if isinstance(key, float):
+        return ["float", float.__repr__(key)]
+    if isinstance(key, complex):
+        return ["complex", repr(complex(key))]
+    if isinstance(key, bytes):
+        return ["bytes", key.decode("latin1")]
+    if type(key) in (tuple, torch.Size):
+        return ["tuple", list(map(_encoded, key))]
+    if type(key) is frozenset:
+        return ["frozenset", sorted(map(_encoded, key), key=repr)]
+    if isinstance(key, torch.dtype):
+        return ["dtype", str(key)]
+    if isinstance(key, torch.device):
+        return ["device", str(key)]
+    try:
+        if not isinstance(key, torch.Tensor):
+            return ["int", str(operator.index(key))]  # also numpy's
+    except TypeError:
+        pass
+    raise _NotKept
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "bytes": lambda text: text.encode("latin1"),
+    "tuple": lambda elements: tuple(map(_decoded, elements)),
+    "frozenset": lambda elements: frozenset(map(_decoded, elements)),
+    "dtype": _DTYPES.__getitem__,
+    "device": torch.device,
+}
+
+
+def _decoded(encoded: Any) -> Any:
+    if isinstance(encoded, str):
+        return encoded
+    kind, value = encoded
+    if kind == "constant":
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{value!r} is no constant")
+        return value
+    try:
+        return _KINDS[kind](value)
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,95 @@
+"""`Watch` tells whether tensors that are read for a while were changed meanwhile, for saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from .._engine import torch_private
+from ..errors import CheckpointError
+
+
+class Watch:
+    """Of some tensors, from when it is made.
+
+    Torch's version counters tell, which are those of the tensors given: a name by `.data` has one of its own, and a
+    DTensor another than what it holds on this rank. So do address and size of the storages. The storages are held: a
+    tensor that is given other memory (`.data =`) does not take the old one away from who reads it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._storages = storages_of(tensors)
+        self._versions, self._places = torch_private.versions(tensors), self._places_now()
+
+    def changed(self) -> list[int]:
+        """The numbers of those that were changed, or whose memory was."""
+        versions, places = torch_private.versions(self._tensors), self._places_now()
+        if versions == self._versions and places == self._places:
+            return []
+        before = zip(self._versions, *self._places, strict=True)
+        now = zip(versions, *places, strict=True)
+        return [number for number, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+
+    def _places_now(self) -> tuple[list[int], list[int]]:
+        storages = self._storages
+        return list(map(torch.UntypedStorage.data_ptr, storages)), list(map(torch.UntypedStorage.nbytes, storages))
+
+
+class WatchedState:
+    """The same of the tensors of a flat state, by its keys."""
+
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        found = [(key, tensor) for key, value in flat.items() for tensor in tensors_of(value)]
+        self._names = [key for key, _ in found]
+        self._watch = Watch([tensor for _, tensor in found])
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointError` naming what was changed."""
+        if changed := self._watch.changed():
+            raise changed_meanwhile(self._names[changed[0]])
+
+
+def tensors_of(value: Any) -> Sequence[torch.Tensor]:
+    """What changes when the value does: a DTensor counts for itself, and what it holds on this rank, too."""
+    if isinstance(value, DTensor):
+        return value, *local_parts(value)
+    return local_parts(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else ()
+
+
+def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    """What a tensor holds on this rank."""
+    if isinstance(value, ShardedTensor):  # which calls itself a tensor
+        return [shard.tensor for shard in value.local_shards()]
+    return torch_private.local_tensors([value]) if isinstance(value, DTensor) else [value]
+
+
+def changed_meanwhile(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key} was changed while it was saved, or its memory was, by another thread: nothing is committed. Save when "
+        "nothing else works on the state, or save a copy",
+        key=key,
+    )
+
+
+def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """One for each; an empty one where there is none to speak of: of sparse tensors, and of some subclasses."""
+    try:
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        list(map(torch.UntypedStorage.data_ptr, storages))
+        return storages
+    except (RuntimeError, NotImplementedError):
+        return [_storage(tensor) for tensor in tensors]
+
+
+def _storage(tensor: Any) -> torch.UntypedStorage:
+    try:
+        storage: torch.UntypedStorage = tensor.untyped_storage()
+        storage.data_ptr()
+        return storage
+    except (RuntimeError, NotImplementedError):
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()

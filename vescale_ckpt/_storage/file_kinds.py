@@ -1,0 +1,47 @@
+"""What is no checkpoint to load, but a conversion can make one of: what to say to who tries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Literal
+
+from .directory import directory_at
+
+_ZIP, _PICKLE = b"PK\3\4", b"\x80"
+_LENGTH_BYTES = 8  # that a safetensors file begins with, then comes its header; they may look like anything
+_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
+
+
+def advice_for_file(path: str) -> str | None:
+    """What to do with a file of torch.save or numpy; None if it is something else. Raises OSError."""
+    kind = kind_of_file(path)
+    if kind == "archive":
+        return f"{path} is a file of torch.save or numpy, which is no checkpoint to load: {_convert(path)}"
+    if kind == "pickle":
+        return f"{path} seems to be a file of torch.save before torch 1.6: load it with torch.load and save it again"
+    return None
+
+
+def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
+    """By how it begins. Raises OSError."""
+    directory, name = os.path.split(path)
+    _, begin = directory_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
+    if begin[_LENGTH_BYTES:] == b"{":
+        return "other"
+    return "archive" if begin.startswith(_ZIP) else "pickle" if begin.startswith(_PICKLE) else "other"
+
+
+def advice_for_directory(path: str) -> str | None:
+    """What to do with such files in a directory that holds no checkpoint; None if there are none."""
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in directory_at(path).names() if name.endswith(_SUFFIXES))
+        if names:
+            found = path if names[0].endswith(".npy") else os.path.join(path, names[0])
+            more = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
+            return f"it holds {names[0]}{more}, of another format: {_convert(found)}"
+    return None
+
+
+def _convert(path: str) -> str:
+    return f"vescale_ckpt.convert({path!r}, 'model.safetensors', format='safetensors') makes one that can be loaded"

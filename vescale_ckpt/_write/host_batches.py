@@ -1,0 +1,155 @@
+"""Host batches bring tensors that the engine cannot use where they are to host memory, for a rank that writes them: one
+batch is written while the next is copied."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from .. import settings
+from .._engine import _C
+from .._engine.dtypes import DTYPE_CODES, dtype_code
+from .._engine.errors import named_errors
+from .._engine.overlap import GROUP_TENSORS, overlap
+from .._engine.rows import NO_LIMIT, int_table, words
+from .._engine.tensor_checks import as_host_tensor
+from .._plan.save_plan import PackedItems
+from .._state.tensor_table import NOT_READY, ON_HOST
+from ..errors import CheckpointError
+from .rank_files import RankFile
+
+
+@dataclass
+class _Batch:
+    """Rows of a rank's part that are written together."""
+
+    rows: Sequence[int]
+    table: Any
+    memory: _C.Snapshot | list[torch.Tensor] | None  #: what the table points into, unless it is the state's own
+
+
+@dataclass
+class ItemBatch:
+    """DCP's items that are written together, and their tensors in memory that the engine can use."""
+
+    items: list[WriteItem] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
+    """A snapshot, yet to be filled, of rows of which `devices` says where they are; empty if all in host memory.
+
+    Its copies come behind what the current streams of the devices have queued when they start.
+    """
+    numbers = sorted({device for device in memoryview(devices).cast("B").cast("q") if device >= 0})
+    producers = [(number, int(torch.cuda.current_stream(number).cuda_stream)) for number in numbers]
+    return _C.Snapshot(table, budget, threads, devices, producers)
+
+
+def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
+    """The engine's table of tensors, which must live until they are written."""
+    table = int_table()
+    for tensor in tensors:
+        shape = tensor.shape
+        table.extend((DTYPE_CODES[tensor.dtype], tensor.data_ptr(), len(shape), *shape, *tensor.stride()))
+    return table
+
+
+def write_rows(
+    file: RankFile, items: PackedItems, rows: Sequence[int], threads: int
+) -> Iterator[tuple[Sequence[int], list[int]]]:
+    """Writes those rows of a part, wherever they are. Yields some of them at a time, and for each offset, length and
+    CRC-32. Two batches are in memory at most, which share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
+
+    def write(batch: _Batch) -> list[int]:
+        try:
+            return file.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
+        finally:
+            if isinstance(batch.memory, _C.Snapshot):
+                batch.memory.release()
+
+    for batch, placed in overlap(_batches(file, items, rows, threads), write):
+        yield batch.rows, placed
+
+
+def _batches(file: RankFile, items: PackedItems, rows: Sequence[int], threads: int) -> Iterator[_Batch]:
+    if items.description.all_ready:
+        on_host, on_devices, not_ready = rows, [], []
+    else:
+        ready = items.ready_rows()
+        on_host = [row for row in rows if ready[row] == ON_HOST]
+        on_devices = [row for row in rows if ready[row] > ON_HOST]
+        not_ready = [row for row in rows if ready[row] == NOT_READY]
+    if on_host:
+        yield _Batch(on_host, items.write_table(on_host), None)
+    for some in _bounded(on_devices, items) if on_devices else ():
+        with named_errors(items.key, file.path):
+            snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads)
+            if snapshot.first:
+                raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
+            snapshot.copy()
+        yield _Batch(some, snapshot.table(), snapshot)
+    yield from (_Batch(some, write_table(tensors), tensors) for some, tensors in converted(items, not_ready))
+
+
+def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
+    """Some rows at a time, and copies of them that the engine can use: of other devices, of lazy conjugates."""
+    start = 0
+    for batch in item_batches([items[row] for row in rows], lambda item: items.resolve(item.index)):
+        yield rows[start : start + len(batch.items)], batch.tensors
+        start += len(batch.items)
+
+
+def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]:
+    budget, sizes = settings.number("arena_bytes") // 2, words(items.body_bytes())
+    start, held = 0, 0
+    for number, row in enumerate(rows):
+        if held and held + sizes[row] > budget:
+            yield rows[start:number]
+            start, held = number, 0
+        held += sizes[row]
+    yield rows[start:]
+
+
+def item_batches(
+    items: Sequence[WriteItem], resolve: Callable[[WriteItem], object], makes_tensors: bool = False
+) -> Iterator[ItemBatch]:
+    """Cuts a rank's tensors into batches, by number, and by bytes where tensors are not the state's own memory: copies
+    from a device, and what a planner makes up (`makes_tensors`), live until they are written, two batches at a time."""
+    budget = settings.number("arena_bytes") // 2
+    batch, held = ItemBatch(), 0
+    for item in items:
+        tensor, own_memory = _in_host_memory(item, resolve(item))
+        dtype_code(tensor.dtype, item.index.fqn)  # raises for those that cannot be stored
+        batch.items.append(item)
+        batch.tensors.append(tensor)
+        if own_memory or makes_tensors:
+            held += tensor.nbytes
+        if held >= budget or len(batch.items) == GROUP_TENSORS:
+            yield batch
+            batch, held = ItemBatch(), 0
+    if batch.items:
+        yield batch
+
+
+def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool]:
+    """What an item was resolved to, where the engine can use it, and whether it has memory of its own there."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
+        )
+    wanted = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+    if tensor.shape != wanted:
+        raise CheckpointError(
+            f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
+            key=item.index.fqn,
+        )
+    try:
+        return as_host_tensor(tensor)
+    except CheckpointError as error:
+        raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error

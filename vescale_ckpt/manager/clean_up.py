@@ -1,0 +1,101 @@
+"""What goes after a save has committed: checkpoints that the rule does not keep, and what dead saves have left."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from .._native import metadata_file
+from .._native.names import METADATA_NAME
+from .._native.steps import SavedOrder, complete_steps, path_of
+from .._read.verify import verify
+from .._storage.directory import directory_at, stat_of
+from ..errors import CheckpointError
+from . import step_directories, step_metrics
+from .retention import Kept, Retention
+
+logger = logging.getLogger(__name__)
+
+
+def clean_up(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> None:
+    """Removes what need not be kept, unless it is in use, or nothing sound would be left.
+
+    What `verify(quick=True)` finds damaged does not count as kept: the rule chooses again, without it.
+
+    Args:
+        saved: the step that has just been saved. It stays.
+        damaged: steps that could not be loaded: they do not count as kept.
+    """
+    step_directories.remove(root, sorted(_to_remove(root, retention, saved, damaged)))
+    step_directories.remove_leftovers(root)
+
+
+def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> set[int]:
+    if retention.max_to_keep is None:
+        return set()
+    oldest_first = SavedOrder(root).newest_first()[::-1]
+    complete = set(oldest_first)
+    checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
+    found: dict[int, _Look] = {}  # of those that would be kept
+    uncounted = complete & damaged
+    by_rank = replace(retention, keep_period=None)  # those that stay for good are many, and in nobody's place
+    while True:
+        counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
+        beaten = set(by_rank.surplus(counted)) - {saved}
+        surplus = {step for step in beaten if not retention.keeps_for_good(step)}
+        if not surplus and not uncounted:
+            return set()
+        kept = {checkpoint.step for checkpoint in counted} - beaten
+        for step in kept - found.keys():
+            found[step] = _Look(path_of(root, step))
+        unsound = {step for step in kept if not found[step].sound}
+        if not unsound:
+            break
+        uncounted |= unsound
+    uncounted &= set(complete_steps(root))  # but for what somebody else has removed meanwhile
+    for step in sorted(found.keys() & uncounted):
+        logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, found[step].reason)
+    # What only did not answer may be whole.
+    lost = {step for step in uncounted if step not in found or found[step].damaged}
+    lost = {step for step in lost if step != saved and not retention.keeps_for_good(step)}
+    if not kept:
+        logger.warning("nothing is removed from %s: no checkpoint that would stay there is sound", root)
+        return set()
+    if not surplus | lost:
+        logger.warning("nothing is removed from %s: the sound ones there are needed", root)
+    return surplus | lost
+
+
+class _Look:
+    """What `verify(quick=True)` finds in a checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        report = verify(path, quick=True)
+        self.sound = report.ok
+        self.reason = "" if report.ok else report.damaged[0].reason
+        #: whether it is damaged for certain: everything that is wrong with it could be looked at
+        self.damaged = not report.ok and all(_answers(path, damage.file) for damage in report.damaged)
+
+
+def _answers(directory: str, file: str) -> bool:
+    """Whether the file system tells how it stands with a file, which may be that it is not there."""
+    try:
+        directory_at(directory).names()
+        if file == os.path.join(directory, METADATA_NAME):
+            metadata_file.metadata_bytes(directory, None)
+        else:
+            stat_of(file)
+    except CheckpointError as error:
+        return getattr(error, "errno", None) in (None, errno.ENOENT)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _metric(root: str, step: int, name: str | None) -> float | None:
+    return None if name is None else step_metrics.read(path_of(root, step)).get(name)

@@ -1,0 +1,434 @@
+"""`CheckpointManager`: when to save, what to keep, where to go on from. One directory `step-N` for each checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import operator
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from signal import Signals
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .. import api, settings
+from .._collective.background import Lane
+from .._collective.handle import SaveHandle
+from .._native.steps import SavedOrder, complete_steps, path_of
+from .._ranks.exchange import Exchange, digest
+from .._ranks.groups import check_alone_on_purpose, resolved
+from .._read.verify import verify
+from .._storage.directory import local_path
+from .._write.optimizer_gate import Gate
+from ..errors import CheckpointError, CorruptCheckpointError, some
+from ..settings import checked_seconds
+from . import step_metrics
+from .clean_up import clean_up
+from .course import Course
+from .preemption import SignalFlag
+from .retention import BestMode, Retention
+from .running_save import RunningSave
+from .schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+_GONE = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}  # now; that may pass
+
+
+class CheckpointManager:
+    """Saves a training run's checkpoints under one directory, keeps those that are wanted, finds the newest good one.
+
+    All ranks make it and call `save`, `restore`, `latest` and `close` together, with equal arguments; the directory is
+    one that all of them see. What clocks and files say is decided by the coordinator, for all. Several managers may
+    work in one directory, and others may load from it: what is saved to or read (through this package) is not removed.
+    To be used by one thread at a time; what follows a save that went on in the background, a thread of its own does.
+
+    Args:
+        directory: a path or `file://` URL; made by the first save.
+        max_to_keep: how many checkpoints stay: those saved last, or with `best` those. None: all. Others are removed
+            after a newer one is durable; never the one saved last, nor one that is sound for one that is damaged.
+        keep_period: checkpoints whose step is a multiple of it stay for good.
+        save_interval_steps, save_interval_seconds: `save` saves when the step is a multiple of the one, or so many
+            seconds after the last save began; with neither, always.
+        best: name of the metric that says which checkpoints are good; every save that is made needs it then.
+        best_mode: "max" or "min"; to be given where `best` is.
+        async_checkpoint: whether `save` returns before the checkpoint is durable. A save that goes on when the process
+            ends is finished, with what it supersedes removed, as `VESCALE_CKPT_EXIT_TIMEOUT` allows.
+        save_on_signal: a signal (SIGTERM, say) that leads to one last save, durable before `save` returns, at the first
+            `save` after it has come to any rank; then `preempted` is True. To be made in the main thread.
+        timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        save_interval_steps: int | None = None,
+        save_interval_seconds: float | None = None,
+        best: str | None = None,
+        best_mode: BestMode | None = None,
+        async_checkpoint: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        save_on_signal: Signals | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.directory = local_path(directory)
+        self.retention = Retention(max_to_keep, keep_period, best, best_mode)
+        self.schedule = Schedule(save_interval_steps, save_interval_seconds)
+        self.async_checkpoint = async_checkpoint
+        self.process_group = process_group
+        self.timeout = checked_seconds("timeout", timeout, zero=False)
+        self.preempted = False  #: a signal came, and the save that it asked for is durable: time to stop
+        self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
+        self._running: RunningSave | None = None  # the last save that was begun, until `wait` has told how it ended
+        self._damaged: frozenset[int] = frozenset()  # steps that `restore` had to pass over
+        self._course = Course(self.directory)  # of the coordinator
+        if self._is_coordinator():
+            self._course.look()
+        self._closed = False
+
+    # --- Saving
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
+        force: bool = False,
+    ) -> SaveHandle | None:
+        """Saves `state` as the checkpoint of a step, if it is time to, or with `force`; returns None if not.
+
+        A checkpoint that the step has already is replaced. Waits for the save before this one; if that has failed and
+        nobody has seen it on some rank, all ranks raise that instead, and the call after this one saves. `gate`, where
+        the save is asynchronous, and errors: as of `vescale_ckpt.save`.
+
+        A step that is lower than one saved before begins a new branch: `restore` and `latest` go on from it, and a
+        warning names the later steps that it abandons.
+
+        `metrics`: numbers, kept beside the checkpoint, equal on all ranks. Raises ValueError if the one that `best`
+        names is missing, and CheckpointError on all ranks if ranks differ in them. A save that a signal asked for is
+        made all the same, without them.
+        """
+        if self._closed:
+            raise ValueError("the manager is closed")
+        step = _checked_step(step)
+        check_alone_on_purpose()
+        numbers, wrong = _numbers(metrics)
+        signal_came = None if self._signal is None or self.preempted else self._signal.raised
+        decision = self.schedule.decide(step, force, signal_came, self._exchange)
+        if not decision.due:
+            if wrong is not None:
+                raise wrong
+            return None
+        numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
+        self._wait_for_the_one_before(is_last=decision.by_signal)
+        began = time.monotonic()
+        running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
+        self._prepare(running, numbers)
+        in_background = self.async_checkpoint and not decision.by_signal
+        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate)
+        self.schedule.began(began)
+        if decision.by_signal:
+            self.wait()
+            self.preempted = True
+        return handle
+
+    def _agreed(
+        self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
+    ) -> dict[str, float] | None:
+        """The metrics of a save that all ranks begin. Raises on all of them what is wrong with those of any."""
+        if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
+            given = ", ".join(map(repr, numbers or {})) or "none"
+            wrong = ValueError(
+                f"step {step}: metrics={{{self.retention.best!r}: ...}} is missing, which best= asks for: {given} given"
+            )
+        exchange = self._exchange()
+        text = json.dumps(numbers, sort_keys=True).encode()
+        number = digest(text)
+        ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
+        least, not_most, low, not_high, missing_on = exchange.agree(ours, "beginning to save")
+        if least != ~not_most:
+            raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
+        error = wrong
+        if error is None and missing_on < exchange.size:
+            error = CheckpointError(f"step {step}: nothing is saved, because of the metrics on rank {missing_on}")
+        elif error is None and low != ~not_high:
+            error = CheckpointError(self._differing(step, text, exchange))
+        if error is None:
+            return numbers
+        if not is_last:
+            raise error
+        if exchange.is_coordinator:
+            logger.error("this last save is made without metrics: %s", error)
+        return None
+
+    @staticmethod
+    def _differing(step: int, text: bytes, exchange: Exchange) -> str:
+        """How the metrics of ranks differ, on all of them."""
+        phase = "comparing metrics"
+        of_all = exchange.gather(text, phase)
+        answer = None
+        if of_all is not None:
+            other = next((rank for rank, theirs in enumerate(of_all) if theirs != of_all[0]), 0)
+            answer = (
+                f"the metrics of step {step} differ over ranks: rank 0 gives {of_all[0].decode()[:500]}, rank {other} "
+                f"gives {of_all[other].decode()[:500]}. Give all ranks the same: the mean over ranks, say"
+            ).encode()
+        return exchange.broadcast(answer, phase).decode()
+
+    def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
+        """What the coordinator does before the save. Raises on all ranks if the order of saving cannot be kept."""
+        abandoned: list[int] = []
+
+        def prepare() -> None:
+            if running.is_coordinator:
+                branch, abandoned[:] = self._course.branch_of(running.step)
+                running.prepare(numbers, branch)
+
+        try:
+            self._exchange().together(prepare, f"preparing {running.path}")
+        except BaseException:
+            running.end(None)
+            raise
+        if abandoned:
+            logger.warning(
+                "step %d is saved after going back: steps %s in %s are abandoned. latest() and restore() go on from "
+                "what is saved last",
+                running.step,
+                some([*map(str, abandoned)]),
+                self.directory,
+            )
+
+    def _wait_for_the_one_before(self, *, is_last: bool) -> None:
+        """Of the process group, whoever has begun it. What went wrong with it the save that follows raises."""
+        lane = Lane.of(self.process_group)
+        with lane.lock:
+            lane.wait_until_done(settings.timeout(self.timeout))
+            # The last save is not given up for it: there may be no other chance.
+            if is_last and (failure := lane.take_failure()) is not None:
+                logger.error("%s", failure)
+
+    def _begin_save(
+        self,
+        running: RunningSave,
+        state: Mapping[str, Any],
+        *,
+        async_checkpoint: bool,
+        gate: Optimizer | Iterable[Optimizer] | Gate | None,
+    ) -> SaveHandle:
+        """Sees to it that `running` ends."""
+        try:
+            handle = running.handle = api.save(
+                running.path,
+                state,
+                async_checkpoint=async_checkpoint,
+                process_group=self.process_group,
+                gate=gate if async_checkpoint else None,
+                timeout=self.timeout,
+            )
+        except BaseException:
+            running.end(None)
+            raise
+
+        def committed() -> None:
+            self._damaged -= {running.step}
+            if running.is_coordinator:
+                clean_up(self.directory, self.retention, running.step, self._damaged)
+
+        handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
+        return handle
+
+    def wait(self) -> None:
+        """Returns when no save of this manager goes on, and what it superseded is removed. Raises what went wrong with
+        the last one, once."""
+        if (running := self._running) is None:
+            return
+        running.wait_until_ended()
+        self._running = None
+        if running.handle is not None:
+            running.handle.result()
+
+    def close(self) -> None:
+        """Waits for the save that is going on, and lets go of the signal. May be called again."""
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            if self._signal is not None:
+                self._signal.release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as raised:
+            if error is None:
+                raise
+            logger.error("the last save failed, too: %s", raised)  # not in place of what the program raised
+
+    # --- Finding and loading
+
+    def steps(self) -> list[int]:
+        """Steps whose checkpoints are complete, rising, as this process sees the directory now; asks no other rank."""
+        return complete_steps(self.directory)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """The metrics that were saved with a step; none where there were none."""
+        return step_metrics.read(path_of(self.directory, step))
+
+    def latest(self, *, full: bool = False) -> int | None:
+        """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
+
+        Where training went back to an earlier step and saved since, later steps that it abandoned come after all
+        others. `full` reads all of it (on the coordinator, while the others wait). Equal on all ranks.
+        """
+        return self._newest_sound(quick=not full)
+
+    def restore(
+        self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True, weights_only: bool = True
+    ) -> int:
+        """Loads the checkpoint of a step into `state`, or the good one that was saved last; returns its step.
+
+        Saves go on from there: later steps on disk are abandoned with the next save, which a warning then says.
+
+        Without `step`: if the last turns out to be damaged, on any rank, all ranks go on with the one before, with a
+        warning. Waits for a save that is going on; what went wrong with it is left to `wait` and the next save. If it
+        raises, `state` holds parts of checkpoints.
+
+        With `prepare` the first save of `state` afterwards finds its plan made and the memory of its snapshot taken
+        (`vescale_ckpt.prepare`). False spares that memory where nothing will be saved. `weights_only`: as of
+        `vescale_ckpt.load`; False is for checkpoints that you trust as you trust code.
+
+        Raises `CheckpointError` if there is no checkpoint, or the last one's error if none is good; and, of what is
+        wrong with the state and not with the checkpoint, `IncompatibleStateError`, `MissingKeysError`,
+        `UntrustedCheckpointError`, `LoadFailedError`: on all ranks, as `vescale_ckpt.load`.
+        """
+        if self._running is not None:
+            self._running.wait_until_ended()
+        options = {} if weights_only else {"weights_only": False}
+        if step is None:
+            step = self._load_newest(state, options)
+        else:
+            step = _checked_step(step)
+            self._load(path_of(self.directory, step), state, **options)
+        self._go_on_from(step)
+        if prepare:
+            self._prepare_to_save(state)
+        return step
+
+    def _load_newest(self, state: dict[str, Any], options: Mapping[str, bool]) -> int:
+        failure: CheckpointError | None = None
+        tried: set[int] = set()
+        while (found := self._newest_sound(quick=True, but=tried)) is not None:
+            try:
+                self._load(path_of(self.directory, found), state, **options)
+            except CheckpointError as error:  # of one kind on all ranks
+                if isinstance(error, CorruptCheckpointError):
+                    self._damaged |= {found}
+                elif getattr(error, "errno", None) not in _GONE:
+                    raise
+                failure = error
+            else:
+                return found
+            level = logging.WARNING if self._is_coordinator() else logging.DEBUG
+            logger.log(level, "the checkpoint of step %d is passed over, for an older one: %s", found, failure)
+            tried.add(found)
+        if failure is not None:
+            raise failure
+        raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
+
+    def _go_on_from(self, step: int) -> None:
+        def go_on() -> int:
+            if abandoned := self._course.restored(step):
+                logger.warning(
+                    "step %d was saved last in %s; later steps %s were abandoned, when training went back",
+                    step,
+                    self.directory,
+                    some([*map(str, abandoned)]),
+                )
+            return step
+
+        self._told(go_on, "looking for later checkpoints")
+
+    def _prepare_to_save(self, state: Mapping[str, Any]) -> None:
+        """All is restored: nothing here is worth an error."""
+        try:
+            api.prepare(
+                state,
+                async_checkpoint=self.async_checkpoint,
+                process_group=self.process_group,
+                timeout=self.timeout,
+            )
+        except Exception as error:
+            logger.warning("the next save has to plan: %s", error)
+
+    def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
+        api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
+
+    def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
+        def find() -> int | None:
+            for step in SavedOrder(self.directory).newest_first():
+                if step in self._damaged or step in but:
+                    continue
+                report = verify(path_of(self.directory, step), quick=quick)
+                if report.ok:
+                    return step
+                logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)
+            return None
+
+        return self._told(find, "looking for the newest checkpoint")
+
+    # --- Between ranks
+
+    def _is_coordinator(self) -> bool:
+        group = resolved(self.process_group)
+        return group is None or dist.get_rank(group) == 0
+
+    def _exchange(self) -> Exchange:
+        return Exchange.of(self.process_group, self.timeout, purpose="manager")
+
+    def _told(self, find: Callable[[], int | None], phase: str) -> int | None:
+        """What the coordinator finds, or its error, on every rank."""
+        exchange = self._exchange()
+        answer: dict[str, Any] | None = None
+        if exchange.is_coordinator:
+            try:
+                answer = {"found": find()}
+            except Exception as error:
+                answer = {"error": f"{phase} in {self.directory}: {type(error).__name__}: {error}"}
+        told = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
+        if "error" in told:
+            raise CheckpointError(told["error"], path=self.directory)
+        found: int | None = told["found"]
+        return found
+
+
+def _checked_step(step: int) -> int:
+    if isinstance(step, bool):
+        raise TypeError(f"step={step}: a number is wanted")
+    step = operator.index(step)
+    if step < 0:
+        raise ValueError(f"step={step}: it cannot be negative")
+    return step
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float] | None, Exception | None]:
+    """Metrics as numbers, or what is wrong with them."""
+    try:
+        return None if metrics is None else step_metrics.as_numbers(metrics), None
+    except Exception as error:
+        return None, error

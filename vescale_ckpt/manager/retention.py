@@ -1,0 +1,76 @@
+"""Which checkpoints to keep: a rule on steps and metrics, which knows nothing of files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..settings import checked_count
+
+BestMode = Literal["max", "min"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A complete checkpoint, as far as the rule looks at it."""
+
+    step: int
+    metric: float | None = None  #: that the rule asks for; None: the checkpoint has none
+    order: int | None = None  #: greater, the later it was saved (abandoned ones before others); None: as the step says
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones; the
+    one saved last and the one of the highest step in any case; and with `keep_period` each whose step is a multiple of
+    it, for good. `max_to_keep=None` keeps all."""
+
+    max_to_keep: int | None = None
+    keep_period: int | None = None
+    best: str | None = None
+    best_mode: BestMode | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_to_keep", "keep_period"):
+            checked_count(name, getattr(self, name))
+        if self.best is not None and (not isinstance(self.best, str) or not self.best):
+            raise ValueError(f"best={self.best!r}: the name of a metric is wanted, or None")
+        if self.best_mode not in ("max", "min", None):
+            raise ValueError(f"best_mode={self.best_mode!r}: 'max' or 'min' is wanted")
+        if self.best is not None and self.best_mode is None:
+            raise ValueError(
+                f"best_mode is missing: for best={self.best!r} say 'min' if less is better (a loss), or 'max'"
+            )
+
+    def keeps_for_good(self, step: int) -> bool:
+        return self.keep_period is not None and step % self.keep_period == 0
+
+    def surplus(self, checkpoints: Iterable[Kept]) -> list[int]:
+        """Steps that need not be kept, rising."""
+        if self.max_to_keep is None:
+            return []
+        found = list(checkpoints)
+        ranked = sorted(found, key=self._rank, reverse=True)
+        kept = {checkpoint.step for checkpoint in ranked[: self.max_to_keep]}
+        if found:
+            kept |= {max(found, key=_order).step, max(checkpoint.step for checkpoint in found)}
+        return sorted(
+            checkpoint.step
+            for checkpoint in found
+            if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
+        )
+
+    def _rank(self, checkpoint: Kept) -> tuple[float, int]:
+        """Better is greater. Of equals the newer is; without a metric, or with NaN, it is worse than any with."""
+        if self.best is None:
+            return 0.0, _order(checkpoint)
+        metric = checkpoint.metric
+        if metric is None or math.isnan(metric):
+            return -math.inf, _order(checkpoint)
+        return (metric if self.best_mode == "max" else -metric), _order(checkpoint)
+
+
+def _order(checkpoint: Kept) -> int:
+    return checkpoint.step if checkpoint.order is None else checkpoint.order

@@ -1,0 +1,65 @@
+"""A manager's save while it goes on: its lock and metrics before it, and after it the removal of what it supersedes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from .._collective.handle import SaveHandle
+from .._engine import _C
+from .._native import steps
+from .._native.steps import Branch
+from .._storage.directory import directory_at
+from .._storage.locks import FileLock
+from ..errors import CheckpointError
+from . import step_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class RunningSave:
+    """One save of this rank. What follows it is done in the order in which saves were begun, in whatever thread."""
+
+    def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
+        self.path = steps.path_of(root, step)
+        self.step = step
+        self.is_coordinator = is_coordinator  # the process group may be gone when the save ends
+        self.handle: SaveHandle | None = None  # None: it could not begin
+        self._before = before
+        self._lock: FileLock | None = None  # on the step's directory
+        self._ended = threading.Event()
+
+    def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
+        """What only the coordinator does. A save can do without metrics, but raises where it would not be known as the
+        last."""
+        if not self.is_coordinator:
+            return
+        try:
+            self._lock = directory_at(self.path).share()
+        except (CheckpointError, _C.EngineError, OSError) as error:
+            logger.warning("the directory of step %d cannot be locked: %s", self.step, error)
+        try:
+            step_metrics.write(self.path, self.step, metrics)
+        except (CheckpointError, _C.EngineError, OSError) as error:
+            logger.warning("the metrics of step %d are not kept: %s", self.step, error)
+        steps.write(self.path, branch)
+
+    def end(self, then: Callable[[], None] | None) -> None:
+        """It is durable or has failed. Does what follows it: nothing of that needs other ranks, or fails the save."""
+        try:
+            if self._lock is not None:
+                self._lock.release()
+            if self._before is not None:  # removing large files takes time, for which no save waits
+                self._before.wait_until_ended()
+            if then is not None:
+                then()
+        except Exception:
+            logger.exception("what step %d supersedes is left for the next save to remove", self.step)
+        finally:
+            self._lock = self._before = None
+            self._ended.set()
+
+    def wait_until_ended(self) -> None:
+        """And what follows it is done."""
+        self._ended.wait()

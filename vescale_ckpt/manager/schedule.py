@@ -1,0 +1,48 @@
+"""When it is time to save: by steps, by the coordinator's clock, on request, or because a signal came to some rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._ranks.exchange import Exchange
+from ..errors import CheckpointError
+from ..settings import checked_count, checked_seconds
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Of all ranks together."""
+
+    due: bool
+    by_signal: bool = False
+
+
+class Schedule:
+    """When the step is a multiple of `steps`, or `seconds` after the last save began; with neither, always."""
+
+    def __init__(self, steps: int | None, seconds: float | None) -> None:
+        self.steps = checked_count("save_interval_steps", steps)
+        self.seconds = checked_seconds("save_interval_seconds", seconds, zero=True)
+        self._last_save = time.monotonic()
+
+    def began(self, at: float) -> None:
+        """A save began at a time of `time.monotonic`."""
+        self._last_save = at
+
+    def decide(self, step: int, force: bool, signal_came: bool | None, exchange: Callable[[], Exchange]) -> Decision:
+        """Asks the other ranks only where it has to. `signal_came`: to this rank; None if none is looked for."""
+        by_step = self.steps is not None and step % self.steps == 0
+        due = force or by_step or (self.steps is None and self.seconds is None)
+        if self.seconds is None and signal_came is None:
+            return Decision(due)
+        asked = exchange()
+        by_clock = self.seconds is not None and time.monotonic() - self._last_save >= self.seconds
+        # The least of each counts: of the clocks the coordinator's, of the signals any.
+        ours = (step, ~step, due, by_clock or not asked.is_coordinator, not signal_came)
+        least, not_most, *answers = asked.agree(ours, "asking whether to save")
+        if least != ~not_most:
+            raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
+        due, by_clock, undisturbed = map(bool, answers)
+        return Decision(due or by_clock or not undisturbed, not undisturbed)
