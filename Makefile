@@ -13,7 +13,7 @@ export VESCALE_CKPT_WERROR = 1
 
 setup: $(STAMP) build
 
-# Debian's GoogleTest and liburing, where we may install them; both are optional.
+# Debian's GoogleTest and iproute2, where we may install them; both are optional.
 system:
 	@scripts/install_system_packages.sh
 

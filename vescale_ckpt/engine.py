@@ -48,9 +48,7 @@ def thread_count(argument: int | None) -> int:
 def options(threads: int | None, direct_io: DirectIO, in_background: bool = False) -> _C.Options:
     """The engine's options for one save or load; `in_background`: one that training goes on beside."""
     return _C.Options(
-        backend=str(settings.value("io_backend")),
         threads=thread_count(threads),
-        depth=settings.number("depth"),
         slot_bytes=settings.number("slot_bytes"),
         arena_bytes=settings.number("arena_bytes"),
         access=_ACCESS[direct_io],

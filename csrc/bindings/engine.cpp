@@ -17,20 +17,19 @@
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
 #include "io/archive_file.h"
-#include "io/channel.h"
 #include "io/commit.h"
 #include "io/crc32.h"
 #include "io/reader.h"
 #include "io/table.h"
+#include "io/transfer.h"
 #include "io/writer.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
-io::EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
-                               uint64_t arena_bytes, const std::string& access, uint64_t bytes_per_second,
-                               int niceness) {
-  io::EngineOptions options{io::backend_named(backend), threads, depth, slot_bytes, arena_bytes};
+io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t arena_bytes, const std::string& access,
+                               uint64_t bytes_per_second, int niceness) {
+  io::EngineOptions options{threads, slot_bytes, arena_bytes};
   options.read_cached = access != "direct only";
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;
@@ -221,9 +220,8 @@ io::Call named_call(const std::string& name) {
 
 void bind_engine(py::module_& module) {
   py::class_<io::EngineOptions>(module, "Options")
-      .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
-           py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"), py::arg("bytes_per_second") = 0,
-           py::arg("niceness") = 0);
+      .def(py::init(&make_options), py::kw_only(), py::arg("threads"), py::arg("slot_bytes"), py::arg("arena_bytes"),
+           py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0);
 
   py::class_<io::FileWriter>(module, "FileWriter")
       .def(py::init(
@@ -339,10 +337,7 @@ void bind_engine(py::module_& module) {
       py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
   module.def("capabilities", [] {
     py::dict result;
-    std::string reason;
     result["crc32"] = io::crc32_implementation();
-    result["io_uring"] = io::uring_available(&reason);
-    result["io_uring_reason"] = reason;
     return result;
   });
   module.def("trim_arena", [](const io::EngineOptions& options) {

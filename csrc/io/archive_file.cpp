@@ -10,8 +10,8 @@
 #include "error.h"
 #include "format/archive.h"
 #include "format/pickle_check.h"
-#include "io/channel.h"
 #include "io/crc32.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::io {
 namespace {

@@ -8,9 +8,9 @@
 #include <memory>
 
 #include "error.h"
-#include "io/channel.h"
 #include "io/file.h"
 #include "io/system.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::io {
 namespace {

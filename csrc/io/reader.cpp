@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "error.h"
 #include "format/checksum_table.h"
 #include "io/crc32.h"
 

@@ -4,10 +4,10 @@
 #include <utility>
 
 #include "error.h"
-#include "io/channel.h"
 #include "io/crc32.h"
 #include "io/memory.h"
 #include "io/table.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::io {
 

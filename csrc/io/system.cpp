@@ -54,6 +54,11 @@ int64_t or_errno(int64_t result) {
   return result < 0 ? -errno : result;
 }
 
+// The result of a call that was made, which may be turned into a failure.
+int64_t completed(Call call, int64_t result) {
+  return result < 0 ? -errno : with_faults(call, result);
+}
+
 // A call that may be failed before it is made, so that a fault on it leaves nothing behind. Repeated when a signal
 // interrupted it.
 template <typename Function>
@@ -77,12 +82,12 @@ void close(int fd) {
 
 int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags) {
   const iovec part{data, size};
-  return completed(Call::read, or_errno(::preadv2(fd, &part, 1, static_cast<off_t>(offset), flags)));
+  return completed(Call::read, ::preadv2(fd, &part, 1, static_cast<off_t>(offset), flags));
 }
 
 int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags) {
   const iovec part{const_cast<void*>(data), size};
-  return completed(Call::write, or_errno(::pwritev2(fd, &part, 1, static_cast<off_t>(offset), flags)));
+  return completed(Call::write, ::pwritev2(fd, &part, 1, static_cast<off_t>(offset), flags));
 }
 
 int allocate(int fd, uint64_t size) {
@@ -215,7 +220,7 @@ int populate(std::byte* address, uint64_t bytes) {
 int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {
   const iovec to{target, bytes};
   const iovec from{const_cast<std::byte*>(source), bytes};
-  return completed(Call::peek, or_errno(::process_vm_readv(::getpid(), &to, 1, &from, 1, 0)));
+  return completed(Call::peek, ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0));
 }
 
 int lower_priority(int niceness) {
@@ -225,10 +230,6 @@ int lower_priority(int niceness) {
   const int now = ::getpriority(PRIO_PROCESS, thread);
   if (now == -1 && errno != 0) return -errno;
   return static_cast<int>(or_errno(::setpriority(PRIO_PROCESS, thread, std::min(kLowest, now + niceness))));
-}
-
-int64_t completed(Call call, int64_t result) {
-  return result < 0 ? result : with_faults(call, result);
 }
 
 void inject_fault(Call call, int error, uint64_t skip, uint64_t times) {

@@ -1,5 +1,5 @@
 // The one seam to the operating system: every system call of the engine passes here, so that a test can fail any of
-// them, on either backend.
+// them.
 //
 // Functions return what the system call returns, or -errno; they never throw. Thread-safe.
 #pragma once
@@ -86,12 +86,8 @@ int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 // of its own: the kernel derives it.
 int lower_priority(int niceness);
 
-// Transfers that do not pass read() and write() above (io_uring) hand their result through here.
-int64_t completed(Call call, int64_t result);
-
 // --- Faults, for tests. A fault waits for the `skip`-th call of its kind from now on, then lets `times` calls fail
-// with
-// -`error`; error 0 makes a transfer short (half of its bytes, at least one block).
+// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block).
 void inject_fault(Call call, int error, uint64_t skip, uint64_t times);
 void clear_faults();
 // How often each call was made since clear_faults(); counted only while a fault is armed.

@@ -248,7 +248,7 @@ class Tiles {
     std::memset(slot + (at - segment.begin), 0, segment.end - at);
   }
 
-  // All runs but the last are written here: through the page cache that is a copy, which has no use for a channel.
+  // All runs but the last are written here: through the page cache that is a copy.
   void send_runs(const Part& part, Flight& flight) {
     const TileSource& source = *part.source;
     Transfer& last = flight.transfer;

@@ -31,17 +31,15 @@ class WorkQueue {
     changed_.notify_one();
   }
 
-  // False if nothing is ready.
-  bool try_take(T& item) {
-    const std::lock_guard lock(mutex_);
-    return take_locked(item);
-  }
-
   // Waits for an item; false when all expected items were taken or the queue was closed.
   bool take(T& item) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return closed_ || left_ == 0 || !ready_.empty(); });
-    return take_locked(item);
+    if (closed_ || ready_.empty()) return false;
+    item = std::move(ready_.front());
+    ready_.pop_front();
+    if (--left_ == 0) changed_.notify_all();
+    return true;
   }
 
   void close() {
@@ -53,14 +51,6 @@ class WorkQueue {
   }
 
  private:
-  bool take_locked(T& item) {
-    if (closed_ || ready_.empty()) return false;
-    item = std::move(ready_.front());
-    ready_.pop_front();
-    if (--left_ == 0) changed_.notify_all();
-    return true;
-  }
-
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::deque<T> ready_;

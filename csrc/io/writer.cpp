@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "error.h"
 #include "io/crc32.h"
 
 namespace vescale_ckpt::io {
@@ -382,7 +383,6 @@ uint64_t FileWriter::finish(bool sync) {
     // Direct like all the rest, so that no page of the file is left in the cache: whole blocks, then the true length.
     Arena& arena = shared_arena(options_.slot_bytes, options_.arena_bytes);
     const Slot slot = arena.acquire();
-    const std::unique_ptr<Channel> channel = make_channel(Backend::threads, 1);
     for (uint64_t done = 0; done < table.size();) {
       const uint64_t bytes = std::min<uint64_t>(arena.slot_bytes(), table.size() - done);
       const uint64_t padded = align_up(bytes, kBlock);
@@ -394,8 +394,7 @@ uint64_t FileWriter::finish(bool sync) {
       transfer.offset = cursor_ + done;
       transfer.data = slot.data();
       transfer.size = transfer.needed = padded;
-      channel->submit(&transfer);
-      channel->wait();
+      perform(transfer);
       done += bytes;
     }
     cursor_ += table.size();

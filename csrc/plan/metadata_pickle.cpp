@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "error.h"
 #include "format/torch_record.h"
 #include "io/crc32.h"
 #include "plan/pickle_out.h"

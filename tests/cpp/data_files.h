@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "access_test.h"
 #include "io/crc32.h"
-#include "modes.h"
 #include "tensors.h"
 
 namespace vescale_ckpt {
@@ -18,12 +18,10 @@ namespace vescale_ckpt {
 inline constexpr uint64_t kSlotBytes = 9 * (256 << 10);
 inline constexpr uint64_t kSlots = 4;
 
-inline io::EngineOptions small_options(const Mode& mode, unsigned threads = 3) {
+inline io::EngineOptions small_options(io::Access access, unsigned threads = 3) {
   io::EngineOptions options;
-  options.backend = mode.backend;
-  options.widest = mode.access;
+  options.widest = access;
   options.threads = threads;
-  options.depth = 3;
   options.slot_bytes = kSlotBytes;
   options.arena_bytes = kSlots * kSlotBytes;
   return options;

@@ -48,7 +48,7 @@ TEST(Niceness, CarriesErrorsToTheCaller) {
   EXPECT_THROW(run_workers(2, [](const std::atomic<bool>&) { throw Error::invalid("no"); }, 1), Error);
 }
 
-class Background : public ModeTest {
+class Background : public AccessTest {
  protected:
   EngineOptions options() const { return small_options(GetParam()); }
 
@@ -69,7 +69,7 @@ class Background : public ModeTest {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, Background, ::testing::ValuesIn(modes({Access::direct, Access::buffered})), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, Background, ::testing::Values(Access::direct, Access::buffered), access_test_name);
 
 void expect_cancelled(const std::function<void()>& call) {
   try {

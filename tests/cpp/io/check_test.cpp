@@ -10,10 +10,10 @@
 namespace vescale_ckpt::io {
 namespace {
 
-class Check : public ModeTest {
+class Check : public AccessTest {
  protected:
   void SetUp() override {
-    ModeTest::SetUp();
+    AccessTest::SetUp();
     for (const uint64_t bytes : {uint64_t{0}, uint64_t{64}, kBlock, kSlotBytes + 5001, uint64_t{7}, kBlock}) {
       tensors_.push_back(Tensor::of_bytes(bytes, kTorchPlace, 1 + tensors_.size()));
     }
@@ -50,7 +50,7 @@ class Check : public ModeTest {
   std::string content_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, Check, ::testing::ValuesIn(modes({Access::direct, Access::buffered})), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, Check, ::testing::Values(Access::direct, Access::buffered), access_test_name);
 
 TEST_P(Check, SoundRecordsAreSound) {
   const auto report = check();

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kCell = format::kChecksumBlock;
 
-const EngineOptions kOptions = small_options({Backend::threads, Access::direct}, 1);
+const EngineOptions kOptions = small_options(Access::direct, 1);
 
 class Damage : public ScratchTest {
  protected:

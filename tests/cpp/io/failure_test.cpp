@@ -9,7 +9,7 @@
 namespace vescale_ckpt::io {
 namespace {
 
-class Failure : public ModeTest {
+class Failure : public AccessTest {
  protected:
   EngineOptions options() const { return small_options(GetParam()); }
 
@@ -44,7 +44,7 @@ class Failure : public ModeTest {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, Failure, ::testing::ValuesIn(modes({Access::direct, Access::buffered})), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, Failure, ::testing::Values(Access::direct, Access::buffered), access_test_name);
 
 // The n-th call of each kind fails, for every n that is reached.
 TEST_P(Failure, OfAnyCallEndsAWriteCleanly) {
@@ -237,15 +237,6 @@ TEST_F(Settings, OfSlotsThatMakeNoSenseAreRefused) {
     }
     EXPECT_TRUE(files().empty());
   }
-}
-
-TEST_F(Settings, OfABackendThatIsNotThereAreRefused) {
-  EngineOptions options;
-  options.backend = Backend::uring;
-  options.depth = 1 << 20;  // deeper than any ring
-  const Tensor tensor = Tensor::of_bytes(10);
-  EXPECT_THROW(write_data_file(path("file"), {tensor.source()}, options), Error);
-  EXPECT_TRUE(files().empty());
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 namespace vescale_ckpt::io {
 namespace {
 
-const EngineOptions kOptions = small_options({Backend::threads, Access::direct}, 2);
+const EngineOptions kOptions = small_options(Access::direct, 2);
 
 class ForeignRecords : public ScratchTest {
  protected:

@@ -72,7 +72,7 @@ std::vector<int64_t> whole_rows(const std::vector<Memory>& targets) {
   return table;
 }
 
-class SafetensorsModes : public ModeTest {
+class SafetensorsModes : public AccessTest {
  protected:
   EngineOptions options() const {
     EngineOptions options = small_options(GetParam());
@@ -137,11 +137,11 @@ TEST_P(SafetensorsModes, ReadsBoxes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ways, SafetensorsModes, ::testing::ValuesIn(all_modes()), mode_name);
+INSTANTIATE_TEST_SUITE_P(Ways, SafetensorsModes, ::testing::ValuesIn(every_access()), access_test_name);
 
 class SafetensorsFileTest : public ScratchTest {
  protected:
-  const EngineOptions options_ = small_options({Backend::threads, Access::direct});
+  const EngineOptions options_ = small_options(Access::direct);
 
   void flip(uint64_t offset) const {
     std::fstream file(path("file"), std::ios::in | std::ios::out | std::ios::binary);

@@ -72,7 +72,7 @@ class SafetensorsReadsTest : public ScratchTest {
     }
   }
 
-  const EngineOptions options_ = small_options({Backend::threads, Access::direct});
+  const EngineOptions options_ = small_options(Access::direct);
 };
 
 TEST_F(SafetensorsReadsTest, ReadsBoxesOfMoreFilesThanStayOpen) {

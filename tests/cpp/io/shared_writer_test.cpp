@@ -6,9 +6,9 @@
 #include <numeric>
 #include <thread>
 
+#include "access_test.h"
 #include "data_files.h"
 #include "error.h"
-#include "modes.h"
 
 namespace vescale_ckpt::io {
 namespace {
@@ -40,13 +40,13 @@ std::vector<std::pair<Dims, Dims>> along(const Dims& shape, size_t dim, const st
   return boxes;
 }
 
-class SharedWriterTest : public ModeTest {
+class SharedWriterTest : public AccessTest {
  protected:
   static constexpr size_t kWriters = 3;
   static constexpr uint32_t kItem = 4;
 
   void SetUp() override {
-    ModeTest::SetUp();
+    AccessTest::SetUp();
     if (IsSkipped()) return;
     options_ = small_options(GetParam());
     dtype_ = dtype_code("int32");
@@ -143,7 +143,7 @@ class SharedWriterTest : public ModeTest {
   std::unique_ptr<Memory> content_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Ways, SharedWriterTest, ::testing::ValuesIn(all_modes()), mode_name);
+INSTANTIATE_TEST_SUITE_P(Ways, SharedWriterTest, ::testing::ValuesIn(every_access()), access_test_name);
 
 TEST_P(SharedWriterTest, EachWritesItsOwnBytesAndNoOther) {
   for (const bool turned : {false, true}) {

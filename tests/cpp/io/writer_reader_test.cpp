@@ -17,13 +17,13 @@ constexpr uint64_t kCell = format::kChecksumBlock;
 constexpr uint64_t kLarge = 2 << 20;  // from here on a tensor travels from its own memory
 constexpr uint64_t kOddPlace = 24;    // where no direct transfer can start
 
-class WriterReader : public ModeTest {
+class WriterReader : public AccessTest {
  protected:
   EngineOptions options() const { return small_options(GetParam()); }
   bool direct() const { return access() == Access::direct; }
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, WriterReader, ::testing::ValuesIn(all_modes()), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, WriterReader, ::testing::ValuesIn(every_access()), access_test_name);
 
 // Tensors of many sizes around the borders of blocks, cells, slots and of what is large.
 const std::vector<Tensor>& assorted() {
@@ -343,13 +343,12 @@ TEST_P(WriterReader, ChecksumsLargeObjects) {
   }
 }
 
-class DefaultSlots : public ModeTest {};
+class DefaultSlots : public AccessTest {};
 
-INSTANTIATE_TEST_SUITE_P(Each, DefaultSlots, ::testing::ValuesIn(modes({Access::direct})), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, DefaultSlots, ::testing::Values(Access::direct), access_test_name);
 
 TEST_P(DefaultSlots, RoundTripTensorsAroundTheirSize) {
   EngineOptions options;
-  options.backend = backend();
   options.widest = access();
   static const std::vector<Tensor> tensors = [] {
     std::vector<Tensor> tensors;
@@ -367,7 +366,6 @@ TEST_P(DefaultSlots, RoundTripTensorsAroundTheirSize) {
 // Small records up to the last byte of a slot, then a large one, whose beginning goes with them.
 TEST_P(DefaultSlots, TakeSmallRecordsToTheLastByte) {
   EngineOptions options;
-  options.backend = backend();
   options.widest = access();
   options.slot_bytes = 4 << 20;
   options.threads = 2;
@@ -439,14 +437,14 @@ TEST_F(Ranges, ThatLeaveTheirFileAreNamed) {
 }
 
 // Places behind 4 GiB, in files with holes: only their last pages take room on the disk.
-class FarOffsets : public ModeTest {
+class FarOffsets : public AccessTest {
  protected:
   static void put(int fd, uint64_t offset, std::string_view bytes) {
     ASSERT_EQ(system::write(fd, bytes.data(), bytes.size(), offset, 0), static_cast<int64_t>(bytes.size()));
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Each, FarOffsets, ::testing::ValuesIn(modes({Access::direct})), mode_name);
+INSTANTIATE_TEST_SUITE_P(Each, FarOffsets, ::testing::Values(Access::direct), access_test_name);
 
 TEST_P(FarOffsets, OfRecords) {
   constexpr uint64_t kFar = (uint64_t{5} << 30) + 4096 + 192;
@@ -516,7 +514,7 @@ class ManyFiles : public ScratchTest {};
 
 // More than are held open at a time.
 TEST_F(ManyFiles, AreReadInTurns) {
-  const EngineOptions options = small_options({Backend::threads, Access::buffered});
+  const EngineOptions options = small_options(Access::buffered);
   const Tensor tensor("int32", {3});
   const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options);
   std::vector<std::string> paths;

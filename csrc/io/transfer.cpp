@@ -1,25 +1,32 @@
-#include "io/channel.h"
+#include "io/transfer.h"
 
 #include <algorithm>
 #include <cerrno>
+#include <string>
 
 #include "error.h"
 #include "io/memory.h"
 
 namespace vescale_ckpt::io {
-namespace detail {
+namespace {
 
-Request next_request(Transfer& transfer) {
+// Asks the system for what is left of a transfer: bytes moved, or -errno.
+int64_t move_some(Transfer& transfer) {
   // One call moves at most 2,147,479,552 bytes whatever is asked.
   constexpr uint64_t kMost = 1 << 30;
   transfer.access = transfer.part_of_block ? Access::buffered : transfer.file->access();
   // A short direct transfer may end off a block (at the end of the file): what is left goes through the page cache.
   if (transfer.access == Access::direct && transfer.done % kBlock != 0) transfer.access = Access::buffered;
-  return {transfer.file->descriptor(transfer.access), File::transfer_flags(transfer.access),
-          transfer.data + transfer.done, std::min(kMost, transfer.size - transfer.done),
-          transfer.offset + transfer.done};
+  const int fd = transfer.file->descriptor(transfer.access);
+  const int flags = File::transfer_flags(transfer.access);
+  std::byte* const data = transfer.data + transfer.done;
+  const uint64_t size = std::min(kMost, transfer.size - transfer.done);
+  const uint64_t offset = transfer.offset + transfer.done;
+  return transfer.call == Call::read ? system::read(fd, data, size, offset, flags)
+                                     : system::write(fd, data, size, offset, flags);
 }
 
+// Takes note of one call's result: true when the transfer is complete, false if the rest must be asked for again.
 bool advance(Transfer& transfer, int64_t result) {
   if (result > 0) {
     transfer.done += static_cast<uint64_t>(result);
@@ -42,43 +49,31 @@ bool advance(Transfer& transfer, int64_t result) {
   throw Error::system(transfer.call == Call::read ? "read" : "write", transfer.file->path(), at, error);
 }
 
-}  // namespace detail
-
-Backend backend_named(const std::string& name) {
-  if (name == "auto") return Backend::automatic;
-  if (name == "threads") return Backend::threads;
-  if (name == "uring") return Backend::uring;
-  throw Error::invalid("unknown I/O backend \"" + name + "\": auto, threads or uring");
+void transfer_exactly(Call call, File& file, uint64_t offset, std::byte* data, uint64_t size) {
+  if (size == 0) return;
+  Transfer transfer;
+  transfer.call = call;
+  transfer.file = &file;
+  transfer.offset = offset;
+  transfer.data = data;
+  transfer.size = transfer.needed = size;
+  transfer.part_of_block = true;
+  perform(transfer);
 }
 
-std::unique_ptr<Channel> make_channel(Backend backend, unsigned depth) {
-  return backend == Backend::uring ? detail::make_uring_channel(depth) : detail::make_blocking_channel();
+}  // namespace
+
+void perform(Transfer& transfer) {
+  while (!advance(transfer, move_some(transfer))) {
+  }
 }
 
 void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {
-  Transfer transfer;
-  transfer.file = &file;
-  transfer.offset = offset;
-  transfer.data = target.data();
-  transfer.size = transfer.needed = target.size();
-  for (bool complete = target.empty(); !complete;) {
-    const int64_t result = system::read(file.descriptor(Access::buffered), target.data() + transfer.done,
-                                        target.size() - transfer.done, offset + transfer.done, 0);
-    complete = detail::advance(transfer, result);
-  }
+  transfer_exactly(Call::read, file, offset, target.data(), target.size());
 }
 
 void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source) {
-  Transfer transfer;
-  transfer.call = Call::write;
-  transfer.file = &file;
-  transfer.offset = offset;
-  transfer.size = transfer.needed = source.size();
-  for (bool complete = source.empty(); !complete;) {
-    const int64_t result = system::write(file.descriptor(Access::buffered), source.data() + transfer.done,
-                                         source.size() - transfer.done, offset + transfer.done, 0);
-    complete = detail::advance(transfer, result);
-  }
+  transfer_exactly(Call::write, file, offset, const_cast<std::byte*>(source.data()), source.size());
 }
 
 }  // namespace vescale_ckpt::io
