@@ -1,4 +1,4 @@
-"""What changed from one inventory (csrc/plan/inventory.h) to the next, in words, for the log."""
+"""What changed from one inventory (csrc/state/inventory.h) to the next, in words, for the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items of a state: rows of its inventory (csrc/plan/inventory.h), and the sources that say where they lie."""
+"""The items of a state: rows of its inventory (csrc/state/inventory.h), and the sources that say where they lie."""
 
 from __future__ import annotations
 

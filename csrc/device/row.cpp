@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::device {
 

@@ -5,9 +5,9 @@
 #include <cerrno>
 #include <utility>
 
-#include "error.h"
-#include "io/memory.h"
-#include "io/system.h"
+#include "base/error.h"
+#include "base/memory.h"
+#include "base/system.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080  // Linux 6.14

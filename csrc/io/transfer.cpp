@@ -4,8 +4,8 @@
 #include <cerrno>
 #include <string>
 
-#include "error.h"
-#include "io/memory.h"
+#include "base/error.h"
+#include "base/memory.h"
 
 namespace vescale_ckpt::io {
 namespace {

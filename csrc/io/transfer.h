@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include "base/system.h"
 #include "io/file.h"
-#include "io/system.h"
 
 namespace vescale_ckpt::io {
 

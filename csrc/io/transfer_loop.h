@@ -6,12 +6,15 @@
 #include <cstdint>
 #include <optional>
 
-#include "io/memory.h"
+#include "base/memory.h"
+#include "base/workers.h"
 #include "io/transfer.h"
 #include "io/transfer_control.h"
-#include "io/workers.h"
 
 namespace vescale_ckpt::io {
+
+// Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
+inline constexpr uint64_t kLargeBody = 2 << 20;
 
 struct EngineOptions {
   unsigned threads = 4;  // workers

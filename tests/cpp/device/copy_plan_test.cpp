@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::device {
 namespace {

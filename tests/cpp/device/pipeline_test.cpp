@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
+#include "base/memory.h"
 #include "device/fake_device.h"
-#include "error.h"
-#include "io/memory.h"
 
 namespace vescale_ckpt::device {
 namespace {
@@ -38,10 +38,10 @@ class Rows {
       places_.push_back(at);
       uint64_t bytes = shape.item_bytes;
       for (const int64_t size : shape.sizes) bytes *= static_cast<uint64_t>(size);
-      at = io::align_up(at + bytes, alignment);
+      at = align_up(at + bytes, alignment);
     }
-    host_.resize(at + io::kBlock);
-    base_ = host_.data() + (io::kBlock - reinterpret_cast<uintptr_t>(host_.data()) % io::kBlock);
+    host_.resize(at + kBlock);
+    base_ = host_.data() + (kBlock - reinterpret_cast<uintptr_t>(host_.data()) % kBlock);
     for (size_t i = 0; i < shapes.size(); ++i) {
       const DeviceAddress allocation = runtime.allocate(device, shapes[i].extent);
       allocations_.push_back(allocation);
@@ -188,8 +188,8 @@ TEST_P(PipelineWays, CopiesEveryByteOfRowsOfAllKinds) {
   Pipeline pipeline(accelerator, way.direction, limits);
   for (unsigned seed = 0; seed < 3; ++seed) {
     Rows rows(runtime, 0, all_kinds(seed, 120), way.alignment, seed);
-    constexpr uint64_t kPiece = 5 * io::kBlock;
-    const uint64_t locked = io::align_down(rows.bytes(), kPiece);
+    constexpr uint64_t kPiece = 5 * kBlock;
+    const uint64_t locked = align_down(rows.bytes(), kPiece);
     for (uint64_t at = 0; at < locked; at += kPiece) accelerator.page_lock({rows.base() + at, kPiece});
     const HostLayout layout{reinterpret_cast<uintptr_t>(rows.base()), kPiece, way.alignment};
     ASSERT_TRUE(copy_all(pipeline, rows, 0, layout));

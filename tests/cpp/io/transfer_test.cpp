@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "access_test.h"
-#include "error.h"
-#include "io/memory.h"
+#include "base/error.h"
+#include "base/memory.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::io {
