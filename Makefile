@@ -13,7 +13,7 @@ export VESCALE_CKPT_WERROR = 1
 
 setup: $(STAMP) build
 
-# Debian's GoogleTest and liburing, where we may install them; both are optional.
+# Debian's GoogleTest and iproute2, where we may install them; both are optional.
 system:
 	@scripts/install_system_packages.sh
 
@@ -55,6 +55,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 	$(VENV)/bin/mypy
+	$(PY) scripts/csrc_floors.py
 	$(PY) scripts/one_definition.py
 
 format: $(STAMP)

@@ -40,17 +40,6 @@ if COMPILER is None:
     sys.exit("vescale_ckpt needs a C++20 compiler to build, such as g++ 11 or newer: none was found (set CXX).")
 
 
-def links_liburing() -> bool:
-    """Whether a program with liburing compiles and links. The io_uring backend is left out otherwise."""
-    if os.environ.get("VESCALE_CKPT_NO_LIBURING"):
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cpp"
-        source.write_text("#include <liburing.h>\nint main() { io_uring r; return io_uring_queue_init(1, &r, 0); }\n")
-        command = [COMPILER, str(source), "-l:liburing.a", "-o", str(Path(folder) / "probe")]
-        return subprocess.run(command, capture_output=True).returncode == 0
-
-
 def pack_kernels() -> Path | None:
     """The kernels of csrc/device/gather.cu, compiled and written as a list of bytes to include; None without nvcc.
 
@@ -97,10 +86,6 @@ class BuildEngine(build_ext):  # type: ignore[misc, valid-type]
         super().build_extensions()
 
 
-uring = links_liburing()
-if not uring:
-    print("vescale_ckpt: no liburing.a found, building without the io_uring backend (threads are the default anyway)")
-
 compile_flags = ["-O2", "-g1", "-fvisibility=hidden", "-D_GNU_SOURCE"]
 if os.environ.get("VESCALE_CKPT_WERROR"):
     compile_flags += ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
@@ -116,9 +101,7 @@ setup(
             cxx_std=20,
             include_dirs=[str(ROOT / "csrc")],
             depends=headers,
-            define_macros=[("VESCALE_CKPT_HAVE_LIBURING", "1")] if uring else [],
             extra_compile_args=compile_flags,
-            extra_link_args=["-l:liburing.a"] if uring else [],
         )
     ],
     cmdclass={"build_ext": BuildEngine},

@@ -37,16 +37,6 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             value.clear()
 
 
-@pytest.fixture(params=["threads", "uring"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to make transfers, one after the other."""
-    capabilities = _C.capabilities()
-    if request.param == "uring" and not capabilities["io_uring"]:
-        pytest.skip(f"no io_uring here: {capabilities['io_uring_reason']}")
-    monkeypatch.setenv("VESCALE_CKPT_IO_BACKEND", request.param)
-    return str(request.param)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     for warning in (
         "ignore:torch.distributed is (disabled|unavailable)",

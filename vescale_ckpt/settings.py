@@ -59,13 +59,11 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("threads", 4, "worker threads a save or load, in each process", least=1, most=256),
-        Setting("depth", 4, "transfers in flight a worker, with io_uring", least=1, most=1024),
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
         Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB),
         Setting("broadcast_scope", "job", "which ranks read for each other", choices=("job", "node")),
         Setting("convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB),
-        Setting("io_backend", "auto", "how transfers are made", choices=("auto", "threads", "uring")),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
         Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
@@ -81,7 +79,7 @@ MOST_THREADS = SETTINGS["threads"].most
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS.values()}
 _NODE = PREFIX + "NODE"  # what it is otherwise is no constant: see node.py
 # Of builds and tests.
-_NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_LIBURING", "NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
+_NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
 _warned: set[str] = set()
 
 DirectIO = Literal["auto"] | bool

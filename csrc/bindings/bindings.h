@@ -12,9 +12,11 @@
 #include <string_view>
 
 namespace vescale_ckpt::io {
-struct ReadReport;
 struct TransferStats;
-}  // namespace vescale_ckpt::io
+}
+namespace vescale_ckpt::read {
+struct ReadReport;
+}
 
 namespace vescale_ckpt::bindings {
 
@@ -33,9 +35,9 @@ void bind_stage(py::module_& module);        // stage: snapshots in memory
 void bind_tensors(py::module_& module);      // where torch's tensors are
 
 py::dict stats_dict(const io::TransferStats& stats);
-py::dict read_dict(const io::ReadReport& report);
+py::dict read_dict(const read::ReadReport& report);
 // (row, offset in its file, what is wrong) of each damaged row; rows that are no plain tensors; unverified bytes.
-py::tuple check_tuple(const io::ReadReport& report);
+py::tuple check_tuple(const read::ReadReport& report);
 
 // A table of 64-bit integers: array.array("q"), or bytes. Valid while the Python object lives.
 class Table {

@@ -7,19 +7,19 @@
 #include <utility>
 #include <vector>
 
+#include "base/crc32.h"
 #include "bindings/bindings.h"
 #include "format/archive.h"
 #include "format/checksum_table.h"
-#include "io/crc32.h"
-#include "io/reader.h"
 #include "io/table.h"
+#include "read/reader.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
 // Rows: file, offset, length, address.
-std::vector<io::ReadItem> parse_byte_table(std::span<const int64_t> table) {
-  std::vector<io::ReadItem> items;
+std::vector<read::ReadItem> parse_byte_table(std::span<const int64_t> table) {
+  std::vector<read::ReadItem> items;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const auto file = static_cast<uint32_t>(cursor.size());
     const uint64_t offset = cursor.size(), length = cursor.size();
@@ -39,10 +39,10 @@ std::vector<io::ReadItem> parse_byte_table(std::span<const int64_t> table) {
 
 py::dict read_bytes(const std::vector<std::string>& paths, const py::buffer& buffer, const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<io::ReadReport> report;
+  std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = io::read_tensors(paths, parse_byte_table(table.values()), false, options);
+    report = read::read_tensors(paths, parse_byte_table(table.values()), false, options);
   }
   return stats_dict(report->stats);
 }
@@ -58,7 +58,7 @@ py::bytes crc32_of_cells(const py::buffer& buffer) {
       const uint64_t length = cursor.size(), offset = cursor.size();
       for (uint64_t at = 0; at < length;) {
         const uint64_t bytes = std::min(length - at, format::kChecksumBlock - (offset + at) % format::kChecksumBlock);
-        found.push_back(io::crc32(0, data + at, bytes));
+        found.push_back(crc32(0, data + at, bytes));
         found.push_back(static_cast<int64_t>(bytes));
         at += bytes;
       }
@@ -87,9 +87,9 @@ void bind_bytes(py::module_& module) {
   module.def("crc32_of_cells", &crc32_of_cells, py::arg("table"));
   module.def(
       "crc32_of_memory",
-      [](uintptr_t address, uint64_t bytes) { return io::crc32(0, reinterpret_cast<void*>(address), bytes); },
+      [](uintptr_t address, uint64_t bytes) { return crc32(0, reinterpret_cast<void*>(address), bytes); },
       py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
-  module.def("crc32_combine", &io::crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
+  module.def("crc32_combine", &crc32_combine, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
   module.def("read_bytes", &read_bytes, py::arg("paths"), py::arg("table"), py::arg("options"),
              "ranges of files, as they are");
 }

@@ -11,26 +11,26 @@
 #include <string>
 #include <vector>
 
+#include "base/crc32.h"
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 #include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
-#include "io/archive_file.h"
-#include "io/channel.h"
 #include "io/commit.h"
-#include "io/crc32.h"
-#include "io/reader.h"
-#include "io/table.h"
-#include "io/writer.h"
+#include "io/transfer.h"
+#include "read/archive_file.h"
+#include "read/reader.h"
+#include "read/table.h"
+#include "write/table.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
-io::EngineOptions make_options(const std::string& backend, unsigned threads, unsigned depth, uint64_t slot_bytes,
-                               uint64_t arena_bytes, const std::string& access, uint64_t bytes_per_second,
-                               int niceness) {
-  io::EngineOptions options{io::backend_named(backend), threads, depth, slot_bytes, arena_bytes};
+io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t arena_bytes, const std::string& access,
+                               uint64_t bytes_per_second, int niceness) {
+  io::EngineOptions options{threads, slot_bytes, arena_bytes};
   options.read_cached = access != "direct only";
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;
@@ -69,7 +69,7 @@ py::dict stats_dict(const io::TransferStats& stats) {
   return result;
 }
 
-py::dict read_dict(const io::ReadReport& report) {
+py::dict read_dict(const read::ReadReport& report) {
   py::dict result = stats_dict(report.stats);
   result["unread"] = report.unread;
   result["needed_bytes"] = report.needed_bytes;
@@ -77,9 +77,9 @@ py::dict read_dict(const io::ReadReport& report) {
   return result;
 }
 
-py::tuple check_tuple(const io::ReadReport& report) {
+py::tuple check_tuple(const read::ReadReport& report) {
   py::list damaged;
-  for (const io::DamagedItem& found : report.damaged) {
+  for (const read::DamagedItem& found : report.damaged) {
     damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
   }
   return py::make_tuple(damaged, report.unread, report.unverified_bytes);
@@ -88,10 +88,10 @@ py::tuple check_tuple(const io::ReadReport& report) {
 namespace {
 
 // Rows: offset, length, CRC-32 (-1: none).
-py::bytes places(const io::FileWriter& writer, const std::vector<io::PlacedRecord>& placed) {
+py::bytes places(const write::FileWriter& writer, const std::vector<write::PlacedRecord>& placed) {
   std::vector<int64_t> table;
   table.reserve(3 * placed.size());
-  for (const io::PlacedRecord& record : placed) {
+  for (const write::PlacedRecord& record : placed) {
     table.push_back(static_cast<int64_t>(record.offset));
     table.push_back(static_cast<int64_t>(record.length));
     table.push_back(writer.checksums() ? int64_t{record.crc} : -1);
@@ -99,32 +99,32 @@ py::bytes places(const io::FileWriter& writer, const std::vector<io::PlacedRecor
   return py::bytes(reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t));
 }
 
-py::bytes write_tensors(io::FileWriter& writer, const py::buffer& buffer) {
+py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
   const Table table(buffer);
-  std::vector<io::PlacedRecord> placed;
+  std::vector<write::PlacedRecord> placed;
   {
     const py::gil_scoped_release release;
-    placed = writer.write(io::parse_write_table(table.values()));
+    placed = writer.write(write::parse_write_table(table.values()));
   }
   return places(writer, placed);
 }
 
 py::bytes body_bytes(const py::buffer& buffer) {
   std::vector<int64_t> sizes;
-  for (const io::RecordSource& source : io::parse_write_table(Table(buffer).values())) {
+  for (const write::RecordSource& source : write::parse_write_table(Table(buffer).values())) {
     sizes.push_back(static_cast<int64_t>(source.bytes));
   }
   return py::bytes(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
 }
 
-py::bytes write_objects(io::FileWriter& writer, const std::vector<py::bytes>& objects) {
-  std::vector<io::RecordSource> sources(objects.size());
+py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>& objects) {
+  std::vector<write::RecordSource> sources(objects.size());
   for (size_t i = 0; i < objects.size(); ++i) {
     const auto bytes = view(objects[i]);
     sources[i].data = bytes.data();
     sources[i].bytes = bytes.size();
   }
-  std::vector<io::PlacedRecord> placed;
+  std::vector<write::PlacedRecord> placed;
   {
     const py::gil_scoped_release release;
     placed = writer.write(sources);
@@ -135,10 +135,10 @@ py::bytes write_objects(io::FileWriter& writer, const std::vector<py::bytes>& ob
 py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
                     const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<io::ReadReport> report;
+  std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = io::read_tensors(paths, io::parse_read_table(table.values()), verify, options);
+    report = read::read_tensors(paths, read::parse_read_table(table.values()), verify, options);
   }
   return read_dict(*report);
 }
@@ -146,19 +146,19 @@ py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buf
 py::tuple check_table(const std::vector<std::string>& paths, const py::buffer& buffer,
                       const io::EngineOptions& options) {
   const Table table(buffer);
-  std::unique_ptr<io::ReadReport> report;
+  std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = io::check_tensors(paths, io::parse_check_table(table.values()), options);
+    report = read::check_tensors(paths, read::parse_check_table(table.values()), options);
   }
   return check_tuple(*report);
 }
 
 py::tuple check_archive_at(const std::string& path, uint64_t offset, uint64_t length, int64_t crc) {
-  io::ArchiveCheck found;
+  read::ArchiveCheck found;
   {
     const py::gil_scoped_release release;
-    found = io::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc);
+    found = read::check_archive_in(*io::File::open(path, io::Access::buffered), offset, length, crc);
   }
   return py::make_tuple(text(found.wrong), found.offset, found.unverified_bytes, text(found.harmless));
 }
@@ -191,17 +191,17 @@ py::tuple checksum_table(const std::string& path) {
 std::vector<py::bytes> read_objects(const std::vector<std::string>& paths, const py::buffer& buffer,
                                     const io::EngineOptions& options) {
   const Table table(buffer);
-  const std::vector<io::ByteRange> ranges = io::parse_range_table(table.values());
+  const std::vector<read::ByteRange> ranges = read::parse_range_table(table.values());
   std::vector<py::bytes> objects;
   std::vector<std::byte*> targets;
-  for (const io::ByteRange& range : ranges) {
+  for (const read::ByteRange& range : ranges) {
     auto* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(range.length));
     if (raw == nullptr) throw py::error_already_set();
     objects.push_back(py::reinterpret_steal<py::bytes>(raw));
     targets.push_back(reinterpret_cast<std::byte*>(PyBytes_AS_STRING(raw)));
   }
   const py::gil_scoped_release release;
-  io::read_ranges(paths, ranges, targets, options);
+  read::read_ranges(paths, ranges, targets, options);
   return objects;
 }
 
@@ -211,8 +211,8 @@ std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
   return table;
 }
 
-io::Call named_call(const std::string& name) {
-  const auto call = io::system::call_named(name);
+Call named_call(const std::string& name) {
+  const auto call = system::call_named(name);
   if (!call) throw py::value_error("unknown system call \"" + name + "\"");
   return *call;
 }
@@ -221,23 +221,22 @@ io::Call named_call(const std::string& name) {
 
 void bind_engine(py::module_& module) {
   py::class_<io::EngineOptions>(module, "Options")
-      .def(py::init(&make_options), py::kw_only(), py::arg("backend"), py::arg("threads"), py::arg("depth"),
-           py::arg("slot_bytes"), py::arg("arena_bytes"), py::arg("access"), py::arg("bytes_per_second") = 0,
-           py::arg("niceness") = 0);
+      .def(py::init(&make_options), py::kw_only(), py::arg("threads"), py::arg("slot_bytes"), py::arg("arena_bytes"),
+           py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0);
 
-  py::class_<io::FileWriter>(module, "FileWriter")
+  py::class_<write::FileWriter>(module, "FileWriter")
       .def(py::init(
                [](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options, bool checksums) {
                  const Table table(bodies);
                  const py::gil_scoped_release release;
-                 return std::make_unique<io::FileWriter>(path, io::FileWriter::space_for(table.values()), options,
-                                                         checksums);
+                 return std::make_unique<write::FileWriter>(path, write::FileWriter::space_for(table.values()), options,
+                                                            checksums);
                }),
            py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
       .def_static(
           "exactly",
           [](const std::string& path, uint64_t bytes, const io::EngineOptions& options, bool checksums) {
-            return std::make_unique<io::FileWriter>(path, bytes, options, checksums);
+            return std::make_unique<write::FileWriter>(path, bytes, options, checksums);
           },
           py::arg("path"), py::arg("bytes"), py::arg("options"), py::arg("checksums") = true,
           py::call_guard<py::gil_scoped_release>(), "for a file whose length is known")
@@ -245,8 +244,8 @@ void bind_engine(py::module_& module) {
       .def("write_objects", &write_objects)
       .def(
           "write_bytes",
-          [](io::FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
-            io::RecordSource source;
+          [](write::FileWriter& writer, uintptr_t address, uint64_t bytes, uint64_t offset) {
+            write::RecordSource source;
             source.data = reinterpret_cast<const std::byte*>(address);
             source.bytes = bytes;
             writer.write_tiled({&source, 1}, offset);
@@ -255,20 +254,20 @@ void bind_engine(py::module_& module) {
           "as they are, for files made of nothing but such calls, in rising order of offsets; ends with finish_bytes")
       .def(
           "finish_bytes",
-          [](io::FileWriter& writer, const py::bytes& head, bool sync) {
+          [](write::FileWriter& writer, const py::bytes& head, bool sync) {
             const std::span<const std::byte> bytes = view(head);
             const py::gil_scoped_release release;
             return writer.finish_tiled(bytes, sync);
           },
           py::arg("head"), py::arg("sync"), "`head`: what the file begins with, over what was written there")
-      .def("finish", &io::FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
-      .def("progress", &io::FileWriter::progress, "bytes given to the file so far; from any thread")
-      .def("cancel", &io::FileWriter::cancel, "from any thread")
-      .def("stats", [](const io::FileWriter& writer) { return stats_dict(writer.stats()); });
+      .def("finish", &write::FileWriter::finish, py::arg("sync"), py::call_guard<py::gil_scoped_release>())
+      .def("progress", &write::FileWriter::progress, "bytes given to the file so far; from any thread")
+      .def("cancel", &write::FileWriter::cancel, "from any thread")
+      .def("stats", [](const write::FileWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
   module.def(
-      "expected_bytes", [](const py::buffer& bodies) { return io::FileWriter::space_for(Table(bodies).values()); },
+      "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");
   module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"));
   module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
@@ -321,8 +320,8 @@ void bind_engine(py::module_& module) {
   module.def("exchange_names", &io::exchange_names, py::call_guard<py::gil_scoped_release>());
   module.def("sync_directory", &io::sync_directory, py::call_guard<py::gil_scoped_release>());
   module.def("free_bytes", [](const std::string& path) {
-    io::Space space{};
-    if (const int result = io::system::space(path.c_str(), space); result < 0) {
+    Space space{};
+    if (const int result = system::space(path.c_str(), space); result < 0) {
       throw Error::system("ask for the free space of", path, 0, -result);
     }
     return space.free_bytes;
@@ -334,30 +333,26 @@ void bind_engine(py::module_& module) {
         const auto all = view(bytes);
         const auto first = all.first(std::min(most, all.size()));
         const py::gil_scoped_release release;
-        return io::crc32(0, first.data(), first.size());
+        return crc32(0, first.data(), first.size());
       },
       py::arg("data"), py::arg("most") = SIZE_MAX, "of the first bytes, `most` of them");
   module.def("capabilities", [] {
     py::dict result;
-    std::string reason;
-    result["crc32"] = io::crc32_implementation();
-    result["io_uring"] = io::uring_available(&reason);
-    result["io_uring_reason"] = reason;
+    result["crc32"] = crc32_implementation();
     return result;
   });
-  module.def("trim_arena", [](const io::EngineOptions& options) {
-    io::shared_arena(options.slot_bytes, options.arena_bytes).trim();
-  });
+  module.def("trim_arena",
+             [](const io::EngineOptions& options) { shared_arena(options.slot_bytes, options.arena_bytes).trim(); });
 
   // For tests: let system calls fail.
   module.def(
       "inject_fault",
       [](const std::string& call, int error, uint64_t skip, uint64_t times) {
-        io::system::inject_fault(named_call(call), error, skip, times);
+        system::inject_fault(named_call(call), error, skip, times);
       },
       py::arg("call"), py::arg("error"), py::arg("skip") = 0, py::arg("times") = 1);
-  module.def("clear_faults", &io::system::clear_faults);
-  module.def("calls_seen", [](const std::string& call) { return io::system::calls_seen(named_call(call)); });
+  module.def("clear_faults", &system::clear_faults);
+  module.def("calls_seen", [](const std::string& call) { return system::calls_seen(named_call(call)); });
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -6,13 +6,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
+#include "hf/export_layout.h"
 #include "io/commit.h"
-#include "io/shared_writer.h"
-#include "plan/catalog.h"
-#include "plan/export_layout.h"
-#include "plan/shared_memory.h"
+#include "metadata/catalog.h"
+#include "state/shared_memory.h"
+#include "write/shared_writer.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -23,15 +23,15 @@ py::bytes packed(std::span<const int64_t> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
 }
 
-std::unique_ptr<plan::ExportLayout> make_layout(const plan::Catalog& catalog, uint64_t most_file_bytes,
-                                                const Texts& metadata, const Texts& aliases) {
+std::unique_ptr<hf::ExportLayout> make_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
+                                              const Texts& metadata, const Texts& aliases) {
   const py::gil_scoped_release release;
-  std::vector<plan::ExportLayout::Alias> names;
+  std::vector<hf::ExportLayout::Alias> names;
   for (const auto& [name, stored] : aliases) names.push_back({name, stored});
-  return std::make_unique<plan::ExportLayout>(catalog, most_file_bytes, metadata, names);
+  return std::make_unique<hf::ExportLayout>(catalog, most_file_bytes, metadata, names);
 }
 
-std::vector<py::bytes> heads(const plan::ExportLayout& layout, const std::vector<py::bytes>& blocks) {
+std::vector<py::bytes> heads(const hf::ExportLayout& layout, const std::vector<py::bytes>& blocks) {
   std::vector<std::vector<uint32_t>> words;
   std::vector<std::span<const uint32_t>> views;
   for (const py::bytes& bytes : blocks) {
@@ -52,37 +52,37 @@ std::vector<py::bytes> heads(const plan::ExportLayout& layout, const std::vector
 }  // namespace
 
 void bind_export(py::module_& module) {
-  py::class_<plan::ExportLayout>(module, "ExportLayout")
+  py::class_<hf::ExportLayout>(module, "ExportLayout")
       .def(py::init(&make_layout), py::arg("catalog"), py::arg("most_file_bytes"), py::arg("metadata"),
            py::arg("aliases"))
       .def_property_readonly("file_bytes",
-                             [](const plan::ExportLayout& layout) {
+                             [](const hf::ExportLayout& layout) {
                                std::vector<uint64_t> bytes;
                                for (size_t file = 0; file < layout.files(); ++file) {
                                  bytes.push_back(layout.file_bytes(file));
                                }
                                return bytes;
                              })
-      .def("places", [](const plan::ExportLayout& layout, uint32_t rank) { return packed(layout.places(rank)); })
+      .def("places", [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.places(rank)); })
       .def("heads", &heads)
-      .def("index", [](const plan::ExportLayout& layout, const std::vector<std::string>& names) {
+      .def("index", [](const hf::ExportLayout& layout, const std::vector<std::string>& names) {
         return py::bytes(layout.index(names));
       });
 
-  py::class_<io::SharedWriter>(module, "SharedWriter")
+  py::class_<write::SharedWriter>(module, "SharedWriter")
       .def(py::init([](std::vector<std::string> paths, const py::buffer& targets, const io::EngineOptions& options) {
              const Table table(targets);
-             return std::make_unique<io::SharedWriter>(std::move(paths), table.values(), options);
+             return std::make_unique<write::SharedWriter>(std::move(paths), table.values(), options);
            }),
            py::arg("paths"), py::arg("targets"), py::arg("options"))
       .def("write",
-           [](io::SharedWriter& writer, const py::buffer& table, const py::buffer& rows) {
+           [](write::SharedWriter& writer, const py::buffer& table, const py::buffer& rows) {
              const Table words(table), numbers(rows);
              const py::gil_scoped_release release;
              writer.write(words.values(), numbers.values());
            })
       .def("finish",
-           [](io::SharedWriter& writer, bool sync) {
+           [](write::SharedWriter& writer, bool sync) {
              std::span<const uint32_t> blocks;
              {
                const py::gil_scoped_release release;
@@ -90,24 +90,24 @@ void bind_export(py::module_& module) {
              }
              return py::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size_bytes());
            })
-      .def("progress", &io::SharedWriter::progress, "bytes given to the files so far; from any thread")
-      .def("cancel", &io::SharedWriter::cancel, "from any thread")
-      .def("stats", [](const io::SharedWriter& writer) { return stats_dict(writer.stats()); });
+      .def("progress", &write::SharedWriter::progress, "bytes given to the files so far; from any thread")
+      .def("cancel", &write::SharedWriter::cancel, "from any thread")
+      .def("stats", [](const write::SharedWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def(
       "export_targets",
       [](const py::bytes& inventory, const py::buffer& part, const py::buffer& places) {
         return packed(
-            plan::make_export_targets(plan::Inventory(view(inventory)), Table(part).values(), Table(places).values()));
+            hf::make_export_targets(state::Inventory(view(inventory)), Table(part).values(), Table(places).values()));
       },
       py::arg("inventory"), py::arg("part"), py::arg("places"));
   module.def(
       "items_that_share_memory",
       [](const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready) {
-        const plan::Inventory items(view(inventory));
+        const state::Inventory items(view(inventory));
         const Table source_table(sources), tensor_table(tensors);
-        return plan::items_that_share_memory(
-            plan::StateTables(items, source_table.values(), tensor_table.values(), view(ready)));
+        return state::items_that_share_memory(
+            state::StateTables(items, source_table.values(), tensor_table.values(), view(ready)));
       },
       py::arg("inventory"), py::arg("sources"), py::arg("tensors"), py::arg("ready"));
   module.def("reserve_file", &io::reserve_file, py::arg("path"), py::arg("bytes"),

@@ -6,15 +6,15 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
-#include "plan/catalog.h"
-#include "plan/index.h"
-#include "plan/index_image.h"
-#include "plan/key_paths.h"
-#include "plan/load_plan.h"
-#include "plan/metadata_pickle.h"
-#include "plan/places.h"
+#include "metadata/catalog.h"
+#include "metadata/index.h"
+#include "metadata/index_image.h"
+#include "metadata/key_paths.h"
+#include "metadata/load_plan.h"
+#include "metadata/metadata_pickle.h"
+#include "metadata/places.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -67,7 +67,7 @@ py::bytes cut(py::bytes bytes, uint64_t size) {
 
 py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tuple>& paths) {
   if (names.size() != paths.size()) throw py::value_error("as many paths as names are wanted");
-  plan::KeyPathsBuilder builder;
+  metadata::KeyPathsBuilder builder;
   for (size_t i = 0; i < names.size(); ++i) {
     builder.name(std::string_view(encoded(names[i])), static_cast<uint32_t>(paths[i].size()));
     for (const py::handle element : paths[i]) {
@@ -81,7 +81,7 @@ py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tu
   return py::bytes(builder.pack());
 }
 
-std::pair<py::bytes, py::bytes> checkpoint_files(const plan::Catalog& catalog, const std::vector<py::bytes>& places,
+std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalog, const std::vector<py::bytes>& places,
                                                  const std::vector<std::vector<std::string>>& files,
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
                                                  const py::str& save_id, const std::optional<py::str>& structure) {
@@ -98,56 +98,56 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const plan::Catalog& catalog, c
     return make();
   };
   const auto of_ranks =
-      written([&] { return std::make_pair(plan::Places(std::move(tables), files), plan::KeyPaths(blocks)); });
-  plan::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
+      written([&] { return std::make_pair(metadata::Places(std::move(tables), files), metadata::KeyPaths(blocks)); });
+  metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
-  py::bytes metadata = room(plan::most_metadata_bytes(content));
-  const plan::WrittenMetadata pickle =
-      written([&, out = data(metadata)] { return plan::write_metadata(content, out); });
+  py::bytes metadata = room(metadata::most_metadata_bytes(content));
+  const metadata::WrittenMetadata pickle =
+      written([&, out = data(metadata)] { return metadata::write_metadata(content, out); });
   metadata = cut(std::move(metadata), pickle.bytes);
 
-  const plan::IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);
+  const metadata::IndexImage image(catalog, of_ranks.first, save, pickle.pickle_bytes, pickle.pickle_crc);
   py::bytes index = room(image.bytes());
   written([&, out = data(index)] { image.write(out); });
   return {std::move(metadata), std::move(index)};
 }
 
-std::unique_ptr<plan::Index> from_rows(const py::bytes& inventory, const py::bytes& places,
-                                       const std::vector<std::string>& files, const std::string& save_id) {
+std::unique_ptr<metadata::Index> from_rows(const py::bytes& inventory, const py::bytes& places,
+                                           const std::vector<std::string>& files, const std::string& save_id) {
   const auto rows = view(inventory);
   const auto table = words(places);
   const py::gil_scoped_release release;
-  return std::make_unique<plan::Index>(plan::index_of_rows(plan::Inventory(rows), table, files, save_id));
+  return std::make_unique<metadata::Index>(metadata::index_of_rows(state::Inventory(rows), table, files, save_id));
 }
 
-std::vector<py::str> keys(const plan::Index& index) {
+std::vector<py::str> keys(const metadata::Index& index) {
   std::vector<py::str> names;
   names.reserve(index.size());
   for (uint64_t i = 0; i < index.size(); ++i) names.push_back(decoded(index.key(i).name));
   return names;
 }
 
-std::vector<py::str> all_files(const plan::Index& index) {
+std::vector<py::str> all_files(const metadata::Index& index) {
   std::vector<py::str> names;
   for (uint32_t i = 0; i < index.files(); ++i) names.push_back(decoded(index.file(i)));
   return names;
 }
 
-plan::LoadPlan plan(const plan::Index& index, const py::bytes& wanted, bool allow_cast) {
+metadata::LoadPlan plan(const metadata::Index& index, const py::bytes& wanted, bool allow_cast) {
   const auto rows = view(wanted);
   const py::gil_scoped_release release;
-  return plan::plan_load(index, plan::Inventory(rows), allow_cast);
+  return metadata::plan_load(index, state::Inventory(rows), allow_cast);
 }
 
-std::vector<std::tuple<int64_t, std::string, py::str>> mismatched(const plan::LoadPlan& plan) {
+std::vector<std::tuple<int64_t, std::string, py::str>> mismatched(const metadata::LoadPlan& plan) {
   std::vector<std::tuple<int64_t, std::string, py::str>> result;
-  for (const plan::LoadPlan::Mismatch& found : plan.mismatched) {
+  for (const metadata::LoadPlan::Mismatch& found : plan.mismatched) {
     result.emplace_back(found.item, found.wanted, text(found.stored));
   }
   return result;
 }
 
-std::vector<py::str> files(const plan::LoadPlan& plan) {
+std::vector<py::str> files(const metadata::LoadPlan& plan) {
   std::vector<py::str> names;
   for (const std::string& file : plan.files) names.push_back(decoded(file));
   return names;
@@ -161,41 +161,41 @@ void bind_index(py::module_& module) {
              py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
              "the contents of .metadata and of the index that lies beside it");
 
-  py::class_<plan::LoadPlan>(module, "LoadPlan")
-      .def_property_readonly("reads", [](const plan::LoadPlan& plan) { return bytes_of(plan.reads); })
-      .def_property_readonly("objects", [](const plan::LoadPlan& plan) { return bytes_of(plan.objects); })
+  py::class_<metadata::LoadPlan>(module, "LoadPlan")
+      .def_property_readonly("reads", [](const metadata::LoadPlan& plan) { return bytes_of(plan.reads); })
+      .def_property_readonly("objects", [](const metadata::LoadPlan& plan) { return bytes_of(plan.objects); })
       .def_property_readonly("files", &files)
-      .def_readonly("missing", &plan::LoadPlan::missing)
+      .def_readonly("missing", &metadata::LoadPlan::missing)
       .def_property_readonly("mismatched", &mismatched)
-      .def_readonly("uncovered", &plan::LoadPlan::uncovered);
+      .def_readonly("uncovered", &metadata::LoadPlan::uncovered);
 
-  py::class_<plan::Index>(module, "Index")
+  py::class_<metadata::Index>(module, "Index")
       .def_static(
-          "open", [](const std::string& path) { return std::make_unique<plan::Index>(path); }, py::arg("path"),
+          "open", [](const std::string& path) { return std::make_unique<metadata::Index>(path); }, py::arg("path"),
           py::call_guard<py::gil_scoped_release>())
       .def_static(
           "from_bytes",
           [](const py::bytes& image, const std::string& path) {
             const auto raw = view(image);
             const py::gil_scoped_release release;
-            return std::make_unique<plan::Index>(std::vector<std::byte>(raw.begin(), raw.end()), path);
+            return std::make_unique<metadata::Index>(std::vector<std::byte>(raw.begin(), raw.end()), path);
           },
           py::arg("image"), py::arg("path") = "", "of bytes that nobody has looked at; `path` is for messages")
       .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"),
                   py::arg("save_id") = "")
-      .def_property_readonly("save_id", [](const plan::Index& index) { return decoded(index.save_id()); })
+      .def_property_readonly("save_id", [](const metadata::Index& index) { return decoded(index.save_id()); })
       .def(
           "matches",
-          [](const plan::Index& index, const py::bytes& trailer, uint64_t metadata_length) {
+          [](const metadata::Index& index, const py::bytes& trailer, uint64_t metadata_length) {
             return index.matches(view(trailer), metadata_length);
           },
           py::arg("trailer"), py::arg("metadata_length"))
-      .def("check", &plan::Index::check, py::call_guard<py::gil_scoped_release>(),
+      .def("check", &metadata::Index::check, py::call_guard<py::gil_scoped_release>(),
            "reads all of it; raises if it is damaged")
-      .def("__len__", &plan::Index::size)
+      .def("__len__", &metadata::Index::size)
       .def("keys", &keys)
       .def_property_readonly("files", &all_files)
-      .def("file_ends", &plan::Index::file_ends, py::call_guard<py::gil_scoped_release>(),
+      .def("file_ends", &metadata::Index::file_ends, py::call_guard<py::gil_scoped_release>(),
            "of each file, where the last record that lies in it ends")
       .def("plan_load", &plan, py::arg("wanted"), py::arg("allow_cast") = false);
 }

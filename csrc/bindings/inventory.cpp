@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "plan/inventory.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -15,39 +15,39 @@ py::tuple numbers(std::span<const int64_t> values) {
   return result;
 }
 
-py::str name_of(const plan::Item& item) {
+py::str name_of(const state::Item& item) {
   PyObject* name = PyUnicode_DecodeUTF8(item.name.data(), static_cast<Py_ssize_t>(item.name.size()), "surrogatepass");
   if (name == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::str>(name);
 }
 
 py::list items(const py::bytes& bytes) {
-  const plan::Inventory inventory(view(bytes));
+  const state::Inventory inventory(view(bytes));
   py::list result(inventory.size());
   for (size_t i = 0; i < inventory.size(); ++i) {
-    const plan::Item item = inventory[i];
+    const state::Item item = inventory[i];
     result[i] = py::make_tuple(name_of(item), static_cast<int>(item.kind), static_cast<int>(item.dtype),
-                               (item.flags & plan::kRequiresGrad) != 0, item.bytes, numbers(item.shape),
+                               (item.flags & state::kRequiresGrad) != 0, item.bytes, numbers(item.shape),
                                numbers(item.offset), numbers(item.size));
   }
   return result;
 }
 
 py::bytes kinds(const py::bytes& bytes) {
-  const plan::Inventory inventory(view(bytes));
+  const state::Inventory inventory(view(bytes));
   std::string result(inventory.size(), '\0');
   for (size_t i = 0; i < inventory.size(); ++i) result[i] = static_cast<char>(inventory[i].kind);
   return py::bytes(result);
 }
 
 py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
-  const plan::Inventory inventory(view(bytes));
+  const state::Inventory inventory(view(bytes));
   const Table table(sizes);
-  plan::InventoryBuilder builder;
+  state::InventoryBuilder builder;
   size_t object = 0;
   for (size_t i = 0; i < inventory.size(); ++i) {
-    plan::Item item = inventory[i];
-    if (item.kind == plan::ItemKind::object) {
+    state::Item item = inventory[i];
+    if (item.kind == state::ItemKind::object) {
       if (object == table.values().size()) throw py::value_error("more objects than sizes");
       item.bytes = static_cast<uint64_t>(table.values()[object++]);
     }

@@ -2,8 +2,8 @@
 #include <exception>
 #include <string>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 
 namespace vescale_ckpt::bindings {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "plan/catalog.h"
+#include "metadata/catalog.h"
 #include "plan/global_plan.h"
 
 namespace vescale_ckpt::bindings {
@@ -38,13 +38,13 @@ py::tuple tuple_of(std::span<const int64_t> values) {
   return tuple;
 }
 
-py::list catalog_rows(const plan::Catalog& catalog) {
+py::list catalog_rows(const metadata::Catalog& catalog) {
   py::list rows;
-  for (const plan::Catalog::Key& key : catalog.keys) {
+  for (const metadata::Catalog::Key& key : catalog.keys) {
     const py::str name = text(std::string(catalog.name(key)));
     const py::tuple shape = tuple_of(catalog.shape(key));
     for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
-      const plan::Catalog::Chunk& chunk = catalog.chunks[i];
+      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
       rows.append(py::make_tuple(name, static_cast<int>(key.kind), shape, tuple_of(catalog.offset(key, chunk)),
                                  tuple_of(catalog.size(key, chunk)), chunk.writer, chunk.row));
     }
@@ -55,10 +55,10 @@ py::list catalog_rows(const plan::Catalog& catalog) {
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::class_<plan::Catalog>(module, "Catalog")
-      .def_readonly("ranks", &plan::Catalog::ranks)
-      .def_property_readonly("keys", [](const plan::Catalog& catalog) { return catalog.keys.size(); })
-      .def_property_readonly("chunks", [](const plan::Catalog& catalog) { return catalog.chunks.size(); })
+  py::class_<metadata::Catalog>(module, "Catalog")
+      .def_readonly("ranks", &metadata::Catalog::ranks)
+      .def_property_readonly("keys", [](const metadata::Catalog& catalog) { return catalog.keys.size(); })
+      .def_property_readonly("chunks", [](const metadata::Catalog& catalog) { return catalog.chunks.size(); })
       .def("rows", &catalog_rows, "(name, kind, shape, offset, size, writer, row) of every chunk");
 
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")

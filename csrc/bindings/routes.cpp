@@ -8,10 +8,9 @@
 #include "bindings/bindings.h"
 #include "io/box_copy.h"
 #include "io/shared_map.h"
-#include "io/table.h"
-#include "plan/route_tables.h"
-#include "plan/routes.h"
-#include "plan/tables.h"
+#include "share/route_tables.h"
+#include "share/routes.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -26,7 +25,7 @@ std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
 
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
-                            const plan::RouteOptions& options) {
+                            const share::RouteOptions& options) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
     throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
   }
@@ -36,10 +35,10 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   std::vector<std::vector<int64_t>> packed(reads.size());
   {
     const py::gil_scoped_release release;
-    std::vector<plan::RankReads> ranks;
+    std::vector<share::RankReads> ranks;
     for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i], nodes[i]});
-    const std::vector<plan::RankRoutes> routes = plan::plan_routes(ranks, options);
-    for (size_t i = 0; i < routes.size(); ++i) packed[i] = plan::pack_routes(routes[i]);
+    const std::vector<share::RankRoutes> routes = share::plan_routes(ranks, options);
+    for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
   }
   std::vector<py::bytes> result;
   for (const auto& words : packed) result.push_back(bytes_of(words));
@@ -50,9 +49,9 @@ std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, co
                                                   const py::buffer& sources, const py::buffer& tensors,
                                                   const py::bytes& ready, const py::buffer& memories) {
   const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
-  const plan::Inventory items(view(inventory));
-  plan::PlaceTable table = plan::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
-                                                  row_words.values(), memory_words.values());
+  const state::Inventory items(view(inventory));
+  state::PlaceTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
+                                                    row_words.values(), memory_words.values());
   return {bytes_of(table.copies), std::move(table.rest)};
 }
 
@@ -76,7 +75,7 @@ void bind_routes(py::module_& module) {
       .def_buffer([](const io::SharedMap& map) {
         return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
       });
-  const plan::RouteOptions standard;
+  const share::RouteOptions standard;
   module.def(
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
@@ -92,19 +91,19 @@ void bind_routes(py::module_& module) {
       [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {
         const Table table(reads);
         const py::gil_scoped_release release;
-        return plan::bytes_read_alone({table.values(), files}, verify);
+        return share::bytes_read_alone({table.values(), files}, verify);
       },
       py::arg("reads"), py::arg("files"), py::arg("verify"));
   module.def(
       "staging_table",
       [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {
-        return bytes_of(plan::make_staging_table(Table(staged).values(), memory_at(address, bytes)));
+        return bytes_of(share::make_staging_table(Table(staged).values(), memory_at(address, bytes)));
       },
       py::arg("staged"), py::arg("address"), py::arg("bytes"));
   module.def(
       "pack_table",
       [](const py::buffer& packs, uintptr_t address, uint64_t bytes) {
-        return bytes_of(plan::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
+        return bytes_of(share::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
   module.def("place_table", &places, py::arg("inventory"), py::arg("places"), py::arg("sources"), py::arg("tensors"),

@@ -6,39 +6,39 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
-#include "format/safetensors_layout.h"
 #include "format/torch_record.h"
-#include "io/safetensors_file.h"
-#include "io/safetensors_reads.h"
-#include "plan/tables.h"
+#include "hf/safetensors_file.h"
+#include "hf/safetensors_layout.h"
+#include "hf/safetensors_reads.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
 
-using File = std::shared_ptr<const io::SafetensorsFile>;
+using File = std::shared_ptr<const hf::SafetensorsFile>;
 
-format::SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
-                                      const format::SafetensorsHeader::Metadata& metadata) {
+hf::SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
+                                  const hf::SafetensorsHeader::Metadata& metadata) {
   const Table words(table);
-  const plan::TensorTable rows(words.values());
+  const state::TensorTable rows(words.values());
   if (names.size() != rows.size()) throw Error::invalid("as many names as tensors are wanted");
-  std::vector<format::SafetensorsLayout::Tensor> tensors(rows.size());
+  std::vector<hf::SafetensorsLayout::Tensor> tensors(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) {
-    const plan::LocalTensor row = rows[i];
+    const state::LocalTensor row = rows[i];
     const auto dtype = row.dtype < 0
                            ? std::nullopt
-                           : format::safetensors_dtype_named(format::dtypes()[static_cast<size_t>(row.dtype)].name);
+                           : hf::safetensors_dtype_named(format::dtypes()[static_cast<size_t>(row.dtype)].name);
     if (!dtype) throw Error::invalid("safetensors has no such dtype", static_cast<int64_t>(i));
     tensors[i] = {names[i], *dtype, {row.shape.begin(), row.shape.end()}};
   }
   return {std::move(tensors), metadata};
 }
 
-py::dict write(io::FileWriter& writer, const format::SafetensorsLayout& layout, const py::buffer& table, bool sync) {
+py::dict write(write::FileWriter& writer, const hf::SafetensorsLayout& layout, const py::buffer& table, bool sync) {
   const Table words(table);
-  const plan::TensorTable rows(words.values());
+  const state::TensorTable rows(words.values());
   if (rows.size() != layout.order().size()) throw Error::invalid("other tensors than those that were laid out");
   std::vector<const std::byte*> data;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -46,12 +46,12 @@ py::dict write(io::FileWriter& writer, const format::SafetensorsLayout& layout, 
   }
   {
     const py::gil_scoped_release release;
-    io::write_safetensors(writer, layout, data, sync);
+    hf::write_safetensors(writer, layout, data, sync);
   }
   return stats_dict(writer.stats());
 }
 
-py::object metadata_of(const io::SafetensorsFile& file) {
+py::object metadata_of(const hf::SafetensorsFile& file) {
   if (!file.header.metadata()) return py::none();
   py::dict result;
   for (const auto& [key, value] : *file.header.metadata()) result[py::str(key)] = py::str(value);
@@ -59,12 +59,12 @@ py::object metadata_of(const io::SafetensorsFile& file) {
 }
 
 // (name, dtype, torch's name for it or empty, shape as it stands in the header), in the order of their bytes.
-py::list tensors_of(const io::SafetensorsFile& file) {
+py::list tensors_of(const hf::SafetensorsFile& file) {
   py::list result;
-  for (const format::SafetensorsHeader::Tensor& tensor : file.header.tensors()) {
+  for (const hf::SafetensorsHeader::Tensor& tensor : file.header.tensors()) {
     py::tuple shape(tensor.dims);
     for (size_t i = 0; i < tensor.dims; ++i) shape[i] = py::int_(file.header.shape(tensor)[i]);
-    const format::SafetensorsDType& dtype = file.header.dtype(tensor);
+    const hf::SafetensorsDType& dtype = file.header.dtype(tensor);
     result.append(py::make_tuple(py::str(tensor.name), py::str(dtype.name.data(), dtype.name.size()),
                                  py::str(dtype.torch.data(), dtype.torch.size()), shape));
   }
@@ -73,19 +73,19 @@ py::list tensors_of(const io::SafetensorsFile& file) {
 
 py::dict read(const std::vector<File>& files, const py::buffer& table, bool verify, const io::EngineOptions& options) {
   const Table words(table);
-  std::unique_ptr<io::ReadReport> report;
+  std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = io::read_safetensors(files, words.values(), verify, options);
+    report = hf::read_safetensors(files, words.values(), verify, options);
   }
   return read_dict(*report);
 }
 
 using Paths = std::vector<std::string>;
 
-std::unique_ptr<io::ReadReport> called(io::SafetensorsReads& reads, const Paths& paths, const py::buffer& table,
-                                       std::unique_ptr<io::ReadReport> (io::SafetensorsReads::*call)(
-                                           std::span<const std::string>, std::span<const int64_t>)) {
+std::unique_ptr<read::ReadReport> called(hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table,
+                                         std::unique_ptr<read::ReadReport> (hf::SafetensorsReads::*call)(
+                                             std::span<const std::string>, std::span<const int64_t>)) {
   const Table words(table);
   const py::gil_scoped_release release;
   return (reads.*call)(paths, words.values());
@@ -94,74 +94,71 @@ std::unique_ptr<io::ReadReport> called(io::SafetensorsReads& reads, const Paths&
 }  // namespace
 
 void bind_safetensors(py::module_& module) {
-  py::class_<format::SafetensorsLayout>(module, "SafetensorsLayout")
+  py::class_<hf::SafetensorsLayout>(module, "SafetensorsLayout")
       .def(py::init(&make_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
-      .def_property_readonly("file_bytes", &format::SafetensorsLayout::file_bytes)
-      .def_property_readonly("data_begin", &format::SafetensorsLayout::data_begin)
+      .def_property_readonly("file_bytes", &hf::SafetensorsLayout::file_bytes)
+      .def_property_readonly("data_begin", &hf::SafetensorsLayout::data_begin)
       .def(
           "order",
-          [](const format::SafetensorsLayout& layout) {
-            return std::vector(layout.order().begin(), layout.order().end());
-          },
+          [](const hf::SafetensorsLayout& layout) { return std::vector(layout.order().begin(), layout.order().end()); },
           "numbers of the tensors as they lie in the file")
       .def(
           "head",
-          [](const format::SafetensorsLayout& layout, const std::vector<uint32_t>& blocks) {
+          [](const hf::SafetensorsLayout& layout, const std::vector<uint32_t>& blocks) {
             return py::bytes(layout.head(blocks));
           },
           py::arg("blocks"), "the first data_begin bytes of a file whose tensors have such checksums of blocks");
 
-  py::class_<io::SafetensorsFile, std::shared_ptr<io::SafetensorsFile>>(module, "SafetensorsFile")
+  py::class_<hf::SafetensorsFile, std::shared_ptr<hf::SafetensorsFile>>(module, "SafetensorsFile")
       .def_static(
           "open",
           [](const std::string& path, const io::EngineOptions& options, bool verify) {
-            return std::const_pointer_cast<io::SafetensorsFile>(io::SafetensorsFile::open(path, options, verify));
+            return std::const_pointer_cast<hf::SafetensorsFile>(hf::SafetensorsFile::open(path, options, verify));
           },
           py::arg("path"), py::arg("options"), py::arg("verify"), py::call_guard<py::gil_scoped_release>())
       .def("metadata", &metadata_of)
       .def("tensors", &tensors_of)
       .def("torch_shape",
-           [](const io::SafetensorsFile& file, size_t index) {
+           [](const hf::SafetensorsFile& file, size_t index) {
              if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
              return py::tuple(py::cast(file.header.torch_shape(file.header.tensors()[index])));
            })
       .def("bytes",
-           [](const io::SafetensorsFile& file, size_t index) {
+           [](const hf::SafetensorsFile& file, size_t index) {
              if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
              return file.header.tensors()[index].end - file.header.tensors()[index].begin;
            })
       .def("range",
-           [](const io::SafetensorsFile& file, size_t index) {
+           [](const hf::SafetensorsFile& file, size_t index) {
              if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
-             const format::SafetensorsHeader::Tensor& tensor = file.header.tensors()[index];
+             const hf::SafetensorsHeader::Tensor& tensor = file.header.tensors()[index];
              return std::pair(tensor.begin, tensor.end - tensor.begin);
            })
-      .def_readonly("head_crc", &io::SafetensorsFile::head_crc)
+      .def_readonly("head_crc", &hf::SafetensorsFile::head_crc)
       .def_property_readonly("has_checksums",
-                             [](const io::SafetensorsFile& file) { return file.header.has_checksums(); });
+                             [](const hf::SafetensorsFile& file) { return file.header.has_checksums(); });
 
-  py::class_<io::SafetensorsReads>(module, "SafetensorsReads")
+  py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))
       .def(
           "read_tensors",
-          [](io::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
-            return read_dict(*called(reads, paths, table, &io::SafetensorsReads::read));
+          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
+            return read_dict(*called(reads, paths, table, &hf::SafetensorsReads::read));
           },
           py::arg("paths"), py::arg("table"))
       .def(
           "check_tensors",
-          [](io::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
-            return check_tuple(*called(reads, paths, table, &io::SafetensorsReads::check));
+          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
+            return check_tuple(*called(reads, paths, table, &hf::SafetensorsReads::check));
           },
           py::arg("paths"), py::arg("table"));
 
-  module.attr("SAFETENSORS_CHECKSUMS") =
-      py::str(format::kSafetensorsChecksums.data(), format::kSafetensorsChecksums.size());
+  module.attr("SAFETENSORS_CHECKSUMS") = py::str(hf::kSafetensorsChecksums.data(), hf::kSafetensorsChecksums.size());
   module.def(
       "safetensors_dtypes",
       [] {
         std::vector<std::string> names;
-        for (const format::SafetensorsDType& dtype : format::safetensors_dtypes()) {
+        for (const hf::SafetensorsDType& dtype : hf::safetensors_dtypes()) {
           if (!dtype.torch.empty()) names.emplace_back(dtype.torch);
         }
         return names;
@@ -171,7 +168,7 @@ void bind_safetensors(py::module_& module) {
   module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
   module.def(
       "read_safetensors",
-      [](const std::vector<std::shared_ptr<io::SafetensorsFile>>& files, const py::buffer& table, bool verify,
+      [](const std::vector<std::shared_ptr<hf::SafetensorsFile>>& files, const py::buffer& table, bool verify,
          const io::EngineOptions& options) { return read({files.begin(), files.end()}, table, verify, options); },
       py::arg("files"), py::arg("table"), py::arg("verify"), py::arg("options"));
 }

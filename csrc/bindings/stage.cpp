@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
-#include "error.h"
 #include "stage/snapshot.h"
 
 namespace vescale_ckpt::bindings {

@@ -6,13 +6,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
-#include "error.h"
 #include "format/torch_record.h"
-#include "plan/inventory.h"
-#include "plan/replica_hash.h"
-#include "plan/tables.h"
+#include "state/inventory.h"
+#include "state/replica_hash.h"
+#include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -173,7 +173,7 @@ py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, co
 
 std::vector<int64_t> tensor_devices(const py::bytes& table) {
   const Words words(table);
-  const plan::TensorTable tensors(words.values());
+  const state::TensorTable tensors(words.values());
   std::vector<int64_t> devices(tensors.size());
   for (size_t i = 0; i < devices.size(); ++i) devices[i] = tensors[i].device;
   return devices;
@@ -196,20 +196,20 @@ std::string utf8(const py::handle& name) {
 py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t node) {
   const Words words(rows);
   std::span<const int64_t> rest = words.values();
-  plan::InventoryBuilder builder;
+  state::InventoryBuilder builder;
   for (const py::handle name : names) {
     const uint64_t head = rest.empty() ? 0 : static_cast<uint64_t>(rest[0]);
     const size_t dims = head >> 32;
     if (rest.size() < 2 || rest.size() - 2 < 3 * dims) throw Error::invalid("rows of items end early");
     const std::string text = utf8(name);
-    builder.add({text, static_cast<plan::ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
+    builder.add({text, static_cast<state::ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
                  static_cast<uint16_t>(head >> 16), static_cast<uint64_t>(rest[1]), rest.subspan(2, dims),
                  rest.subspan(2 + dims, dims), rest.subspan(2 + 2 * dims, dims)});
     rest = rest.subspan(2 + 3 * dims);
   }
   if (!rest.empty()) throw Error::invalid("rows of items without a name");
   const std::vector<std::byte> bytes = builder.pack(node);
-  plan::Inventory{bytes};  // throws for what no reader would take
+  state::Inventory{bytes};  // throws for what no reader would take
   return packed(bytes);
 }
 
@@ -218,9 +218,9 @@ py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t 
 py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                      const py::bytes& tensors, const py::bytes& ready) {
   const Words row_words(rows), source_words(sources), tensor_words(tensors);
-  const plan::Inventory items(view(inventory));
-  const plan::CopyTable table =
-      plan::make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+  const state::Inventory items(view(inventory));
+  const state::CopyTable table =
+      state::make_copy_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
   return py::make_tuple(packed(table.rows), packed(table.devices));
 }
 
@@ -228,7 +228,7 @@ template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
   const Words row_words(rows), source_words(sources), tensor_words(tensors);
-  const plan::Inventory items(view(inventory));
+  const state::Inventory items(view(inventory));
   return packed(make({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values()));
 }
 
@@ -242,18 +242,18 @@ void bind_tensors(py::module_& module) {
       "same_shapes",
       [](const py::bytes& left, const py::bytes& right) {
         const Words a(left), b(right);
-        return plan::same_shapes(plan::TensorTable(a.values()), plan::TensorTable(b.values()));
+        return state::same_shapes(state::TensorTable(a.values()), state::TensorTable(b.values()));
       },
       "whether two tables of tensors agree in all dtypes and shapes");
   module.def("any_complex",
-             [](const py::bytes& table) { return plan::any_complex(plan::TensorTable(Words(table).values())); });
+             [](const py::bytes& table) { return state::any_complex(state::TensorTable(Words(table).values())); });
   module.def(
       "ready_tensors",
       [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,
          const std::vector<int64_t>& storage_bytes) {
         const Words words(table);
-        return packed(plan::ready_tensors(plan::TensorTable(words.values()), with_cuda, view(lazy), storage_offsets,
-                                          storage_bytes));
+        return packed(state::ready_tensors(state::TensorTable(words.values()), with_cuda, view(lazy), storage_offsets,
+                                           storage_bytes));
       },
       py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
   module.def(
@@ -263,17 +263,17 @@ void bind_tensors(py::module_& module) {
         const std::span<const int64_t> signed_factors = factor_words.values();
         const std::vector<uint64_t> unsigned_factors(signed_factors.begin(), signed_factors.end());
         return packed(
-            plan::replica_hashes(plan::TensorTable(words.values()), rows.values(), elements, unsigned_factors));
+            state::replica_hashes(state::TensorTable(words.values()), rows.values(), elements, unsigned_factors));
       },
       py::arg("table"), py::arg("boxes"), py::arg("elements"), py::arg("factors"));
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
-  module.def("write_table", &engine_table<&plan::make_write_table>, py::arg("inventory"), py::arg("part"),
+  module.def("write_table", &engine_table<&state::make_write_table>, py::arg("inventory"), py::arg("part"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));
   module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("part"), py::arg("sources"), py::arg("tensors"),
              py::arg("ready"), "a write table of rows wherever they are, and their devices");
-  module.def("ready_rows", &engine_table<&plan::ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
+  module.def("ready_rows", &engine_table<&state::ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"));
-  module.def("read_table", &engine_table<&plan::make_read_table>, py::arg("inventory"), py::arg("reads"),
+  module.def("read_table", &engine_table<&state::make_read_table>, py::arg("inventory"), py::arg("reads"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));
 }
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
-#include "error.h"
-#include "io/memory.h"
+#include "base/error.h"
+#include "base/memory.h"
 
 namespace vescale_ckpt::device {
 namespace {
@@ -60,7 +60,7 @@ bool CopyPlan::is_packed(size_t index) const {
 }
 
 bool CopyPlan::joins(const DeviceRow& before, const DeviceRow& row) const {
-  return io::align_up(address_of(before.host) + before.bytes, layout_.alignment) == address_of(row.host);
+  return align_up(address_of(before.host) + before.bytes, layout_.alignment) == address_of(row.host);
 }
 
 uint64_t CopyPlan::to_border(const std::byte* host) const {
@@ -96,12 +96,11 @@ bool CopyPlan::next(CopyGroup& group) {
 void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
   PackTable& table = group.table;
   std::byte* host = row.host + at_;
-  uint64_t offset = io::align_up(table.bytes, kMaxUnit);
+  uint64_t offset = align_up(table.bytes, kMaxUnit);
   if (!group.flat.empty()) {  // the slab looks like the host's memory, where that is allowed
     const FlatCopy& last = group.flat.back();
     const uint64_t host_end = address_of(last.host) + last.bytes;
-    if (io::align_up(host_end, layout_.alignment) == address_of(host))
-      offset = table.bytes + address_of(host) - host_end;
+    if (align_up(host_end, layout_.alignment) == address_of(host)) offset = table.bytes + address_of(host) - host_end;
   }
   if (offset >= limits_.slab_bytes || table.rows.size() == kPackRows) return;
   uint64_t bytes = std::min(row.bytes - at_, limits_.slab_bytes - offset);
@@ -110,7 +109,7 @@ void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
     packed.address += at_;
   } else {
     const uint64_t unit = common_unit(row, offset, at_);
-    if (bytes < row.bytes - at_) bytes = io::align_down(bytes, kMaxUnit);
+    if (bytes < row.bytes - at_) bytes = align_down(bytes, kMaxUnit);
     if (bytes == 0 || table.dims.size() + row.dims.size() + 1 > kPackDims) return;
     packed.first = at_ / unit;
     packed.unit = static_cast<uint32_t>(unit);

@@ -3,10 +3,10 @@
 #include <array>
 #include <atomic>
 
+#include "base/error.h"
 #include "device/cuda_device.h"
 #include "device/cuda_stream.h"
 #include "device/pack_image.h"
-#include "error.h"
 
 namespace vescale_ckpt::device {
 namespace {

@@ -3,9 +3,9 @@
 
 #include <string>
 
+#include "base/error.h"
 #include "device/cuda_api.h"
 #include "device/device.h"
-#include "error.h"
 
 namespace vescale_ckpt::device::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::device {
 

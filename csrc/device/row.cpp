@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::device {
 
@@ -41,28 +41,6 @@ DeviceAddress DeviceRow::address_of_run(uint64_t at) const {
     index /= dims[dim].count;
   }
   return device + static_cast<uint64_t>(offset);
-}
-
-std::vector<DeviceRow> parse_device_table(std::span<const int64_t> table) {
-  constexpr size_t kFixed = 4;
-  std::vector<DeviceRow> rows;
-  while (!table.empty()) {
-    const auto row = static_cast<int64_t>(rows.size());
-    const uint64_t dims = table.size() < kFixed ? 0 : static_cast<uint64_t>(table[3]);
-    if (table.size() < kFixed || dims > (table.size() - kFixed) / 2) {
-      throw Error::invalid("the table ends inside a row", row);
-    }
-    if (table[2] <= 0 || table[2] > UINT16_MAX) throw Error::invalid("an element of no or too many bytes", row);
-    try {
-      rows.emplace_back(static_cast<DeviceAddress>(table[0]),
-                        reinterpret_cast<std::byte*>(static_cast<uintptr_t>(table[1])), static_cast<uint32_t>(table[2]),
-                        table.subspan(kFixed, dims), table.subspan(kFixed + dims, dims));
-    } catch (const Error& error) {
-      throw Error::invalid(error.what(), row);
-    }
-    table = table.subspan(kFixed + 2 * dims);
-  }
-  return rows;
 }
 
 }  // namespace vescale_ckpt::device

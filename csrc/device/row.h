@@ -25,8 +25,4 @@ struct DeviceRow {
   std::vector<PackDim> dims;  // of runs, outermost first; empty if the row is one run
 };
 
-// A table from Python. Rows: device address, host address, bytes of an element, dimensions n, n sizes, n strides
-// (elements). Throws Error(invalid, row).
-std::vector<DeviceRow> parse_device_table(std::span<const int64_t> table);
-
 }  // namespace vescale_ckpt::device

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/crc32.h"
 #include "format/pickle_check.h"
-#include "io/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -109,7 +109,7 @@ void ArchiveWriter::end(uint32_t crc) {
 void ArchiveWriter::add(std::string_view name, std::string_view body) {
   begin(name, body.size());
   bytes_.append(body);  // begin() has counted it
-  end(io::crc32(0, body.data(), body.size()));
+  end(crc32(0, body.data(), body.size()));
 }
 
 void ArchiveWriter::finish() {
@@ -279,8 +279,7 @@ std::string check_archive(std::span<const std::byte> archive, bool checksums) {
     }
     if (!checksums || entry.crc == 0)
       continue;  // written without checksums, by torch.serialization.set_crc32_options(False)
-    if (io::crc32(0, body->data(), body->size()) != entry.crc)
-      return "the checksum of " + entry.name + " does not match";
+    if (crc32(0, body->data(), body->size()) != entry.crc) return "the checksum of " + entry.name + " does not match";
   }
   return {};
 }

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "io/crc32.h"
+#include "base/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -49,8 +49,8 @@ std::string ChecksumTable::serialize(uint64_t offset) const {
   footer.table_offset = offset;
   footer.table_bytes = text.size();
   footer.block_bytes = kChecksumBlock;
-  footer.table_crc = io::crc32(0, text.data(), text.size());
-  footer.footer_crc = io::crc32(0, &footer, offsetof(RawFooter, footer_crc));
+  footer.table_crc = crc32(0, text.data(), text.size());
+  footer.footer_crc = crc32(0, &footer, offsetof(RawFooter, footer_crc));
   text.append(reinterpret_cast<const char*>(&footer), sizeof footer);
   return text;
 }
@@ -60,7 +60,7 @@ std::optional<ChecksumTable::Footer> ChecksumTable::parse_footer(std::span<const
   if (last.size() != sizeof footer || file_bytes < sizeof footer) return std::nullopt;
   std::memcpy(&footer, last.data(), sizeof footer);
   if (std::memcmp(footer.magic, kMagic, sizeof kMagic) != 0) return std::nullopt;
-  if (footer.footer_crc != io::crc32(0, &footer, offsetof(RawFooter, footer_crc))) return std::nullopt;
+  if (footer.footer_crc != crc32(0, &footer, offsetof(RawFooter, footer_crc))) return std::nullopt;
   const uint64_t before = file_bytes - sizeof footer;
   if (footer.file_bytes != file_bytes || footer.block_bytes != kChecksumBlock || footer.table_bytes > before ||
       footer.table_bytes > footer.table_offset / 8 + 4096 || footer.table_offset != before - footer.table_bytes) {
@@ -72,7 +72,7 @@ std::optional<ChecksumTable::Footer> ChecksumTable::parse_footer(std::span<const
 std::optional<ChecksumTable> ChecksumTable::parse(std::span<const std::byte> bytes, const Footer& footer) {
   RawCounts counts;
   if (bytes.size() != footer.table_bytes || bytes.size() < sizeof counts) return std::nullopt;
-  if (io::crc32(0, bytes.data(), bytes.size()) != footer.table_crc) return std::nullopt;
+  if (crc32(0, bytes.data(), bytes.size()) != footer.table_crc) return std::nullopt;
   std::memcpy(&counts, bytes.data(), sizeof counts);
   const uint64_t rest = bytes.size() - sizeof counts;
   if (counts.rows > rest / sizeof(Row) || counts.blocks > rest / sizeof(uint32_t) ||

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "error.h"
-#include "io/crc32.h"
+#include "base/crc32.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -190,7 +190,7 @@ void TensorRecord::write_epilogue(uint32_t crc, std::string_view id, std::byte* 
     put(out, crc_field_, &crc, sizeof crc);
     put(out, crc_field_central_, &crc, sizeof crc);
   }
-  const uint32_t id_crc = io::crc32(0, id.data(), id.size());
+  const uint32_t id_crc = crc32(0, id.data(), id.size());
   put(out, id_field_, id.data(), id.size());
   put(out, id_crc_field_, &id_crc, sizeof id_crc);
   put(out, id_crc_field_central_, &id_crc, sizeof id_crc);
@@ -240,7 +240,7 @@ std::string object_record(std::string_view pickle) {
   add_leading_entries(archive, pickle);
   archive.add("version", "3\n");
   char id[kIdDigits + 1];
-  std::snprintf(id, sizeof id, "%020u%020u", 0u, io::crc32(0, pickle.data(), pickle.size()));
+  std::snprintf(id, sizeof id, "%020u%020u", 0u, crc32(0, pickle.data(), pickle.size()));
   archive.add(".data/serialization_id", {id, kIdDigits});
   archive.finish();
   return archive.bytes();

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::io {
 namespace {

@@ -4,7 +4,10 @@
 #include <atomic>
 #include <vector>
 
-#include "io/workers.h"
+#include "base/error.h"
+#include "base/workers.h"
+#include "format/torch_record.h"
+#include "io/table.h"
 
 namespace vescale_ckpt::io {
 namespace {
@@ -61,6 +64,25 @@ void copy_boxes(std::span<const BoxCopy> copies, unsigned threads) {
       for (size_t i = step.copy; i < step.end; ++i) copy(copies[i], step.from, step.to);
     }
   });
+}
+
+std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
+  std::vector<BoxCopy> copies;
+  for (TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint32_t dtype = cursor.dtype();
+    const std::byte* piece = cursor.address();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), offsets = cursor.take(dims), lengths = cursor.take(dims);
+    std::byte* memory = cursor.address();
+    const auto strides = cursor.take(dims);
+    try {
+      format::tensor_bytes(format::dtypes()[dtype], sizes);
+      copies.push_back({Box(format::dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory});
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+  }
+  return copies;
 }
 
 }  // namespace vescale_ckpt::io

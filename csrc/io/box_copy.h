@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "io/box.h"
 
@@ -17,5 +18,9 @@ struct BoxCopy {
 
 // Makes all copies on up to `threads` threads. No two may write the same bytes, or read what another writes.
 void copy_boxes(std::span<const BoxCopy> copies, unsigned threads);
+
+// Rows: dtype, address of the piece, dimensions n, n sizes of the piece, n offsets of the box in it, n sizes of the
+// box, address of the box's first element, n strides (elements). Throws Error(invalid, row).
+std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table);
 
 }  // namespace vescale_ckpt::io

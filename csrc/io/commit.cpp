@@ -7,10 +7,10 @@
 #include <atomic>
 #include <memory>
 
-#include "error.h"
-#include "io/channel.h"
+#include "base/error.h"
+#include "base/system.h"
 #include "io/file.h"
-#include "io/system.h"
+#include "io/transfer.h"
 
 namespace vescale_ckpt::io {
 namespace {

@@ -5,9 +5,9 @@
 #include <cerrno>
 #include <utility>
 
-#include "error.h"
-#include "io/memory.h"
-#include "io/system.h"
+#include "base/error.h"
+#include "base/memory.h"
+#include "base/system.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080  // Linux 6.14
@@ -80,7 +80,6 @@ std::unique_ptr<File> File::open(const std::string& path, Access widest, bool ca
   const int64_t size = system::file_size(plain);
   if (size < 0) throw Error::system("stat", path, 0, static_cast<int>(-size));
   file->size_ = static_cast<uint64_t>(size);
-  ::fcntl(plain, F_SETFL, O_RDONLY);  // io_uring would take the flag seriously
   if (widest == Access::buffered) return file;
   // What is in memory is read from there: four times faster than the disk, and no pages are added.
   const auto resident = cached ? system::resident_bytes(plain, file->size_) : std::nullopt;

@@ -32,7 +32,7 @@ class File {
   uint64_t memory_alignment() const { return memory_alignment_; }  // bytes, for direct transfers
 
   int descriptor(Access access) const { return access == Access::direct ? direct_ : plain_; }
-  // The flag for preadv2 / pwritev2 / io_uring.
+  // The flag for preadv2 and pwritev2.
   static int transfer_flags(Access access);
   // After `refused` failed with EINVAL or EOPNOTSUPP: the next way to try. False if there is none.
   bool fall_back(Access refused);

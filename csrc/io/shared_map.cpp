@@ -2,8 +2,8 @@
 
 #include <cerrno>
 
-#include "error.h"
-#include "io/system.h"
+#include "base/error.h"
+#include "base/system.h"
 
 namespace vescale_ckpt::io {
 

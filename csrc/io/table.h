@@ -1,15 +1,11 @@
-// The tables that cross from Python once a save or load: rows of 64-bit integers, one after another.
+// Reads the tables that cross from Python: rows of 64-bit integers, one after another.
 #pragma once
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
-#include "error.h"
+#include "base/error.h"
 #include "format/torch_record.h"
-#include "io/box_copy.h"
-#include "io/reader.h"
-#include "io/writer.h"
 
 namespace vescale_ckpt::io {
 
@@ -43,23 +39,5 @@ class TableCursor {
   std::span<const int64_t> rest_;
   int64_t row_ = 0;
 };
-
-// Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
-std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
-
-// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box
-// offsets, n box sizes, address of the box's first element, n strides (elements). Throws Error(invalid, row).
-std::vector<ReadItem> parse_read_table(std::span<const int64_t> table);
-
-// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n sizes. For
-// check_tensors: whole tensors without memory. Throws Error(invalid, row).
-std::vector<ReadItem> parse_check_table(std::span<const int64_t> table);
-
-// Rows: dtype, address of the piece, dimensions n, n sizes of the piece, n offsets of the box in it, n sizes of the
-// box, address of the box's first element, n strides (elements). Throws Error(invalid, row).
-std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table);
-
-// Rows: file, offset, length.
-std::vector<ByteRange> parse_range_table(std::span<const int64_t> table);
 
 }  // namespace vescale_ckpt::io

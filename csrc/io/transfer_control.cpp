@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::io {
 

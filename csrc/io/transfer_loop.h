@@ -1,24 +1,23 @@
-// What a writer and a reader have in common: workers that keep their channel full of transfers whose memory is either a
-// slot or the tensor itself.
+// What a writer and a reader have in common: workers, each with one transfer at a time, whose memory is either a slot
+// or the tensor itself.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <list>
-#include <memory>
 #include <optional>
 
-#include "error.h"
-#include "io/channel.h"
-#include "io/memory.h"
+#include "base/memory.h"
+#include "base/workers.h"
+#include "io/transfer.h"
 #include "io/transfer_control.h"
-#include "io/workers.h"
 
 namespace vescale_ckpt::io {
 
+// Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
+inline constexpr uint64_t kLargeBody = 2 << 20;
+
 struct EngineOptions {
-  Backend backend = Backend::automatic;
   unsigned threads = 4;  // workers
-  unsigned depth = 4;    // transfers in flight a worker, where the backend can
   uint64_t slot_bytes = 8 << 20;
   uint64_t arena_bytes = 256 << 20;
   Access widest = Access::direct;
@@ -37,7 +36,7 @@ struct Flight {
 
 // Runs `queue` empty on options.threads workers. For each item taken:
 //   needs_slot(item)      whether it passes through a slot
-//   prepare(item, flight) sets up flight.transfer but its context, and flight.item as it likes
+//   prepare(item, flight) sets up flight.transfer, and flight.item as it likes
 //   complete(flight)      called when the transfer is done
 // `control`, if there is one, is asked before each transfer. Throws the first Error; `queue` is closed then.
 template <typename Item, typename NeedsSlot, typename Prepare, typename Complete>
@@ -52,42 +51,14 @@ void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const N
         if (armed) queue.close();  // workers that wait for an item must not wait for this one
       }
     } guard{queue};
-    std::list<Flight> flights;  // before the channel: destroyed after it has waited for what is in flight
-    const std::unique_ptr<Channel> channel = make_channel(options.backend, options.depth);
-    // One that waits for its turn must have nothing in flight whose end it would not see.
-    const size_t depth = control != nullptr && control->limited() ? 1 : channel->depth();
     Item next{};
-    bool have_next = false;
-    while (!stop.load(std::memory_order_relaxed)) {
-      // Waiting for an item or a slot is fine only with nothing in flight: those waited for may be ours.
-      const bool idle = flights.empty();
-      const bool room = flights.size() < depth;
-      if (!have_next && room) have_next = idle ? queue.take(next) : queue.try_take(next);
-      if (have_next && room) {
-        std::optional<Slot> slot;
-        const bool slot_needed = needs_slot(next);
-        if (slot_needed) {
-          if (idle) {
-            slot.emplace(arena.acquire());
-          } else {
-            slot = arena.try_acquire();
-          }
-        }
-        if (!slot_needed || slot) {
-          Flight& flight = flights.emplace_back();
-          flight.slot = std::move(slot);
-          prepare(next, flight);
-          have_next = false;
-          if (control != nullptr) control->admit(flight.transfer.size + flight.moved_before, stop);
-          flight.transfer.context = &flight;
-          channel->submit(&flight.transfer);
-          continue;
-        }
-      }
-      if (idle) break;  // nothing in flight and nothing to come
-      auto* done = static_cast<Flight*>(channel->wait()->context);
-      complete(*done);
-      flights.remove_if([done](const Flight& flight) { return &flight == done; });
+    while (!stop.load(std::memory_order_relaxed) && queue.take(next)) {
+      Flight flight;
+      if (needs_slot(next)) flight.slot.emplace(arena.acquire());
+      prepare(next, flight);
+      if (control != nullptr) control->admit(flight.transfer.size + flight.moved_before, stop);
+      perform(flight.transfer);
+      complete(flight);
     }
     guard.armed = false;
   };

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "error.h"
+#include "base/error.h"
 #include "plan/balance.h"
 #include "plan/holder_sets.h"
 

@@ -5,12 +5,12 @@
 #include <thread>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
+#include "base/parallel.h"
 #include "plan/hash.h"
-#include "plan/inventory.h"
 #include "plan/make_catalog.h"
 #include "plan/merge.h"
-#include "plan/parallel.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -34,12 +34,12 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
   const size_t ranks = inventories.size();
   const unsigned threads = thread_count(inventories);
 
-  std::vector<Inventory> parsed(ranks);
+  std::vector<state::Inventory> parsed(ranks);
   std::vector<Hash128> names(ranks);
   parallel_for(threads, ranks, 1, [&] {
     return [&](size_t rank) {
       try {
-        parsed[rank] = Inventory(inventories[rank]);
+        parsed[rank] = state::Inventory(inventories[rank]);
       } catch (const Error& error) {
         throw Error::invalid("rank " + std::to_string(rank) + ": " + error.what());
       }
@@ -48,12 +48,12 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
   });
 
   std::vector<int64_t> ids;
-  for (const Inventory& inventory : parsed) ids.push_back(inventory.node());
+  for (const state::Inventory& inventory : parsed) ids.push_back(inventory.node());
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   node_count_ = static_cast<uint32_t>(ids.size());
   nodes_.reserve(ranks);
-  for (const Inventory& inventory : parsed) {
+  for (const state::Inventory& inventory : parsed) {
     nodes_.push_back(static_cast<uint32_t>(std::lower_bound(ids.begin(), ids.end(), inventory.node()) - ids.begin()));
   }
 
@@ -69,7 +69,7 @@ std::vector<int64_t> GlobalPlan::part(uint32_t rank) const {
   return parts_.of(rank, assignment_);
 }
 
-Catalog GlobalPlan::catalog(uint32_t node) const {
+metadata::Catalog GlobalPlan::catalog(uint32_t node) const {
   if (node >= node_count_) throw Error::invalid("no node " + std::to_string(node) + " in this plan");
   return make_catalog(layout_, assignment_, nodes_, node, options_.placement == Placement::local);
 }

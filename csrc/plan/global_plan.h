@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "metadata/catalog.h"
 #include "plan/assign.h"
-#include "plan/catalog.h"
 #include "plan/layout.h"
 #include "plan/parts.h"
 
@@ -31,7 +31,7 @@ class GlobalPlan {
 
   // Made anew by each call. With Placement::local as `node` sees it, nodes being numbered in the order of their ids:
   // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
-  Catalog catalog(uint32_t node = 0) const;
+  metadata::Catalog catalog(uint32_t node = 0) const;
 
  private:
   PlanOptions options_;

@@ -73,8 +73,8 @@ uint32_t Grouping::group(uint32_t key, std::string& fault) {
       }
       if (holders[row].rank == holders[kept - 1].rank) {
         if (empty) continue;
-        fault = (facts.kind == ItemKind::object ? "rank " + std::to_string(holders[row].rank) + " has it"
-                                                : text(row, holders + row, holders + row + 1)) +
+        fault = (facts.kind == state::ItemKind::object ? "rank " + std::to_string(holders[row].rank) + " has it"
+                                                       : text(row, holders + row, holders + row + 1)) +
                 " twice";
         return 0;
       }
@@ -85,7 +85,7 @@ uint32_t Grouping::group(uint32_t key, std::string& fault) {
     }
     holders[kept++] = holders[row];
   }
-  if (facts.kind == ItemKind::object) return count;
+  if (facts.kind == state::ItemKind::object) return count;
 
   const Tiling tiling = check_tiling(layout_.shape(facts), boxes, empty ? 0 : count);
   if (tiling.overlap) {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/large_vector.h"
+#include "base/large_vector.h"
 #include "plan/layout.h"
 
 namespace vescale_ckpt::plan {

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::plan {
 

@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
-#include "plan/inventory.h"
+#include "base/large_vector.h"
 #include "plan/key_names.h"
-#include "plan/large_vector.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 
@@ -18,7 +18,7 @@ struct Holder {
 
 struct Layout {
   struct Key {
-    ItemKind kind;
+    state::ItemKind kind;
     uint8_t dtype;
     uint16_t flags;
     uint32_t ndim;

@@ -19,9 +19,9 @@ std::span<const AssignedPiece> seen_by(std::span<const AssignedPiece> pieces, st
 
 }  // namespace
 
-Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::span<const uint32_t> nodes, uint32_t node,
-                     bool copies) {
-  Catalog catalog;
+metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::span<const uint32_t> nodes,
+                               uint32_t node, bool copies) {
+  metadata::Catalog catalog;
   catalog.names = layout.names.text();
   catalog.ranks = static_cast<uint32_t>(nodes.size());
   catalog.keys.reserve(layout.keys.size());
@@ -52,7 +52,7 @@ Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::sp
     }
     if (split) {  // pieces of boxes that stand side by side alternate
       std::sort(catalog.chunks.begin() + static_cast<ptrdiff_t>(first), catalog.chunks.end(),
-                [&](const Catalog::Chunk& a, const Catalog::Chunk& b) {
+                [&](const metadata::Catalog::Chunk& a, const metadata::Catalog::Chunk& b) {
                   const int64_t* of_a = catalog.dims.data() + a.box;
                   const int64_t* of_b = catalog.dims.data() + b.box;
                   return std::lexicographical_compare(of_a, of_a + key.ndim, of_b, of_b + key.ndim);

@@ -5,10 +5,10 @@
 #include <string>
 #include <unordered_map>
 
-#include "error.h"
+#include "base/error.h"
+#include "base/parallel.h"
 #include "format/torch_record.h"
 #include "plan/group.h"
-#include "plan/parallel.h"
 #include "plan/row_check.h"
 
 namespace vescale_ckpt::plan {
@@ -41,7 +41,7 @@ class Faults {
 
 class Merge {
  public:
-  Merge(std::span<const Inventory> ranks, std::span<const Hash128> names, unsigned threads)
+  Merge(std::span<const state::Inventory> ranks, std::span<const Hash128> names, unsigned threads)
       : ranks_(ranks), threads_(threads) {
     intern(names);
     make_room();
@@ -65,12 +65,12 @@ class Merge {
   void gather();
   void group();
   void pack();
-  void add_key(const Item& item);
+  void add_key(const state::Item& item);
   std::string misfit(uint32_t key) const;
 
   const Block& block(uint32_t rank) const { return blocks_[block_of_[rank]]; }
 
-  std::span<const Inventory> ranks_;
+  std::span<const state::Inventory> ranks_;
   unsigned threads_;
   std::vector<Block> blocks_;
   std::vector<uint32_t> block_of_;  // of each rank
@@ -86,11 +86,11 @@ void Merge::intern(std::span<const Hash128> names) {
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
     const auto [found, fresh] = known.try_emplace(names[rank], static_cast<uint32_t>(blocks_.size()));
     if (fresh) {
-      const Inventory& inventory = ranks_[rank];
+      const state::Inventory& inventory = ranks_[rank];
       Block& block = blocks_.emplace_back();
       block.keys.reserve(inventory.size());
       for (size_t i = 0; i < inventory.size(); ++i) {
-        const Item item = inventory[i];
+        const state::Item item = inventory[i];
         const auto [key, is_new] = layout.names.add(item.name);
         if (is_new) add_key(item);
         block.keys.push_back(key);
@@ -101,8 +101,8 @@ void Merge::intern(std::span<const Hash128> names) {
   }
 }
 
-void Merge::add_key(const Item& item) {
-  const bool object = item.kind == ItemKind::object;
+void Merge::add_key(const state::Item& item) {
+  const bool object = item.kind == state::ItemKind::object;
   layout.keys.push_back({.kind = item.kind,
                          .dtype = item.dtype,
                          .flags = item.flags,
@@ -145,7 +145,7 @@ void Merge::gather() {
   std::vector<uint8_t> sound(keys);
   for (size_t key = 0; key < keys; ++key) {
     const Layout::Key& facts = layout.keys[key];
-    sound[key] = facts.kind == ItemKind::object || shape_bytes(layout.shape(facts), facts.bytes).has_value();
+    sound[key] = facts.kind == state::ItemKind::object || shape_bytes(layout.shape(facts), facts.bytes).has_value();
   }
   const auto first_rank = [&](size_t slice) { return ranks_.size() * slice / slices; };
   std::vector<std::vector<uint64_t>> starts(slices);
@@ -169,7 +169,7 @@ void Merge::gather() {
         for (size_t i = 0; i < translation.size(); ++i) {
           const uint32_t key = translation[i];
           const Layout::Key& facts = layout.keys[key];
-          const Item item = ranks_[rank][i];
+          const state::Item item = ranks_[rank][i];
           const std::optional<uint64_t> place = sound[key] ? place_of(item, facts, layout.shape(facts)) : std::nullopt;
           if (!place) {
             misfits[slice].push_back(key);
@@ -255,7 +255,7 @@ void Merge::pack() {
 
 }  // namespace
 
-Layout merge(std::span<const Inventory> ranks, std::span<const Hash128> names, unsigned threads) {
+Layout merge(std::span<const state::Inventory> ranks, std::span<const Hash128> names, unsigned threads) {
   return std::move(Merge(ranks, names, threads).layout);
 }
 

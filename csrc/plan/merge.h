@@ -4,8 +4,8 @@
 #include <span>
 
 #include "plan/hash.h"
-#include "plan/inventory.h"
 #include "plan/layout.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 
@@ -14,6 +14,6 @@ namespace vescale_ckpt::plan {
 // Throws Error (invalid), naming the key and the ranks, unless under each key all ranks have the same kind, dtype and
 // shape; boxes lie within the shape, are equal or disjoint, and cover it. A rank alone may hold any part of it. Of the
 // disagreements, the one about the first key is told. Empty boxes count only where a tensor has nothing else.
-Layout merge(std::span<const Inventory> ranks, std::span<const Hash128> names, unsigned threads);
+Layout merge(std::span<const state::Inventory> ranks, std::span<const Hash128> names, unsigned threads);
 
 }  // namespace vescale_ckpt::plan

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "plan/parallel.h"
+#include "base/parallel.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -41,7 +41,7 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
   for (const bool objects : {false, true}) {
     if (objects) first_object = next;
     for (const Layout::Key& key : layout.keys) {
-      if ((key.kind == ItemKind::object) != objects) continue;
+      if ((key.kind == state::ItemKind::object) != objects) continue;
       for (size_t box = 0; box < key.boxes; ++box) {
         for (const AssignedPiece& piece : assignment.pieces_of(key, box)) {
           parts.pieces[next[piece.writer]++] = static_cast<uint32_t>(&piece - pieces.data());

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/large_vector.h"
 #include "plan/assign.h"
-#include "plan/large_vector.h"
 #include "plan/layout.h"
 
 namespace vescale_ckpt::plan {

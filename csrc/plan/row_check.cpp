@@ -21,11 +21,11 @@ std::string difference(const char* property, const std::vector<RankRow>& rows, c
   return values.size() < 2 ? std::string() : disagreement_text(property, values);
 }
 
-std::string kind_text(const Item& item) {
-  return item.kind == ItemKind::object ? "an object" : "a tensor";
+std::string kind_text(const state::Item& item) {
+  return item.kind == state::ItemKind::object ? "an object" : "a tensor";
 }
 
-std::string dtype_text(const Item& item) {
+std::string dtype_text(const state::Item& item) {
   return std::string(format::dtypes()[item.dtype].name);
 }
 
@@ -38,7 +38,7 @@ std::string box_fault(const RankRow& row, const Layout::Key& key, std::span<cons
       return holder + ", which is not within the shape " + tuple_text(shape);
     }
   }
-  if (row.item.kind == ItemKind::tensor && !std::equal(shape.begin(), shape.end(), row.item.size.begin())) {
+  if (row.item.kind == state::ItemKind::tensor && !std::equal(shape.begin(), shape.end(), row.item.size.begin())) {
     return holder + " as a whole tensor of shape " + tuple_text(shape);
   }
   return holder + " in " + std::to_string(row.item.bytes) + " bytes, which are not " + std::to_string(key.bytes) +
@@ -62,7 +62,8 @@ std::string explain_misfit(std::string_view name, const std::vector<RankRow>& ro
   const std::string begin = std::string(name) + ": ";
   if (auto text = difference("", rows, kind_text); !text.empty()) return begin + text;
   if (auto text = difference("dtype", rows, dtype_text); !text.empty()) return begin + text;
-  if (auto text = difference("shape", rows, [](const Item& item) { return tuple_text(item.shape); }); !text.empty()) {
+  if (auto text = difference("shape", rows, [](const state::Item& item) { return tuple_text(item.shape); });
+      !text.empty()) {
     return begin + text;
   }
   if (!shape_bytes(shape, key.bytes)) return begin + "a tensor cannot have the shape " + tuple_text(shape);

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "plan/inventory.h"
 #include "plan/layout.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 
@@ -19,8 +19,9 @@ constexpr uint64_t kEmptyBox = UINT64_MAX;  // in its place
 
 // The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the key's
 // and has passed shape_bytes.
-inline std::optional<uint64_t> place_of(const Item& item, const Layout::Key& key, std::span<const int64_t> shape) {
-  if (key.kind == ItemKind::object || item.kind == ItemKind::object) {
+inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::Key& key,
+                                        std::span<const int64_t> shape) {
+  if (key.kind == state::ItemKind::object || item.kind == state::ItemKind::object) {
     if (item.kind != key.kind) return std::nullopt;
     return 0;
   }
@@ -36,13 +37,13 @@ inline std::optional<uint64_t> place_of(const Item& item, const Layout::Key& key
     bytes *= static_cast<uint64_t>(size);
     place = place * static_cast<uint64_t>(length) + static_cast<uint64_t>(offset);
   }
-  if (item.bytes != bytes || (item.kind == ItemKind::tensor && !whole)) return std::nullopt;
+  if (item.bytes != bytes || (item.kind == state::ItemKind::tensor && !whole)) return std::nullopt;
   return bytes == 0 ? kEmptyBox : place;
 }
 
 struct RankRow {
   uint32_t rank;
-  Item item;
+  state::Item item;
 };
 
 // Why rows of one key do not go together: `rows` in the order of their ranks, one of them without a place.

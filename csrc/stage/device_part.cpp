@@ -4,7 +4,7 @@
 #include <exception>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::stage {
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "base/error.h"
 #include "device/cuda.h"
-#include "error.h"
 
 namespace vescale_ckpt::stage {
 

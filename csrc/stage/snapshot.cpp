@@ -11,12 +11,12 @@
 #include <thread>
 #include <utility>
 
-#include "error.h"
-#include "io/system.h"
-#include "io/table.h"
-#include "io/workers.h"
+#include "base/error.h"
+#include "base/system.h"
+#include "base/workers.h"
 #include "stage/snapshot_layout.h"
 #include "stage/stream_copy.h"
+#include "write/table.h"
 
 namespace vescale_ckpt::stage {
 
@@ -25,7 +25,7 @@ class Snapshot::Copy {
   Copy(std::span<const int64_t> table, uint64_t budget_bytes, unsigned threads, SnapshotArena& arena,
        const SnapshotDevices& devices)
       : table_(table.begin(), table.end()),
-        sources_(io::parse_write_table(table)),
+        sources_(write::parse_write_table(table)),
         on_devices_(devices.pipelines, devices.producers, control) {
     layout_ = lay_out_snapshot(sources_, budget_bytes);
     range_ = arena.acquire(layout_.memory_bytes, budget_bytes, threads);
@@ -175,7 +175,7 @@ class Snapshot::Copy {
   void copy_from_host(unsigned threads) {
     const size_t pieces = cuts_.size() - 1;
     std::atomic<size_t> next{0};
-    io::run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
+    run_workers(static_cast<unsigned>(std::min<size_t>(threads, pieces)), [&](const std::atomic<bool>& stop) {
       for (size_t piece = 0; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
         if (stop.load(std::memory_order_relaxed)) return;
         if (control.cancelled) throw Error(Error::Kind::cancelled, "the snapshot was cancelled");
@@ -206,7 +206,7 @@ class Snapshot::Copy {
   // Of memory that training may give back meanwhile, against the rules: to read there would end the process.
   void copy_or_throw(std::byte* target, const std::byte* source, uint64_t bytes, size_t row) {
     for (uint64_t done = 0; done < bytes;) {
-      const int64_t copied = cannot_peek_ ? -ENOSYS : io::system::peek(target + done, source + done, bytes - done);
+      const int64_t copied = cannot_peek_ ? -ENOSYS : system::peek(target + done, source + done, bytes - done);
       if (copied > 0) {
         done += static_cast<uint64_t>(copied);
       } else if (copied == -ENOSYS || copied == -EPERM) {
@@ -260,7 +260,7 @@ class Snapshot::Copy {
   }
 
   const std::vector<int64_t> table_;
-  const std::vector<io::RecordSource> sources_;
+  const std::vector<write::RecordSource> sources_;
   SnapshotRange range_;
   SnapshotLayout layout_;
   DevicePart on_devices_;

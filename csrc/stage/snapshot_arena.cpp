@@ -11,9 +11,9 @@
 #include <memory>
 #include <system_error>
 
-#include "io/memory.h"
-#include "io/system.h"
-#include "io/workers.h"
+#include "base/memory.h"
+#include "base/system.h"
+#include "base/workers.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -26,7 +26,7 @@ uint64_t page_bytes() {
 
 // False if the system has no memory. What the pages hold already, they keep.
 bool take_pages(std::byte* address, uint64_t bytes) {
-  const int result = io::system::populate(address, bytes);
+  const int result = system::populate(address, bytes);
   if (result != -EINVAL) return result == 0;
   for (uint64_t at = 0; at < bytes; at += page_bytes()) {
     volatile std::byte& first = address[at];
@@ -44,7 +44,7 @@ SnapshotRange::~SnapshotRange() {
 SnapshotArena::~SnapshotArena() {
   set_registrar({});
   trim();
-  if (base_ != nullptr) io::system::release_addresses(base_, pieces_.size() * kPinPiece);
+  if (base_ != nullptr) system::release_addresses(base_, pieces_.size() * kPinPiece);
 }
 
 std::byte* SnapshotArena::address(const Piece& piece) const {
@@ -55,19 +55,19 @@ std::byte* SnapshotArena::address(const Piece& piece) const {
 bool SnapshotArena::reserve() {
   if (base_ != nullptr) return true;
   const auto physical = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) * page_bytes();
-  for (uint64_t bytes = io::align_up(4 * physical, kPinPiece); bytes >= kPinPiece;
-       bytes = io::align_down(bytes / 2, kPinPiece)) {
-    const int64_t result = io::system::reserve_addresses(bytes + kPinPiece);
+  for (uint64_t bytes = align_up(4 * physical, kPinPiece); bytes >= kPinPiece;
+       bytes = align_down(bytes / 2, kPinPiece)) {
+    const int64_t result = system::reserve_addresses(bytes + kPinPiece);
     if (result < 0) continue;  // a limit on addresses: with fewer, perhaps
     const auto start = static_cast<uintptr_t>(result);
-    const uintptr_t aligned = io::align_up(start, kPinPiece);
-    if (aligned != start) io::system::release_addresses(reinterpret_cast<std::byte*>(start), aligned - start);
+    const uintptr_t aligned = align_up(start, kPinPiece);
+    if (aligned != start) system::release_addresses(reinterpret_cast<std::byte*>(start), aligned - start);
     base_ = reinterpret_cast<std::byte*>(aligned);
     if (const uint64_t behind = start + kPinPiece - aligned; behind != 0) {
-      io::system::release_addresses(base_ + bytes, behind);
+      system::release_addresses(base_ + bytes, behind);
     }
-    io::system::advise(base_, bytes, MADV_HUGEPAGE);
-    io::system::advise(base_, bytes, MADV_DONTFORK);  // a child has no use for our snapshots
+    system::advise(base_, bytes, MADV_HUGEPAGE);
+    system::advise(base_, bytes, MADV_DONTFORK);  // a child has no use for our snapshots
     const std::lock_guard lock(mutex_);
     pieces_.resize(bytes / kPinPiece);
     return true;
@@ -77,7 +77,7 @@ bool SnapshotArena::reserve() {
 
 // The first free run that is long enough, which is where memory was touched before; otherwise the longest.
 SnapshotArena::Run SnapshotArena::find_locked(uint64_t bytes) const {
-  const size_t wanted = io::align_up(bytes, kPinPiece) / kPinPiece;
+  const size_t wanted = align_up(bytes, kPinPiece) / kPinPiece;
   size_t first = 0, length = 0, best = 0, longest = 0;
   for (size_t piece = 0; piece < pieces_.size() && longest < wanted; ++piece) {
     if (pieces_[piece].in_use != 0) {
@@ -104,8 +104,7 @@ void SnapshotArena::withdraw(std::unique_lock<std::mutex>& lock, Piece& piece) {
 void SnapshotArena::shrink(std::unique_lock<std::mutex>& lock, Piece& piece, uint64_t keep) {
   if (piece.touched <= keep) return;
   withdraw(lock, piece);
-  if (io::system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0)
-    return;  // locked: it stays ours
+  if (system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0) return;  // locked: it stays ours
   touched_ -= piece.touched - keep;
   piece.touched = keep;
 }
@@ -122,7 +121,7 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
     const size_t index = run.first + start / kPinPiece;
     const uint64_t have = pieces_[index].touched, want = std::min(kPinPiece, run.bytes - start);
     if (have >= want) continue;
-    if (have == 0 && io::system::make_writable(address(index), kPinPiece) < 0) {
+    if (have == 0 && system::make_writable(address(index), kPinPiece) < 0) {
       touched = start;
       break;
     }
@@ -132,7 +131,7 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
   }
   std::byte* const data = address(run.first);
   std::atomic<size_t> next{0};
-  io::run_workers(static_cast<unsigned>(std::min<size_t>(threads, parts.size())), [&](const std::atomic<bool>&) {
+  run_workers(static_cast<unsigned>(std::min<size_t>(threads, parts.size())), [&](const std::atomic<bool>&) {
     for (size_t index = 0; (index = next.fetch_add(1, std::memory_order_relaxed)) < parts.size();) {
       const auto [begin, end] = parts[index];
       uint64_t limit = touched.load(std::memory_order_relaxed);
@@ -141,7 +140,7 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
       }
     }
   });
-  return io::align_down(touched, kGranule);
+  return align_down(touched, kGranule);
 }
 
 SnapshotArena::Piece* SnapshotArena::find_unoffered_locked() {
@@ -191,15 +190,15 @@ SnapshotArena::Run SnapshotArena::grow(uint64_t bytes, uint64_t budget_bytes, un
   Run run;
   {
     std::unique_lock lock(mutex_);
-    const uint64_t room = budget_bytes > in_use_ ? io::align_down(budget_bytes - in_use_, kGranule) : 0;
-    run = find_locked(io::align_up(std::min(bytes, room), kGranule));
+    const uint64_t room = budget_bytes > in_use_ ? align_down(budget_bytes - in_use_, kGranule) : 0;
+    run = find_locked(align_up(std::min(bytes, room), kGranule));
     uint64_t fresh = 0;
     for (uint64_t start = 0; start < run.bytes; start += kPinPiece) {
       const uint64_t have = pieces_[run.first + start / kPinPiece].touched;
       fresh += std::max(have, std::min(kPinPiece, run.bytes - start)) - have;
     }
     // What is touched but of no use must not come on top: from the end, where it would be longest without use.
-    const size_t behind = run.first + io::align_up(run.bytes, kPinPiece) / kPinPiece;
+    const size_t behind = run.first + align_up(run.bytes, kPinPiece) / kPinPiece;
     for (size_t index = pieces_.size(); index-- > 0 && touched_ + fresh > budget_bytes;) {
       if (index >= run.first && index < behind) continue;
       Piece& piece = pieces_[index];

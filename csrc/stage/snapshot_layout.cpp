@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <tuple>
 
-#include "io/memory.h"
+#include "base/memory.h"
 
 namespace vescale_ckpt::stage {
 namespace {
 
 class Arrangement {
  public:
-  explicit Arrangement(std::span<const io::RecordSource> sources) : sources_(sources) {
+  explicit Arrangement(std::span<const write::RecordSource> sources) : sources_(sources) {
     for (size_t row = 0; row < sources.size(); ++row) {
       if (sources[row].bytes == 0) continue;
       (sources[row].strided ? strided_ : contiguous_).push_back(row);
@@ -29,7 +29,7 @@ class Arrangement {
     std::vector<size_t> union_of(sources_.size() - first, kNone);
     for (const size_t row : contiguous_) {
       if (row < first) continue;
-      const io::RecordSource& source = sources_[row];
+      const write::RecordSource& source = sources_[row];
       if (unions.empty() || source.data >= unions.back().begin + unions.back().bytes) {
         unions.push_back({source.data, 0, row});
       }
@@ -40,7 +40,7 @@ class Arrangement {
     }
     for (const size_t row : strided_) {
       if (row < first) continue;
-      const io::RecordSource& source = sources_[row];
+      const write::RecordSource& source = sources_[row];
       const bool again = !unions.empty() && sources_[unions.back().anchor].strided &&
                          unions.back().begin == source.data &&
                          *sources_[unions.back().anchor].strided == *source.strided;
@@ -73,9 +73,9 @@ class Arrangement {
       }
       Union& one = unions[union_of[row - first]];
       if (one.offset == SnapshotLayout::kNowhere) {
-        const io::RecordSource& anchor = sources_[one.anchor];
+        const write::RecordSource& anchor = sources_[one.anchor];
         const auto before = static_cast<uint64_t>(anchor.data - one.begin);
-        const uint64_t free = io::align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
+        const uint64_t free = align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
         one.offset = anchor.bytes < io::kLargeBody ? free : behind(free + before) - before;
         layout.memory_bytes = one.offset + one.bytes;
         layout.copied_bytes += one.bytes;
@@ -89,17 +89,17 @@ class Arrangement {
 
   // The first place from `offset` on that a large body is sent from as it is.
   static uint64_t behind(uint64_t offset) {
-    return offset <= io::kTorchOffset ? io::kTorchOffset
-                                      : io::align_up(offset - io::kTorchOffset, io::kBlock) + io::kTorchOffset;
+    return offset <= write::kTorchOffset ? write::kTorchOffset
+                                         : align_up(offset - write::kTorchOffset, kBlock) + write::kTorchOffset;
   }
 
-  const std::span<const io::RecordSource> sources_;
+  const std::span<const write::RecordSource> sources_;
   std::vector<size_t> contiguous_, strided_;  // rows with bytes, by address
 };
 
 }  // namespace
 
-SnapshotLayout lay_out_snapshot(std::span<const io::RecordSource> sources, uint64_t room) {
+SnapshotLayout lay_out_snapshot(std::span<const write::RecordSource> sources, uint64_t room) {
   const Arrangement arrangement(sources);
   SnapshotLayout all = arrangement.tail(0);
   if (all.memory_bytes <= room) return all;

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "io/writer.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt::stage {
 
@@ -34,6 +34,6 @@ struct SnapshotLayout {
 
 // Lays out the longest tail of `sources` that `room` has space for. Offsets are for memory that starts on a block. The
 // layout points into `sources`.
-SnapshotLayout lay_out_snapshot(std::span<const io::RecordSource> sources, uint64_t room);
+SnapshotLayout lay_out_snapshot(std::span<const write::RecordSource> sources, uint64_t room);
 
 }  // namespace vescale_ckpt::stage

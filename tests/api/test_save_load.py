@@ -123,7 +123,7 @@ def test_dtype_that_cannot_be_stored_is_named(checkpoint: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("rows", [64, 12 * KiB], ids=["small", "large"])
-def test_saves_any_layout(checkpoint: Path, rows: int, backend: str) -> None:
+def test_saves_any_layout(checkpoint: Path, rows: int) -> None:
     state = layouts(rows)
     save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
@@ -237,7 +237,7 @@ def test_module_and_optimizer_resume(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("direct_io", ["auto", False])
-def test_sizes_around_borders(checkpoint: Path, backend: str, direct_io: Any) -> None:
+def test_sizes_around_borders(checkpoint: Path, direct_io: Any) -> None:
     borders = [64, 4 * KiB, 256 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB]
     state = {}
     for border in borders:

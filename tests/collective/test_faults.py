@@ -48,13 +48,6 @@ from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, Storage
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-BACKENDS = ["threads"] + (["uring"] if _C.capabilities()["io_uring"] else [])
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("VESCALE_CKPT_IO_BACKEND", request.param)
-    return str(request.param)
 
 
 @contextlib.contextmanager
@@ -83,9 +76,7 @@ def failed_save(directory: Path, values: State, **options: Any) -> CheckpointErr
 
 @pytest.mark.parametrize("call", SAVE_CALLS)
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=os.strerror)
-def test_a_call_that_fails_fails_the_save_and_nothing_else(
-    checkpoint: Path, backend: str, call: str, error: int
-) -> None:
+def test_a_call_that_fails_fails_the_save_and_nothing_else(checkpoint: Path, call: str, error: int) -> None:
     save(checkpoint, state(1))
     failures = 0
     for number in range(100):
@@ -252,9 +243,7 @@ def test_a_directory_that_cannot_be_made_durable_is_a_named_error(checkpoint: Pa
 @pytest.mark.parametrize("call", ["open", "read"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE], ids=os.strerror)
 @pytest.mark.parametrize("source", ["page cache", "disk"])
-def test_a_load_survives_or_names_every_call_that_fails(
-    checkpoint: Path, backend: str, call: str, error: int, source: str
-) -> None:
+def test_a_load_survives_or_names_every_call_that_fails(checkpoint: Path, call: str, error: int, source: str) -> None:
     save(checkpoint, state(1))
     failures = 0
     for number in range(100):
@@ -276,7 +265,7 @@ def test_a_load_survives_or_names_every_call_that_fails(
 
 
 @pytest.mark.parametrize("call", [call for call in [*SAVE_CALLS, "read"] if call != "rename"])
-def test_interrupted_calls_are_repeated(checkpoint: Path, backend: str, call: str) -> None:
+def test_interrupted_calls_are_repeated(checkpoint: Path, call: str) -> None:
     for number in range(12):
         with fault(call, errno.EINTR, skip=number, times=3):
             save(checkpoint, state(number))
@@ -285,7 +274,7 @@ def test_interrupted_calls_are_repeated(checkpoint: Path, backend: str, call: st
 
 
 @pytest.mark.parametrize("source", ["page cache", "disk"])
-def test_short_transfers_are_continued(checkpoint: Path, backend: str, source: str) -> None:
+def test_short_transfers_are_continued(checkpoint: Path, source: str) -> None:
     for number in range(8):
         with fault("write", 0, skip=number, times=1 + number):
             save(checkpoint, state(number))
@@ -300,7 +289,7 @@ def test_short_transfers_are_continued(checkpoint: Path, backend: str, source: s
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EOPNOTSUPP], ids=os.strerror)
-def test_refused_direct_transfers_go_another_way(checkpoint: Path, backend: str, error: int) -> None:
+def test_refused_direct_transfers_go_another_way(checkpoint: Path, error: int) -> None:
     save(checkpoint, state(0))
     survived = {"write": 0, "read": 0}
     for number in range(8):

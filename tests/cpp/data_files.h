@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "io/crc32.h"
-#include "modes.h"
+#include "access_test.h"
+#include "base/crc32.h"
 #include "tensors.h"
 
 namespace vescale_ckpt {
@@ -18,12 +18,10 @@ namespace vescale_ckpt {
 inline constexpr uint64_t kSlotBytes = 9 * (256 << 10);
 inline constexpr uint64_t kSlots = 4;
 
-inline io::EngineOptions small_options(const Mode& mode, unsigned threads = 3) {
+inline io::EngineOptions small_options(io::Access access, unsigned threads = 3) {
   io::EngineOptions options;
-  options.backend = mode.backend;
-  options.widest = mode.access;
+  options.widest = access;
   options.threads = threads;
-  options.depth = 3;
   options.slot_bytes = kSlotBytes;
   options.arena_bytes = kSlots * kSlotBytes;
   return options;
@@ -31,18 +29,18 @@ inline io::EngineOptions small_options(const Mode& mode, unsigned threads = 3) {
 
 struct WrittenFile {
   std::string path;
-  std::vector<io::PlacedRecord> records;
+  std::vector<write::PlacedRecord> records;
   uint64_t bytes = 0;
   uint64_t in_place = 0, slots = 0;  // bytes by the way they took
   uint64_t by_access[3] = {};
 };
 
-inline WrittenFile write_data_file(const std::string& path, const std::vector<io::RecordSource>& sources,
+inline WrittenFile write_data_file(const std::string& path, const std::vector<write::RecordSource>& sources,
                                    const io::EngineOptions& options, bool checksums = true) {
   std::vector<int64_t> sizes;
-  for (const io::RecordSource& source : sources) sizes.push_back(static_cast<int64_t>(source.bytes));
-  const uint64_t space = io::FileWriter::space_for(sizes);
-  io::FileWriter writer(path, space, options, checksums);
+  for (const write::RecordSource& source : sources) sizes.push_back(static_cast<int64_t>(source.bytes));
+  const uint64_t space = write::FileWriter::space_for(sizes);
+  write::FileWriter writer(path, space, options, checksums);
   WrittenFile file{path, writer.write(sources)};
   file.bytes = writer.finish(false);
   EXPECT_EQ(std::filesystem::file_size(path), file.bytes);
@@ -53,38 +51,38 @@ inline WrittenFile write_data_file(const std::string& path, const std::vector<io
   return file;
 }
 
-inline std::vector<io::RecordSource> sources_of(const std::vector<Tensor>& tensors) {
-  std::vector<io::RecordSource> sources;
+inline std::vector<write::RecordSource> sources_of(const std::vector<Tensor>& tensors) {
+  std::vector<write::RecordSource> sources;
   for (const Tensor& tensor : tensors) sources.push_back(tensor.source());
   return sources;
 }
 
-inline std::unique_ptr<io::ReadReport> read_items(const std::string& path, const std::vector<io::ReadItem>& items,
-                                                  const io::EngineOptions& options, bool verify = true) {
-  return io::read_tensors(std::vector{path}, items, verify, options);
+inline std::unique_ptr<read::ReadReport> read_items(const std::string& path, const std::vector<read::ReadItem>& items,
+                                                    const io::EngineOptions& options, bool verify = true) {
+  return read::read_tensors(std::vector{path}, items, verify, options);
 }
 
 // Puts the pages of a file out of the cache, so that the next reader goes to the disk.
 inline void drop_cache(const std::string& path) {
-  const int fd = io::system::open(path.c_str(), O_RDONLY, 0);
-  EXPECT_EQ(io::system::sync(fd), 0);
+  const int fd = system::open(path.c_str(), O_RDONLY, 0);
+  EXPECT_EQ(system::sync(fd), 0);
   EXPECT_EQ(::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED), 0);
-  io::system::close(fd);
+  system::close(fd);
 }
 
 // Whether all slots are back, and no more were taken than the budget has.
 inline void expect_slots_back(const io::EngineOptions& options) {
-  io::Arena& arena = io::shared_arena(options.slot_bytes, options.arena_bytes);
+  Arena& arena = shared_arena(options.slot_bytes, options.arena_bytes);
   EXPECT_LE(arena.allocated_bytes(), options.arena_bytes);
-  std::vector<io::Slot> slots;
+  std::vector<Slot> slots;
   while (auto slot = arena.try_acquire()) slots.push_back(std::move(*slot));
   EXPECT_EQ(slots.size(), arena.slots()) << "slots were not given back";
 }
 
 // Puts other bytes into all slots, so that nothing of a file is in them by chance.
 inline void scribble_slots(const io::EngineOptions& options) {
-  io::Arena& arena = io::shared_arena(options.slot_bytes, options.arena_bytes);
-  std::vector<io::Slot> slots;
+  Arena& arena = shared_arena(options.slot_bytes, options.arena_bytes);
+  std::vector<Slot> slots;
   while (auto slot = arena.try_acquire()) {
     std::memset(slot->data(), 0x5A, 1 << 16);
     slots.push_back(std::move(*slot));

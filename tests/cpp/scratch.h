@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include "io/system.h"
+#include "base/system.h"
 
 namespace vescale_ckpt {
 
@@ -23,7 +23,7 @@ class ScratchTest : public ::testing::Test {
   }
 
   void TearDown() override {
-    io::system::clear_faults();
+    system::clear_faults();
     if (!directory_.empty()) std::filesystem::remove_all(directory_);
   }
 
@@ -58,11 +58,11 @@ inline void write_file(const std::string& path, std::string_view content) {
 // A fault that is gone at the end of its scope.
 class ArmedFault {
  public:
-  ArmedFault(io::Call call, int error, uint64_t skip = 0, uint64_t times = 1) {
-    io::system::clear_faults();
-    io::system::inject_fault(call, error, skip, times);
+  ArmedFault(Call call, int error, uint64_t skip = 0, uint64_t times = 1) {
+    system::clear_faults();
+    system::inject_fault(call, error, skip, times);
   }
-  ~ArmedFault() { io::system::clear_faults(); }
+  ~ArmedFault() { system::clear_faults(); }
   ArmedFault(const ArmedFault&) = delete;
   ArmedFault& operator=(const ArmedFault&) = delete;
 };

@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory.h"
 #include "format/torch_record.h"
-#include "io/memory.h"
-#include "io/reader.h"
-#include "io/writer.h"
+#include "read/reader.h"
+#include "write/writer.h"
 
 namespace vescale_ckpt {
 
@@ -26,7 +26,7 @@ class Memory {
  public:
   explicit Memory(uint64_t bytes, uint64_t place = kTorchPlace) : bytes_(bytes), place_(place) {
     void* block = nullptr;
-    if (::posix_memalign(&block, io::kBlock, place + bytes) != 0) throw std::bad_alloc();
+    if (::posix_memalign(&block, kBlock, place + bytes) != 0) throw std::bad_alloc();
     block_.reset(static_cast<std::byte*>(block));
     std::memset(block_.get(), 0xA5, place + bytes);
   }
@@ -87,26 +87,26 @@ struct Tensor {
     return Tensor("uint8", {static_cast<int64_t>(bytes)}, place, seed);
   }
 
-  io::RecordSource source() const {
-    io::RecordSource row;
+  write::RecordSource source() const {
+    write::RecordSource row;
     row.framing = std::make_shared<const format::TensorRecord>(format::dtypes()[dtype], sizes);
     row.data = memory.data();
     row.bytes = memory.size();
     return row;
   }
 
-  io::ReadItem box_item(uint32_t file, const io::PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
-                        std::byte* target, const Sizes& strides) const {
+  read::ReadItem box_item(uint32_t file, const write::PlacedRecord& placed, const Sizes& offsets,
+                          const Sizes& box_sizes, std::byte* target, const Sizes& strides) const {
     const io::Box box(format::dtypes()[dtype].item_bytes, sizes, offsets, box_sizes, strides);
-    return {file, placed.offset, placed.length, dtype, sizes, box, target, io::kUnknownCrc};
+    return {file, placed.offset, placed.length, dtype, sizes, box, target, read::kUnknownCrc};
   }
 
-  io::ReadItem box_item(uint32_t file, const io::PlacedRecord& placed, const Sizes& offsets, const Sizes& box_sizes,
-                        std::byte* target) const {
+  read::ReadItem box_item(uint32_t file, const write::PlacedRecord& placed, const Sizes& offsets,
+                          const Sizes& box_sizes, std::byte* target) const {
     return box_item(file, placed, offsets, box_sizes, target, row_major(box_sizes));
   }
 
-  io::ReadItem item(uint32_t file, const io::PlacedRecord& placed, std::byte* target) const {
+  read::ReadItem item(uint32_t file, const write::PlacedRecord& placed, std::byte* target) const {
     return box_item(file, placed, Sizes(sizes.size(), 0), sizes, target);
   }
 

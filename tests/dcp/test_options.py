@@ -44,7 +44,7 @@ from vescale_ckpt.reports import LoadStats, SaveStats
 
 
 @pytest.mark.parametrize("direct_io", ["auto", True, False])
-def test_direct_io(checkpoint: Path, backend: str, direct_io: Any) -> None:
+def test_direct_io(checkpoint: Path, direct_io: Any) -> None:
     state = mixed_state()
     try:
         writer = save(checkpoint, state, direct_io=direct_io)
@@ -81,7 +81,7 @@ def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint:
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 1000, MiB + 1])
-def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, backend: str, length: int) -> None:
+def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, length: int) -> None:
     values = {"a": torch.randn(length), "b": torch.ones(3)}
     try:
         save(checkpoint / "probe", values, direct_io=True)
@@ -107,13 +107,11 @@ def test_thread_count(checkpoint: Path, thread_count: int) -> None:
     [
         {"SLOT_BYTES": str(4 * MiB), "ARENA_BYTES": str(4 * MiB)},
         {"SLOT_BYTES": str(64 * MiB), "ARENA_BYTES": str(4 * MiB)},
-        {"SLOT_BYTES": str(5 * MiB), "THREADS": "7", "DEPTH": "3"},
+        {"SLOT_BYTES": str(5 * MiB), "THREADS": "7"},
     ],
     ids=["one slot", "slot above the budget", "odd numbers"],
 )
-def test_small_memory(
-    checkpoint: Path, backend: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_memory(checkpoint: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(f"VESCALE_CKPT_{name}", value)
     state = mixed_state() | {

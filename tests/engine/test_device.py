@@ -1,8 +1,5 @@
 """What the engine says of accelerators; copies are tested in tests/cpp/device, and on a GPU in test_gpu.py."""
 
-from array import array
-
-import pytest
 import torch
 
 from vescale_ckpt._engine import _C
@@ -17,11 +14,3 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
 
 def test_host_memory_is_on_no_device() -> None:
     assert _C.device_of(torch.zeros(3).data_ptr()) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_copies_without_a_device_say_why_not() -> None:
-    with pytest.raises(_C.EngineError, match="CUDA"):
-        _C.DeviceCopies(0, True)
-    with pytest.raises(_C.EngineError, match="CUDA"):
-        _C.PageLock(0, array("q", [0]).buffer_info()[0], 8, 8)

@@ -193,23 +193,6 @@ def test_every_device_is_copied_from(tmp_path: Path) -> None:
 # --- Copies
 
 
-def table(pairs: list[tuple[torch.Tensor, int]]) -> array[int]:
-    """Rows for `_C.DeviceCopies`: tensors on a device, and where they lie on the host."""
-    rows: list[int] = []
-    for tensor, host in pairs:
-        rows += [tensor.data_ptr(), host, tensor.itemsize, tensor.dim(), *tensor.shape, *tensor.stride()]
-    return array("q", rows)
-
-
-def packed(tensors: list[torch.Tensor], alignment: int) -> tuple[torch.Tensor, list[int]]:
-    """Pinned memory for all of them, one behind the other, and the offset of each."""
-    offsets, end = [], 0
-    for tensor in tensors:
-        offsets.append(end)
-        end += -(-tensor.nbytes // alignment) * alignment
-    return torch.zeros(end, dtype=torch.uint8, pin_memory=True), offsets
-
-
 def shapes_of_all_kinds() -> list[torch.Tensor]:
     large = torch.randn(2048, 4096, device="cuda")
     small = [
@@ -231,72 +214,20 @@ def shapes_of_all_kinds() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("slab_bytes", [0, 1 << 20, 8 << 20])
-@pytest.mark.parametrize("alignment", [1, 64])
-def test_copies_to_the_host_and_back(slab_bytes: int, alignment: int) -> None:
-    tensors = shapes_of_all_kinds()
-    host, offsets = packed(tensors, alignment)
-    stream = torch.cuda.current_stream().cuda_stream
-    rows = [(tensor, host.data_ptr() + offset) for tensor, offset in zip(tensors, offsets, strict=True)]
-    out = _C.DeviceCopies(0, True, slab_bytes)
-    out.start(table(rows), [stream], alignment=alignment)
-    assert out.wait(60)
-    assert out.copied_bytes == out.total_bytes == sum(tensor.nbytes for tensor in tensors)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        copied = host[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        assert torch.equal(copied, tensor.cpu()), (tensor.shape, tensor.stride(), tensor.dtype)
-
-    targets = [torch.zeros_like(tensor) for tensor in tensors]  # zeros_like keeps strides where they do not overlap
-    rows = [(target, host.data_ptr() + offset) for target, offset in zip(targets, offsets, strict=True)]
-    into = _C.DeviceCopies(0, False, slab_bytes)
-    into.start(table(rows), [stream], alignment=alignment)
-    assert into.wait(60)
-    for target, tensor in zip(targets, tensors, strict=True):
-        assert torch.equal(target, tensor)
-
-
-def test_copies_wait_for_what_the_producer_has_queued() -> None:
-    tensors = [torch.zeros(1 << 20, device="cuda"), *(torch.zeros(100, device="cuda") for _ in range(50))]
-    host, offsets = packed(tensors, 64)
-    copies = _C.DeviceCopies(0, True)
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # cycles
-            for tensor in tensors:
-                tensor.add_(1)
-        rows = [(tensor, host.data_ptr() + offset) for tensor, offset in zip(tensors, offsets, strict=True)]
-        copies.start(table(rows), [stream.cuda_stream], alignment=64)
-        assert copies.wait(60)
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            assert torch.equal(host[offset : offset + tensor.nbytes].view(tensor.dtype), tensor.cpu())
-
-
-def test_no_copy_crosses_pieces_that_were_locked_one_by_one() -> None:
-    piece = 1 << 20
-    tensors = [torch.randn(1000 + 977 * i, device="cuda") for i in range(200)]
-    host = torch.zeros((sum(tensor.nbytes for tensor in tensors) // piece + 2) * piece, dtype=torch.uint8)
-    base = -(-host.data_ptr() // piece) * piece
-    lock = _C.PageLock(0, base, host.nbytes // piece * piece - piece, piece)
-    assert lock.refusal == ""
-    rows, at = [], base
-    for tensor in tensors:
-        rows.append((tensor, at))
-        at += tensor.nbytes
-    copies = _C.DeviceCopies(0, True)
-    copies.start(table(rows), [torch.cuda.current_stream().cuda_stream], base, piece)
-    assert copies.wait(60)
-    for tensor, address in rows:
-        offset = address - host.data_ptr()
-        assert torch.equal(host[offset : offset + tensor.nbytes].view(tensor.dtype), tensor.cpu())
-    del lock, copies
+def test_snapshots_hold_tensors_of_all_kinds(tmp_path: Path) -> None:
+    values = {str(number): tensor for number, tensor in enumerate(shapes_of_all_kinds())}
+    vescale_ckpt.save(tmp_path, values, async_checkpoint=True).result(BOUND)
+    loaded = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in values.items()}
+    vescale_ckpt.load(tmp_path, loaded)
+    for key, value in values.items():
+        assert torch.equal(loaded[key], value.cpu()), (value.shape, value.stride(), value.dtype)
 
 
 def test_the_framework_does_not_find_our_errors() -> None:
-    copies = _C.DeviceCopies(0, True)
-    copies.start(array("q", [64, torch.zeros(8).data_ptr(), 8, 0]), [torch.cuda.current_stream().cuda_stream])
-    with pytest.raises(_C.EngineError, match=r"copy 8 bytes from device 0 to the host: CUDA: .*cudaError") as caught:
-        copies.wait(60)
+    nowhere = array("q", [0, 64, 1, 8, 1])  # a row of a write table: dtype, address, dimensions, sizes, strides
+    snapshot = _C.Snapshot(nowhere, 1 << 20, 1, array("q", [0]), [(0, torch.cuda.current_stream().cuda_stream)])
+    with pytest.raises(_C.EngineError, match=r"copy \d+ bytes from device 0 to the host: CUDA: .*cudaError") as caught:
+        snapshot.copy()
     assert caught.value.kind == "device"
     torch.zeros(10, device="cuda").add_(1).cpu()  # raises if CUDA still remembers
     torch.cuda.synchronize()

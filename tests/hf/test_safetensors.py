@@ -477,9 +477,7 @@ def fault(call: str, error: int, skip: int = 0) -> Iterator[None]:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC], ids=os.strerror)
 @pytest.mark.parametrize("call", ["open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space"])
-def test_a_call_that_fails_fails_the_save_and_leaves_the_old_file(
-    path: Path, backend: str, call: str, error: int
-) -> None:
+def test_a_call_that_fails_fails_the_save_and_leaves_the_old_file(path: Path, call: str, error: int) -> None:
     safetensors.save_file(state(1), path)
     failures = 0
     for number in range(50):
@@ -502,7 +500,7 @@ def test_a_call_that_fails_fails_the_save_and_leaves_the_old_file(
     assert failures or call == "allocate"
 
 
-def test_a_read_that_fails_is_named(path: Path, backend: str) -> None:
+def test_a_read_that_fails_is_named(path: Path) -> None:
     safetensors.save_file(state(1), path)
     for number in range(50):
         with fault("read", errno.EIO, skip=number):

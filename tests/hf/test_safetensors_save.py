@@ -117,7 +117,7 @@ def test_every_dtype_bit_for_bit(checkpoint: Path, limit: int | str) -> None:
 
 
 @pytest.mark.parametrize("rows", [12, 24_000])
-def test_any_memory_layout(checkpoint: Path, backend: str, rows: int) -> None:
+def test_any_memory_layout(checkpoint: Path, rows: int) -> None:
     state = {}  # as `layouts`, but each in memory of its own
     for name, tensor in layouts(rows).items():
         memory = tensor.untyped_storage().clone()

@@ -43,7 +43,7 @@ def thing(name: str, size: int = 0) -> Row:
 
 
 def pack(rows: list[Row], node: int = 0) -> bytes:
-    """The layout in csrc/plan/inventory.h, written a second time."""
+    """The layout in csrc/state/inventory.h, written a second time."""
     words, ends, names = [], [], b""
     for row in rows:
         code = 0 if row.kind == OBJECT else DTYPES[row.dtype][0]

@@ -60,7 +60,7 @@ def damaged_keys(report: VerifyReport) -> set[str | None]:
     return {damage.key for damage in report.damaged}
 
 
-def test_a_sound_checkpoint_is_said_to_be(saved: Path, backend: str) -> None:
+def test_a_sound_checkpoint_is_said_to_be(saved: Path) -> None:
     for source in ("page cache", "disk"):
         if source == "disk":
             for path in data_files(saved):
@@ -134,7 +134,7 @@ def verify_in_child(directory: Path, quick: bool) -> VerifyReport:
     return verify(directory, quick=quick)
 
 
-def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path, backend: str) -> None:
+def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path) -> None:
     values = {f"weight {i:03}": torch.full((3000,), float(i)) for i in range(300)}
     save(checkpoint, values)
     (checkpoint / ".metadata.index").unlink()  # its reads would be the first to fail

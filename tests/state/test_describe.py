@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
 
 def items_of(inventory: bytes) -> list[Item]:
-    """Read by the page that documents it (csrc/plan/inventory.h)."""
+    """Read by the page that documents it (csrc/state/inventory.h)."""
     magic, count, row_words, name_bytes, _, _ = struct.unpack_from("6q", inventory)
     assert magic.to_bytes(8, "little") == b"VKCVITM1"
     words = array("q", inventory[48 : 48 + 8 * row_words])

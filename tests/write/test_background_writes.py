@@ -22,9 +22,7 @@ def table_of(tensor: torch.Tensor) -> array[int]:
 
 
 def options(**throttle: int) -> _C.Options:
-    return _C.Options(
-        backend="threads", threads=2, depth=1, slot_bytes=4 << 20, arena_bytes=16 << 20, access="direct", **throttle
-    )
+    return _C.Options(threads=2, slot_bytes=4 << 20, arena_bytes=16 << 20, access="direct", **throttle)
 
 
 def write(writer: _C.FileWriter, table: array[int], raised: list[tuple[str, str]]) -> None:

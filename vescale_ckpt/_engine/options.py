@@ -28,9 +28,7 @@ def threads_of(argument: int | None) -> int:
 def engine_options(threads: int | None, direct_io: DirectIO, in_background: bool = False) -> _C.Options:
     """The engine's options for one save or load; `in_background`: one that training goes on beside."""
     return _C.Options(
-        backend=str(settings.value("io_backend")),
         threads=threads_of(threads),
-        depth=settings.number("depth"),
         slot_bytes=settings.number("slot_bytes"),
         arena_bytes=settings.number("arena_bytes"),
         access=_ACCESS[direct_io],

@@ -31,7 +31,7 @@ _MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than t
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does in one round: tables of csrc/plan/routes.h, `RouteRound`."""
+    """What a rank does in one round: tables of csrc/share/routes.h, `RouteRound`."""
 
     memory_bytes: int
     staged: memoryview

@@ -1,6 +1,6 @@
 """Describes a rank's state for planning: an inventory of boxes and objects, and where in memory each box lies.
 
-The inventory (csrc/plan/inventory.h) is bytes without a tensor in sight, and the same bytes as long as the state has
+The inventory (csrc/state/inventory.h) is bytes without a tensor in sight, and the same bytes as long as the state has
 the same keys, dtypes, shapes and shards; sources, table and tensors stay on the rank.
 """
 

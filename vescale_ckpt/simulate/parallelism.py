@@ -91,7 +91,7 @@ class SimulatedState:
             self._numbers.append(number)
 
     def inventory(self, rank: int, node: int = 0) -> bytes:
-        """What the rank holds (csrc/plan/inventory.h)."""
+        """What the rank holds (csrc/state/inventory.h)."""
         rows = [self._rows(number, rank) for number in range(len(self._distinct))]
         if all(len(of_entry) == 1 for of_entry in rows):
             return _C.pack_inventory(self.names, b"".join([rows[number][0] for number in self._numbers]), node)

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "device/pack_rows.h"
 #include "device/pipeline.h"
-#include "error.h"
 
 namespace vescale_ckpt::device {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/error.h"
 #include "device/pack_rows.h"
-#include "error.h"
 
 namespace vescale_ckpt::device {
 namespace {

@@ -10,10 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
+#include "base/memory.h"
 #include "device/fake_device.h"
-#include "device/page_lock.h"
-#include "error.h"
-#include "io/memory.h"
 
 namespace vescale_ckpt::device {
 namespace {
@@ -39,10 +38,10 @@ class Rows {
       places_.push_back(at);
       uint64_t bytes = shape.item_bytes;
       for (const int64_t size : shape.sizes) bytes *= static_cast<uint64_t>(size);
-      at = io::align_up(at + bytes, alignment);
+      at = align_up(at + bytes, alignment);
     }
-    host_.resize(at + io::kBlock);
-    base_ = host_.data() + (io::kBlock - reinterpret_cast<uintptr_t>(host_.data()) % io::kBlock);
+    host_.resize(at + kBlock);
+    base_ = host_.data() + (kBlock - reinterpret_cast<uintptr_t>(host_.data()) % kBlock);
     for (size_t i = 0; i < shapes.size(); ++i) {
       const DeviceAddress allocation = runtime.allocate(device, shapes[i].extent);
       allocations_.push_back(allocation);
@@ -189,16 +188,16 @@ TEST_P(PipelineWays, CopiesEveryByteOfRowsOfAllKinds) {
   Pipeline pipeline(accelerator, way.direction, limits);
   for (unsigned seed = 0; seed < 3; ++seed) {
     Rows rows(runtime, 0, all_kinds(seed, 120), way.alignment, seed);
-    constexpr uint64_t kPiece = 5 * io::kBlock;
-    PageLock lock(accelerator, {rows.base(), io::align_down(rows.bytes(), kPiece)}, kPiece);
-    lock.lock(false);
-    ASSERT_EQ(lock.refusal(), "");
+    constexpr uint64_t kPiece = 5 * kBlock;
+    const uint64_t locked = align_down(rows.bytes(), kPiece);
+    for (uint64_t at = 0; at < locked; at += kPiece) accelerator.page_lock({rows.base() + at, kPiece});
     const HostLayout layout{reinterpret_cast<uintptr_t>(rows.base()), kPiece, way.alignment};
     ASSERT_TRUE(copy_all(pipeline, rows, 0, layout));
     rows.expect_copied(way.direction);
     EXPECT_EQ(pipeline.copied_bytes(), pipeline.total_bytes());
     EXPECT_NE(pipeline.total_bytes(), 0u);
     EXPECT_EQ(runtime.calls(Fault::pack) != 0, way.kernels && way.slab_bytes != 0);
+    for (uint64_t at = 0; at < locked; at += kPiece) accelerator.page_unlock(rows.base() + at);
   }
 }
 
@@ -415,32 +414,6 @@ TEST(Pipeline, RowsOutsideOfDeviceMemoryAreRefused) {
   Rows elsewhere(runtime, 1, {contiguous(1000)}, 1, 1);
   EXPECT_THROW(copy_all(pipeline, elsewhere), Error);
   EXPECT_EQ(runtime.copies_in_flight(), 0u);
-}
-
-TEST(PageLock, KeepsWhatItGot) {
-  FakeRuntime runtime(1);
-  std::vector<std::byte> memory(1000);
-  const std::atomic<bool> go_on{false}, stop{true};
-  {
-    PageLock lock(runtime.accelerator(0), memory, 300);
-    lock.lock(go_on);
-    EXPECT_EQ(lock.locked_bytes(), 1000u);
-    EXPECT_EQ(lock.refusal(), "");
-    EXPECT_EQ(runtime.calls(Fault::page_lock), 4u);
-  }
-  {
-    PageLock lock(runtime.accelerator(0), memory, 300);
-    runtime.fail(Fault::page_lock, 2);
-    lock.lock(go_on);
-    EXPECT_EQ(lock.locked_bytes(), 600u);
-    EXPECT_EQ(lock.refusal(), "page-lock: fake: injected (7)");
-  }
-  PageLock lock(runtime.accelerator(0), memory, 300);  // all of it was unlocked, or this would be refused
-  lock.lock(stop);
-  EXPECT_EQ(lock.locked_bytes(), 0u);
-  lock.lock(go_on);
-  EXPECT_EQ(lock.locked_bytes(), 1000u);
-  EXPECT_THROW(PageLock(runtime.accelerator(0), memory, 0), Error);
 }
 
 }  // namespace

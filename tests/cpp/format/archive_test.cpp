@@ -5,8 +5,8 @@
 #include <cstring>
 #include <random>
 
+#include "base/crc32.h"
 #include "format/golden.h"
-#include "io/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -61,7 +61,7 @@ TEST(Archive, LeavesABodyOut) {
   archive.add("data.pkl", kPickle);
   archive.begin("data/0", body.size());
   const size_t place = archive.bytes().size();
-  archive.end(io::crc32(0, body.data(), body.size()));
+  archive.end(crc32(0, body.data(), body.size()));
   archive.add("version", "3\n");
   archive.finish();
   EXPECT_EQ(archive.position(), archive.bytes().size() + body.size());
@@ -81,7 +81,7 @@ TEST(Archive, IsTakenInPiecesAroundBodiesThatAreElsewhere) {
     bytes += archive.take() + *body;
     EXPECT_EQ(archive.position(), bytes.size());
     EXPECT_EQ((bytes.size() - body->size()) % 64, 0);
-    archive.end(io::crc32(0, body->data(), body->size()));
+    archive.end(crc32(0, body->data(), body->size()));
   }
   archive.finish();
   bytes += archive.take();
@@ -94,7 +94,7 @@ TEST(Archive, IsTakenInPiecesAroundBodiesThatAreElsewhere) {
   EXPECT_EQ(text(*find_body(view(bytes), "one.npy")), one);
   EXPECT_EQ(text(*find_body(view(bytes), "two.npy")), two);
   EXPECT_TRUE(has_checksums(view(bytes)));
-  EXPECT_EQ(entries->back().crc, io::crc32(0, two.data(), two.size()));
+  EXPECT_EQ(entries->back().crc, crc32(0, two.data(), two.size()));
 }
 
 TEST(Archive, KnowsLargeOffsetsAndSizes) {

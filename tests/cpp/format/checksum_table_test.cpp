@@ -6,8 +6,8 @@
 #include <limits>
 #include <random>
 
+#include "base/crc32.h"
 #include "format/golden.h"
-#include "io/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -69,9 +69,9 @@ void expect_equal(const ChecksumTable& table, const std::vector<Record>& records
 // Makes the footer say what it should of a changed table, so that the table itself is looked at.
 std::string resealed(std::string text) {
   const size_t footer = text.size() - ChecksumTable::kFooterBytes;
-  const uint32_t table_crc = io::crc32(0, text.data(), footer);
+  const uint32_t table_crc = crc32(0, text.data(), footer);
   std::memcpy(text.data() + footer + 40, &table_crc, sizeof table_crc);
-  const uint32_t footer_crc = io::crc32(0, text.data() + footer, 60);
+  const uint32_t footer_crc = crc32(0, text.data() + footer, 60);
   std::memcpy(text.data() + footer + 60, &footer_crc, sizeof footer_crc);
   return text;
 }

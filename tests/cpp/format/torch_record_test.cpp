@@ -6,9 +6,9 @@
 #include <limits>
 #include <set>
 
-#include "error.h"
+#include "base/crc32.h"
+#include "base/error.h"
 #include "format/golden.h"
-#include "io/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -21,10 +21,10 @@ std::string epilogue(const TensorRecord& record, uint32_t crc) {
 
 // Of so many zeros: doubling a run of zeros doubles it in the checksum.
 uint32_t crc_of_zeros(uint64_t count) {
-  uint32_t run = io::crc32(0, "", 1), total = 0;
+  uint32_t run = crc32(0, "", 1), total = 0;
   for (uint64_t bit = 1; bit != 0 && bit <= count; bit <<= 1) {
-    if (count & bit) total = io::crc32_combine(total, run, bit);
-    run = io::crc32_combine(run, run, bit);
+    if (count & bit) total = crc32_combine(total, run, bit);
+    run = crc32_combine(run, run, bit);
   }
   return total;
 }
@@ -47,7 +47,7 @@ TEST(TorchRecord, IsWhatTorchSaves) {
     EXPECT_EQ(record.prologue(), bytes.substr(0, record.prologue().size()));
     const std::string body = bytes.substr(record.prologue().size(), record.body_bytes());
     const std::string end = bytes.substr(record.prologue().size() + record.body_bytes());
-    const uint32_t crc = io::crc32(0, body.data(), body.size());
+    const uint32_t crc = crc32(0, body.data(), body.size());
     EXPECT_TRUE(record.epilogue_matches(crc, view(end)));
     EXPECT_EQ(record.claimed_crc(view(end)), crc);
     expect_same_but_id(epilogue(record, crc), end);
@@ -81,7 +81,7 @@ TEST(TorchRecord, OfEveryDtypeIsAWholeArchive) {
       const TensorRecord record(dtype, sizes);
       std::string body(record.body_bytes(), '\0');
       fill_random({reinterpret_cast<std::byte*>(body.data()), body.size()}, 1);
-      const std::string end = epilogue(record, io::crc32(0, body.data(), body.size()));
+      const std::string end = epilogue(record, crc32(0, body.data(), body.size()));
       const std::string bytes = record.prologue() + body + end;
       ASSERT_EQ(check_archive(view(bytes)), "") << dtype.name;
       ASSERT_EQ(bytes.size(), record.total_bytes());

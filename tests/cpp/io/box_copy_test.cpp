@@ -4,8 +4,7 @@
 
 #include <random>
 
-#include "error.h"
-#include "io/table.h"
+#include "base/error.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::io {

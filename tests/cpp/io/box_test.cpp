@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace vescale_ckpt::io {
 namespace {

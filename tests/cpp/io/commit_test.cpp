@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 #include "scratch.h"
 
 namespace vescale_ckpt::io {

@@ -8,8 +8,8 @@
 #include <csignal>
 #include <functional>
 
-#include "error.h"
-#include "io/memory.h"
+#include "base/error.h"
+#include "base/memory.h"
 #include "scratch.h"
 
 namespace vescale_ckpt::io {

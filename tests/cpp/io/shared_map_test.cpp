@@ -5,8 +5,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "error.h"
-#include "io/system.h"
+#include "base/error.h"
+#include "base/system.h"
 
 namespace vescale_ckpt::io {
 namespace {

@@ -29,8 +29,8 @@ TEST(GlobalPlan, PartsHaveTensorsFirstInTheRanksOwnOrder) {
   const GlobalPlan plan = ranks.plan(placed(Placement::lowest_rank));
   EXPECT_EQ(part(plan, 0), (Rows{1, -1, 0, 0, 2, -1, 0, 0, 0, -1, 0, 0, 3, -1, 0, 0}));
   EXPECT_EQ(part(plan, 1), (Rows{1, -1, 0, 0}));
-  const Catalog catalog = plan.catalog();
-  for (const Catalog::Key& key : catalog.keys) {
+  const metadata::Catalog catalog = plan.catalog();
+  for (const metadata::Catalog::Key& key : catalog.keys) {
     const std::map<std::string_view, uint32_t> rows = {{"x", 2}, {"b", 0}, {"a", 1}, {"y", 3}, {"c", 0}};
     EXPECT_EQ(catalog.chunks[key.first_chunk].row, rows.at(catalog.name(key))) << catalog.name(key);
     EXPECT_EQ(catalog.chunks[key.first_chunk].writer, catalog.name(key) == "c") << catalog.name(key);
@@ -63,10 +63,10 @@ TEST(GlobalPlan, ChunksOfAKeyStandInTheOrderOfTheirOffsets) {
   for (size_t rank = 0; rank < 4; ++rank) {  // two columns, each on two ranks, each to be split
     ranks.shard(rank, "w", {10, 8}, {0, static_cast<int64_t>(rank % 2) * 4}, {10, 4});
   }
-  const Catalog catalog = ranks.plan(placed(Placement::balanced, 1)).catalog();
+  const metadata::Catalog catalog = ranks.plan(placed(Placement::balanced, 1)).catalog();
   ASSERT_EQ(catalog.chunks.size(), 4u);
   std::vector<Dims> offsets;
-  for (const Catalog::Chunk& chunk : catalog.chunks) {
+  for (const metadata::Catalog::Chunk& chunk : catalog.chunks) {
     const auto offset = catalog.offset(catalog.keys[0], chunk);
     offsets.emplace_back(offset.begin(), offset.end());
   }

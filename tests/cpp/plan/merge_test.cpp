@@ -57,9 +57,9 @@ TEST(Merge, AWholeTensorMayBeAShardElsewhere) {
 TEST(Merge, FlagsOfTheFirstRankCount) {
   Ranks ranks(2);
   const Dims shape = {2}, zero = {0};
-  ranks.builder(0).add({"w", ItemKind::tensor, 0, kRequiresGrad, 8, shape, zero, shape});
-  ranks.builder(1).add({"w", ItemKind::tensor, 0, 0, 8, shape, zero, shape});
-  EXPECT_EQ(ranks.plan().catalog().keys[0].flags, kRequiresGrad);
+  ranks.builder(0).add({"w", state::ItemKind::tensor, 0, state::kRequiresGrad, 8, shape, zero, shape});
+  ranks.builder(1).add({"w", state::ItemKind::tensor, 0, 0, 8, shape, zero, shape});
+  EXPECT_EQ(ranks.plan().catalog().keys[0].flags, state::kRequiresGrad);
 }
 
 TEST(Merge, RefusesBoxesOutOfBounds) {
@@ -73,7 +73,7 @@ TEST(Merge, RefusesBoxesOutOfBounds) {
     ranks.tensor(0, "w", {2, 8});
     const Dims shape = {2, 8};
     const auto bytes = static_cast<uint64_t>(size[0]) * static_cast<uint64_t>(size[1]) * 4;
-    ranks.builder(1).add({"w", ItemKind::shard, 0, 0, bytes & INT64_MAX, shape, offset, size});
+    ranks.builder(1).add({"w", state::ItemKind::shard, 0, 0, bytes & INT64_MAX, shape, offset, size});
     const std::string text = refusal(ranks);
     EXPECT_TRUE(text.starts_with("w: rank 1 has the box at offset (")) << text;
     EXPECT_TRUE(text.ends_with("which is not within the shape (2, 8)")) << text;
@@ -85,7 +85,8 @@ TEST(Merge, RefusesShapesThatNoTensorHas) {
        {Dims{-1}, Dims{0, -1}, Dims{INT64_MAX}, Dims{int64_t{1} << 32, int64_t{1} << 32}, Dims(64, INT64_MAX)}) {
     Ranks ranks(2);
     const Dims zero(shape.size());
-    for (const size_t rank : {0u, 1u}) ranks.builder(rank).add({"w", ItemKind::shard, 0, 0, 0, shape, zero, zero});
+    for (const size_t rank : {0u, 1u})
+      ranks.builder(rank).add({"w", state::ItemKind::shard, 0, 0, 0, shape, zero, zero});
     EXPECT_TRUE(refusal(ranks).starts_with("w: a tensor cannot have the shape (")) << refusal(ranks);
   }
 }
@@ -93,7 +94,7 @@ TEST(Merge, RefusesShapesThatNoTensorHas) {
 TEST(Merge, RefusesBytesThatAreNotTheBoxes) {
   Ranks ranks(1);
   const Dims shape = {2, 3}, zero = {0, 0};
-  ranks.builder(0).add({"w", ItemKind::tensor, 0, 0, 23, shape, zero, shape});
+  ranks.builder(0).add({"w", state::ItemKind::tensor, 0, 0, 23, shape, zero, shape});
   EXPECT_EQ(refusal(ranks),
             "w: rank 0 has the box at offset (0, 0) of size (2, 3) in 23 bytes, which are not 4 an element");
 }
@@ -102,7 +103,7 @@ TEST(Merge, RefusesAPartAsAWholeTensor) {
   Ranks ranks(2);
   const Dims shape = {4}, zero = {0}, half = {2};
   ranks.tensor(0, "w", {4});
-  ranks.builder(1).add({"w", ItemKind::tensor, 0, 0, 8, shape, zero, half});
+  ranks.builder(1).add({"w", state::ItemKind::tensor, 0, 0, 8, shape, zero, half});
   EXPECT_EQ(refusal(ranks), "w: rank 1 has the box at offset (0,) of size (2,) as a whole tensor of shape (4,)");
 }
 
@@ -187,14 +188,14 @@ TEST(Merge, KeysStandInOrderOfFirstAppearance) {
   ranks.tensor(1, "a", {1});
   ranks.tensor(1, "c", {1});
   ranks.tensor(2, "b", {1});
-  const Catalog catalog = ranks.plan().catalog();
+  const metadata::Catalog catalog = ranks.plan().catalog();
   std::vector<std::string_view> names;
-  for (const Catalog::Key& key : catalog.keys) names.push_back(catalog.name(key));
+  for (const metadata::Catalog::Key& key : catalog.keys) names.push_back(catalog.name(key));
   EXPECT_EQ(names, (std::vector<std::string_view>{"c", "a", "b"}));
 }
 
 TEST(Merge, NamesTheRankOfAMalformedInventory) {
-  const std::vector<std::byte> good = InventoryBuilder().pack();
+  const std::vector<std::byte> good = state::InventoryBuilder().pack();
   std::vector<std::byte> bad = good;
   bad[0] = std::byte{0};
   const std::vector<std::span<const std::byte>> views = {good, bad};

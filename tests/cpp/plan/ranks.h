@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "error.h"
+#include "base/error.h"
 #include "format/torch_record.h"
 #include "plan/global_plan.h"
-#include "plan/inventory.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 
@@ -31,21 +31,21 @@ class Ranks {
 
   void shard(size_t rank, std::string_view name, const Dims& shape, const Dims& offset, const Dims& size,
              std::string_view dtype = "float32") {
-    add(rank, name, ItemKind::shard, shape, offset, size, dtype);
+    add(rank, name, state::ItemKind::shard, shape, offset, size, dtype);
   }
   void tensor(size_t rank, std::string_view name, const Dims& shape, std::string_view dtype = "float32") {
-    add(rank, name, ItemKind::tensor, shape, Dims(shape.size()), shape, dtype);
+    add(rank, name, state::ItemKind::tensor, shape, Dims(shape.size()), shape, dtype);
   }
   void replicated(std::string_view name, const Dims& shape, std::string_view dtype = "float32") {
     for (size_t rank = 0; rank < count(); ++rank) tensor(rank, name, shape, dtype);
   }
   void object(size_t rank, std::string_view name, uint64_t bytes = 0) {
-    Item item;
+    state::Item item;
     item.name = name;
     item.bytes = bytes;
     builders_[rank].add(item);
   }
-  InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
+  state::InventoryBuilder& builder(size_t rank) { return builders_[rank]; }
 
   GlobalPlan plan(const PlanOptions& options = {}) const {
     std::vector<std::vector<std::byte>> packed;
@@ -57,15 +57,15 @@ class Ranks {
   }
 
  private:
-  void add(size_t rank, std::string_view name, ItemKind kind, const Dims& shape, const Dims& offset, const Dims& size,
-           std::string_view dtype) {
-    Item item{name, kind, dtype_of(dtype), 0, 0, shape, offset, size};
+  void add(size_t rank, std::string_view name, state::ItemKind kind, const Dims& shape, const Dims& offset,
+           const Dims& size, std::string_view dtype) {
+    state::Item item{name, kind, dtype_of(dtype), 0, 0, shape, offset, size};
     item.bytes = format::dtypes()[item.dtype].item_bytes;
     for (const int64_t length : size) item.bytes *= static_cast<uint64_t>(length);
     builders_[rank].add(item);
   }
 
-  std::vector<InventoryBuilder> builders_;
+  std::vector<state::InventoryBuilder> builders_;
   size_t ranks_a_node_;
 };
 
@@ -90,16 +90,16 @@ inline double max_over_mean(const GlobalPlan& plan) {
 }
 
 // "name (offset) (size)" of each chunk -> who writes it.
-inline std::map<std::string, uint32_t> owners(const Catalog& catalog) {
+inline std::map<std::string, uint32_t> owners(const metadata::Catalog& catalog) {
   const auto text = [](std::span<const int64_t> dims) {
     std::string result;
     for (const int64_t value : dims) result += (result.empty() ? "" : ",") + std::to_string(value);
     return " (" + result + ")";
   };
   std::map<std::string, uint32_t> result;
-  for (const Catalog::Key& key : catalog.keys) {
+  for (const metadata::Catalog::Key& key : catalog.keys) {
     for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
-      const Catalog::Chunk& chunk = catalog.chunks[i];
+      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
       const bool fresh = result
                              .emplace(std::string(catalog.name(key)) + text(catalog.offset(key, chunk)) +
                                           text(catalog.size(key, chunk)),

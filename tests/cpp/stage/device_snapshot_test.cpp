@@ -7,11 +7,11 @@
 #include <string>
 #include <thread>
 
+#include "base/error.h"
 #include "device/fake_device.h"
-#include "error.h"
-#include "io/table.h"
 #include "stage/snapshot.h"
 #include "tensors.h"
+#include "write/table.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -87,7 +87,7 @@ class DeviceSnapshot : public ::testing::Test {
 
   void expect_copied(const Snapshot& snapshot) const {
     EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
-    const std::vector<io::RecordSource> sources = io::parse_write_table(snapshot.table());
+    const std::vector<write::RecordSource> sources = write::parse_write_table(snapshot.table());
     ASSERT_EQ(sources.size(), bytes_.size() - snapshot.first());
     for (size_t index = 0; index < sources.size(); ++index) {
       const std::string& wanted = bytes_[snapshot.first() + index];

@@ -71,9 +71,9 @@ TEST(SnapshotArena, KeepsMemoryAndTakesItAgainWithoutTouching) {
   }
   EXPECT_EQ(arena.memory().in_use, 0u);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
-  const ArmedFault counting(io::Call::populate, ENOMEM, 1000);
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
   const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
-  EXPECT_EQ(io::system::calls_seen(io::Call::populate), 0u);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
   EXPECT_EQ(range.data(), before);
   EXPECT_EQ(range.data()[kGranule], std::byte{7});
 }
@@ -149,9 +149,9 @@ TEST(SnapshotArena, PreparesForTheNextRange) {
   EXPECT_EQ(arena.prepare(3 * kGranule, kThreads), 3 * kGranule);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
   EXPECT_EQ(arena.memory().in_use, 0u);
-  const ArmedFault counting(io::Call::populate, ENOMEM, 1000);
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
   EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kThreads).bytes(), 3 * kGranule);
-  EXPECT_EQ(io::system::calls_seen(io::Call::populate), 0u);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
 }
 
 // --- The system refuses.
@@ -160,7 +160,7 @@ TEST(SnapshotArena, AsksForFewerAddressesWhereThereIsALimit) {
   uint64_t reserved = kPlenty;
   for (uint64_t refused = 0; reserved > 3 * kPinPiece; ++refused) {
     SnapshotArena arena;
-    const ArmedFault fault(io::Call::map, ENOMEM, 0, refused);
+    const ArmedFault fault(Call::map, ENOMEM, 0, refused);
     SnapshotRange first = arena.acquire(kGranule, kPlenty, kThreads);
     ASSERT_EQ(first.bytes(), kGranule);
     reserved = arena.memory().reserved;
@@ -175,7 +175,7 @@ TEST(SnapshotArena, AsksForFewerAddressesWhereThereIsALimit) {
 TEST(SnapshotArena, LivesWithoutAddresses) {
   SnapshotArena arena;
   {
-    const ArmedFault fault(io::Call::map, ENOMEM, 0, 1000);
+    const ArmedFault fault(Call::map, ENOMEM, 0, 1000);
     EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
     EXPECT_EQ(arena.memory().reserved, 0u);
     arena.trim();
@@ -188,7 +188,7 @@ TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
   for (const unsigned threads : {1u, 3u}) {
     SnapshotArena arena;
     {
-      const ArmedFault fault(io::Call::populate, ENOMEM, 2, 1000);
+      const ArmedFault fault(Call::populate, ENOMEM, 2, 1000);
       const SnapshotRange range = arena.acquire(3 * kPart, kPlenty, threads);
       EXPECT_LE(range.bytes(), 2 * kPart);
       if (threads == 1) {
@@ -206,12 +206,12 @@ TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
 TEST(SnapshotArena, EndsAtThePieceThatMayNotBeWritten) {
   SnapshotArena arena;
   {
-    const ArmedFault fault(io::Call::protect, ENOMEM, 1);
+    const ArmedFault fault(Call::protect, ENOMEM, 1);
     EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kPlenty, kThreads).bytes(), kPinPiece);
   }
   {
     SnapshotArena other;
-    const ArmedFault fault(io::Call::protect, ENOMEM, 0);
+    const ArmedFault fault(Call::protect, ENOMEM, 0);
     EXPECT_EQ(other.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
     EXPECT_EQ(other.memory().touched, 0u);
   }
@@ -220,17 +220,17 @@ TEST(SnapshotArena, EndsAtThePieceThatMayNotBeWritten) {
 
 TEST(SnapshotArena, WritesToEachPageWhereTheKernelTakesNoneByItself) {
   SnapshotArena arena;
-  const ArmedFault fault(io::Call::populate, EINVAL, 0, 1000);
+  const ArmedFault fault(Call::populate, EINVAL, 0, 1000);
   const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
   ASSERT_EQ(range.bytes(), 3 * kGranule);
-  EXPECT_GT(io::system::calls_seen(io::Call::populate), 0u);
+  EXPECT_GT(system::calls_seen(Call::populate), 0u);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
   EXPECT_EQ(range.data()[range.bytes() - 1], std::byte{0});
 }
 
 TEST(SnapshotArena, WorksWithoutAdvice) {
   SnapshotArena arena;
-  const ArmedFault fault(io::Call::advise, EINVAL, 0, 1000);
+  const ArmedFault fault(Call::advise, EINVAL, 0, 1000);
   {
     const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
   }

@@ -6,7 +6,7 @@
 #include <random>
 #include <set>
 
-#include "io/memory.h"
+#include "base/memory.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::stage {
@@ -20,15 +20,15 @@ std::byte* at(uint64_t address) {
   return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address));
 }
 
-io::RecordSource row(uint64_t address, uint64_t bytes) {
-  io::RecordSource source;
+write::RecordSource row(uint64_t address, uint64_t bytes) {
+  write::RecordSource source;
   source.data = at(address);
   source.bytes = bytes;
   return source;
 }
 
-io::RecordSource strided_row(uint64_t address, const Sizes& sizes, const Sizes& strides, uint32_t item_bytes = 4) {
-  io::RecordSource source;
+write::RecordSource strided_row(uint64_t address, const Sizes& sizes, const Sizes& strides, uint32_t item_bytes = 4) {
+  write::RecordSource source;
   source.data = at(address);
   source.strided.emplace(item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);
   source.bytes = source.strided->bytes();
@@ -36,19 +36,19 @@ io::RecordSource strided_row(uint64_t address, const Sizes& sizes, const Sizes& 
 }
 
 // What any layout keeps to.
-void expect_sound(const std::vector<io::RecordSource>& rows, const SnapshotLayout& layout) {
+void expect_sound(const std::vector<write::RecordSource>& rows, const SnapshotLayout& layout) {
   uint64_t end = 0, following = 0, bytes = 0;
   for (const SnapshotExtent& extent : layout.extents) {
     ASSERT_GE(extent.offset, following);  // a copy from a device may run over what lies between
     end = extent.offset + extent.bytes;
-    following = io::align_up(end, SnapshotLayout::kAlignment);
+    following = align_up(end, SnapshotLayout::kAlignment);
     bytes += extent.bytes;
   }
   EXPECT_EQ(layout.memory_bytes, end);
   EXPECT_EQ(layout.copied_bytes, bytes);
   ASSERT_EQ(layout.offsets.size(), rows.size() - layout.first);
   for (size_t index = layout.first; index < rows.size(); ++index) {
-    const io::RecordSource& source = rows[index];
+    const write::RecordSource& source = rows[index];
     const uint64_t offset = layout.offsets[index - layout.first];
     if (source.bytes == 0) {
       EXPECT_EQ(offset, kNowhere);
@@ -65,23 +65,23 @@ void expect_sound(const std::vector<io::RecordSource>& rows, const SnapshotLayou
 }
 
 TEST(SnapshotLayout, PutsLargeBodiesWhereTheyAreSentFromAndPacksTheRest) {
-  const std::vector<io::RecordSource> rows = {row(1 << 20, 100), row(2 << 20, io::kLargeBody), row(8 << 20, 100),
-                                              row(9 << 20, 1), row(16 << 20, io::kLargeBody + 1)};
+  const std::vector<write::RecordSource> rows = {row(1 << 20, 100), row(2 << 20, io::kLargeBody), row(8 << 20, 100),
+                                                 row(9 << 20, 1), row(16 << 20, io::kLargeBody + 1)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.first, 0u);
-  const uint64_t behind = io::align_up(io::kTorchOffset + io::kLargeBody, 64);
+  const uint64_t behind = align_up(write::kTorchOffset + io::kLargeBody, 64);
   EXPECT_EQ(layout.offsets,
-            (std::vector<uint64_t>{0, io::kBlock + io::kTorchOffset, io::kBlock + behind, io::kBlock + behind + 128,
-                                   2 * io::kBlock + io::kLargeBody + io::kTorchOffset}));
+            (std::vector<uint64_t>{0, kBlock + write::kTorchOffset, kBlock + behind, kBlock + behind + 128,
+                                   2 * kBlock + io::kLargeBody + write::kTorchOffset}));
 }
 
 TEST(SnapshotLayout, StartsWithALargeBodyAtOnce) {
-  EXPECT_EQ(lay_out_snapshot(std::vector{row(4096, io::kLargeBody)}, kEndless).offsets[0], io::kTorchOffset);
+  EXPECT_EQ(lay_out_snapshot(std::vector{row(4096, io::kLargeBody)}, kEndless).offsets[0], write::kTorchOffset);
 }
 
 TEST(SnapshotLayout, TakesEqualRowsOnce) {
-  const std::vector<io::RecordSource> rows = {row(4096, 100), row(8192, 100), row(4096, 100)};
+  const std::vector<write::RecordSource> rows = {row(4096, 100), row(8192, 100), row(4096, 100)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.copied_bytes, 200u);
@@ -89,8 +89,8 @@ TEST(SnapshotLayout, TakesEqualRowsOnce) {
 }
 
 TEST(SnapshotLayout, TakesOverlappingRowsAsOne) {
-  const std::vector<io::RecordSource> rows = {row(1150, 50), row(1000, 100), row(1099, 60), row(1020, 10),
-                                              row(5000, 1)};
+  const std::vector<write::RecordSource> rows = {row(1150, 50), row(1000, 100), row(1099, 60), row(1020, 10),
+                                                 row(5000, 1)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.extents.size(), 2u);
@@ -98,7 +98,7 @@ TEST(SnapshotLayout, TakesOverlappingRowsAsOne) {
 }
 
 TEST(SnapshotLayout, LeavesOutWhatLiesBetweenViews) {
-  const std::vector<io::RecordSource> rows = {row(1000, 100), row(1100, 100), row(1300, 100)};
+  const std::vector<write::RecordSource> rows = {row(1000, 100), row(1100, 100), row(1300, 100)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.extents.size(), 3u);  // neighbours have places of their own
@@ -107,16 +107,16 @@ TEST(SnapshotLayout, LeavesOutWhatLiesBetweenViews) {
 
 TEST(SnapshotLayout, PlacesOverlappingRowsForTheLargest) {
   constexpr uint64_t kStart = 1 << 30;
-  const std::vector<io::RecordSource> rows = {row(kStart, 5000), row(kStart + 4000, 2 * io::kLargeBody),
-                                              row(kStart + 9000, io::kLargeBody)};
+  const std::vector<write::RecordSource> rows = {row(kStart, 5000), row(kStart + 4000, 2 * io::kLargeBody),
+                                                 row(kStart + 9000, io::kLargeBody)};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.extents.size(), 1u);
-  EXPECT_EQ(layout.offsets[1] % io::kBlock, io::kTorchOffset);
+  EXPECT_EQ(layout.offsets[1] % kBlock, write::kTorchOffset);
 }
 
 TEST(SnapshotLayout, TakesEqualStridedRowsOnce) {
-  const std::vector<io::RecordSource> rows = {
+  const std::vector<write::RecordSource> rows = {
       strided_row(4096, {3, 5}, {1, 3}), row(4096, 60),
       strided_row(4096, {3, 5}, {1, 3}), strided_row(4096, {5, 3}, {1, 5}),
       strided_row(8192, {3, 5}, {1, 3}), strided_row(4096, {1, 3, 5}, {99, 1, 3}),
@@ -129,14 +129,14 @@ TEST(SnapshotLayout, TakesEqualStridedRowsOnce) {
 }
 
 TEST(SnapshotLayout, PutsLargeStridedRowsWhereTheyAreSentFrom) {
-  const std::vector<io::RecordSource> rows = {row(4096, 65), strided_row(1 << 30, {1024, 1024}, {1, 1024})};
+  const std::vector<write::RecordSource> rows = {row(4096, 65), strided_row(1 << 30, {1024, 1024}, {1, 1024})};
   const SnapshotLayout layout = lay_out_snapshot(rows, kEndless);
   expect_sound(rows, layout);
-  EXPECT_EQ(layout.offsets[1], io::kBlock + io::kTorchOffset);
+  EXPECT_EQ(layout.offsets[1], kBlock + write::kTorchOffset);
 }
 
 TEST(SnapshotLayout, HasNoPlaceForRowsWithoutBytes) {
-  const std::vector<io::RecordSource> rows = {row(0, 0), row(4096, 8), row(4096, 0)};
+  const std::vector<write::RecordSource> rows = {row(0, 0), row(4096, 8), row(4096, 0)};
   const SnapshotLayout layout = lay_out_snapshot(rows, 8);
   expect_sound(rows, layout);
   EXPECT_EQ(layout.first, 0u);
@@ -144,7 +144,7 @@ TEST(SnapshotLayout, HasNoPlaceForRowsWithoutBytes) {
 }
 
 TEST(SnapshotLayout, TakesTheLastRowsThatThereIsRoomFor) {
-  std::vector<io::RecordSource> rows;
+  std::vector<write::RecordSource> rows;
   for (uint64_t index = 0; index < 10; ++index) rows.push_back(row(4096 * (index + 1), 64));
   EXPECT_EQ(lay_out_snapshot(rows, 640).first, 0u);
   for (uint64_t count = 0; count < 10; ++count) {
@@ -158,7 +158,7 @@ TEST(SnapshotLayout, TakesTheLastRowsThatThereIsRoomFor) {
 }
 
 TEST(SnapshotLayout, SharedBytesNeedNoRoomTwice) {
-  const std::vector<io::RecordSource> rows = {row(4096, 64), row(8192, 64), row(4096, 64), row(8192, 32)};
+  const std::vector<write::RecordSource> rows = {row(4096, 64), row(8192, 64), row(4096, 64), row(8192, 32)};
   EXPECT_EQ(lay_out_snapshot(rows, 128).first, 0u);
   EXPECT_EQ(lay_out_snapshot(rows, 127).first, 2u);
   EXPECT_EQ(lay_out_snapshot(rows, 31).first, 4u);
@@ -168,7 +168,7 @@ TEST(SnapshotLayout, IsSoundForAnyRows) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     std::mt19937_64 random(seed);
     const uint64_t span = seed % 2 == 0 ? 2000 : 6 * io::kLargeBody;
-    std::vector<io::RecordSource> rows;
+    std::vector<write::RecordSource> rows;
     for (uint64_t count = random() % 40; count != 0; --count) {
       const uint64_t address = 4096 + random() % span;
       if (random() % 4 == 0) {

@@ -10,11 +10,11 @@
 #include <string>
 #include <thread>
 
-#include "error.h"
-#include "io/system.h"
-#include "io/table.h"
+#include "base/error.h"
+#include "base/system.h"
 #include "scratch.h"
 #include "tensors.h"
+#include "write/table.h"
 
 namespace vescale_ckpt::stage {
 namespace {
@@ -70,7 +70,7 @@ class State {
     ASSERT_EQ(snapshot.rows(), rows());
     EXPECT_EQ(snapshot.copied_bytes(), snapshot.bytes());
     const std::vector<int64_t> table = snapshot.table();
-    const std::vector<io::RecordSource> sources = io::parse_write_table(table);
+    const std::vector<write::RecordSource> sources = write::parse_write_table(table);
     ASSERT_EQ(sources.size(), rows() - snapshot.first());
     size_t at = 0;
     for (size_t index = 0; index < sources.size(); ++index) {
@@ -98,7 +98,7 @@ class State {
 class SnapshotTest : public ::testing::Test {
  protected:
   void TearDown() override {
-    io::system::clear_faults();
+    system::clear_faults();
     EXPECT_EQ(arena_.memory().in_use, 0u);
   }
 
@@ -188,9 +188,9 @@ TEST_F(SnapshotTest, LargeTensorsAreWrittenFromWhereTheyLie) {
   for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(io::kLargeBody) + 333 * i}, 8);
   Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
   snapshot.copy(kThreads);
-  const std::vector<io::RecordSource> sources = io::parse_write_table(snapshot.table());
+  const std::vector<write::RecordSource> sources = write::parse_write_table(snapshot.table());
   for (size_t row = 1; row < sources.size(); ++row) {
-    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % io::kBlock, io::kTorchOffset);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % kBlock, write::kTorchOffset);
   }
 }
 
@@ -231,12 +231,12 @@ TEST_F(SnapshotTest, SharesTheBudgetWithOthers) {
 TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
   State state;
   for (int i = 0; i < 18; ++i) state.add("uint8", {1 << 20});
-  for (const io::Call call : {io::Call::populate, io::Call::protect, io::Call::map}) {
+  for (const Call call : {Call::populate, Call::protect, Call::map}) {
     for (const uint64_t calls : {0, 1}) {
       SnapshotArena arena;
       const ArmedFault fault(call, ENOMEM, calls, 1000);
       Snapshot snapshot(state.table(), kPlenty, 1, arena);
-      const uint64_t expected = calls == 0 ? 18 : call == io::Call::populate ? 2 : 0;  // one call takes 16 MiB
+      const uint64_t expected = calls == 0 ? 18 : call == Call::populate ? 2 : 0;  // one call takes 16 MiB
       EXPECT_EQ(snapshot.first(), expected);
       snapshot.copy(kThreads);
       state.expect_copied(snapshot);
@@ -249,10 +249,10 @@ TEST_F(SnapshotTest, TakesTheMemoryOfTheOneBefore) {
   {
     Snapshot(state.table(), kPlenty, kThreads, arena_).copy(kThreads);
   }
-  const ArmedFault counting(io::Call::populate, ENOMEM, 1000);
+  const ArmedFault counting(Call::populate, ENOMEM, 1000);
   Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
   snapshot.copy(kThreads);
-  EXPECT_EQ(io::system::calls_seen(io::Call::populate), 0u);
+  EXPECT_EQ(system::calls_seen(Call::populate), 0u);
   state.expect_copied(snapshot);
 }
 
@@ -341,13 +341,13 @@ TEST_F(SnapshotTest, FindsThatMemoryIsGone) {
 TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
   const State state = some_of_everything();
   for (const int error : {ENOSYS, EPERM, 0}) {  // 0: some of it only
-    io::system::inject_fault(io::Call::peek, error, 1, 1);
+    system::inject_fault(Call::peek, error, 1, 1);
     Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
     snapshot.start(kThreads);
     EXPECT_TRUE(snapshot.wait());
-    EXPECT_GE(io::system::calls_seen(io::Call::peek), 2u);
+    EXPECT_GE(system::calls_seen(Call::peek), 2u);
     state.expect_copied(snapshot);
-    io::system::clear_faults();
+    system::clear_faults();
   }
 }
 

@@ -1,0 +1,32 @@
+// CRC-32 as zip uses it (polynomial 0x04C11DB7, reflected), so that one pass serves both the checksum field of
+// a torch.save record and the checksums of blocks. Thread-safe; no state.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vescale_ckpt {
+
+// The checksum of `size` bytes appended to data whose checksum is `crc` (0 for none).
+uint32_t crc32(uint32_t crc, const void* data, size_t size);
+
+// Copies `size` bytes and returns crc32(crc, source, size), touching memory once.
+uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc);
+
+// The checksum of A followed by B from those of A and B; `size_b` is B's length in bytes.
+uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b);
+
+// "avx512", "pclmul" or "table": what this processor runs.
+const char* crc32_implementation();
+
+namespace detail {  // each implementation alone, for tests
+uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size);
+#if defined(__x86_64__)
+bool have_pclmul();
+bool have_avx512();
+uint32_t crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size);
+uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size);
+#endif
+}  // namespace detail
+
+}  // namespace vescale_ckpt

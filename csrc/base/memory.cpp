@@ -1,0 +1,120 @@
+#include "base/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <new>
+#include <tuple>
+
+#include "base/system.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr uint64_t kHugePage = 2 << 20;
+
+// Under the usual "madvise" policy a mapping becomes huge only if it is both aligned and advised.
+std::byte* map_huge(uint64_t bytes) {
+  void* map = ::mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (map == MAP_FAILED) throw std::bad_alloc();
+  const auto start = reinterpret_cast<uintptr_t>(map);
+  const uintptr_t aligned = align_up(start, kHugePage);
+  if (aligned != start) ::munmap(map, aligned - start);
+  if (const uint64_t behind = start + kHugePage - aligned; behind != 0) {
+    ::munmap(reinterpret_cast<void*>(aligned + bytes), behind);
+  }
+  ::madvise(reinterpret_cast<void*>(aligned), bytes, MADV_HUGEPAGE);
+  ::madvise(reinterpret_cast<void*>(aligned), bytes, MADV_DONTFORK);  // a child has no use for our slots
+  return reinterpret_cast<std::byte*>(aligned);
+}
+
+}  // namespace
+
+Slot::~Slot() {
+  if (arena_ != nullptr) arena_->release(data_);
+}
+
+Arena::Arena(uint64_t slot_bytes, uint64_t budget_bytes)
+    : slot_bytes_(align_up(slot_bytes, kBlock)), limit_(std::max<uint64_t>(1, budget_bytes / slot_bytes_)) {}
+
+Arena::~Arena() {
+  trim();
+}
+
+uint64_t Arena::allocated_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return allocated_ * slot_bytes_;
+}
+
+std::byte* Arena::take_locked() {
+  if (!free_.empty()) {
+    std::byte* data = free_.back();  // last in, first out: the warmest
+    free_.pop_back();
+    return data;
+  }
+  if (allocated_ == limit_) return nullptr;
+  std::byte* data = map_huge(align_up(slot_bytes_, kHugePage));
+  ++allocated_;
+  return data;
+}
+
+Slot Arena::acquire() {
+  std::unique_lock lock(mutex_);
+  std::byte* data = nullptr;
+  freed_.wait(lock, [&] { return (data = take_locked()) != nullptr; });
+  return Slot(this, data);
+}
+
+std::optional<Slot> Arena::try_acquire() {
+  const std::lock_guard lock(mutex_);
+  std::byte* data = take_locked();
+  if (data == nullptr) return std::nullopt;
+  return Slot(this, data);
+}
+
+void Arena::release(std::byte* data) {
+  {
+    const std::lock_guard lock(mutex_);
+    free_.push_back(data);
+  }
+  freed_.notify_one();
+}
+
+void Arena::trim() {
+  const std::lock_guard lock(mutex_);
+  for (std::byte* data : free_) ::munmap(data, align_up(slot_bytes_, kHugePage));
+  allocated_ -= free_.size();
+  free_.clear();
+}
+
+Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes) {
+  static std::mutex mutex;
+  // Leaked on purpose: background threads may hold slots while static destructors run.
+  static auto& arenas = *new std::map<std::tuple<pid_t, uint64_t, uint64_t>, std::unique_ptr<Arena>>();
+  const std::lock_guard lock(mutex);
+  auto& arena = arenas[{::getpid(), slot_bytes, budget_bytes}];
+  if (!arena) arena = std::make_unique<Arena>(slot_bytes, budget_bytes);
+  return *arena;
+}
+
+void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges) {
+  std::ranges::sort(ranges, {}, [](std::span<const std::byte> range) { return range.data(); });
+  for (size_t i = 0; i < ranges.size();) {
+    const auto begin = reinterpret_cast<uintptr_t>(ranges[i].data());
+    uintptr_t end = begin;
+    for (; i < ranges.size(); ++i) {
+      const auto next = reinterpret_cast<uintptr_t>(ranges[i].data());
+      if (next > end && next - end > kBlock) break;
+      end = std::max<uintptr_t>(end, next + ranges[i].size());
+    }
+    if (end - begin < kHugePage) continue;
+    const uint64_t page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const uintptr_t first = align_down(begin, page);
+    system::advise(reinterpret_cast<std::byte*>(first), align_up(end, page) - first, MADV_HUGEPAGE);
+  }
+}
+
+}  // namespace vescale_ckpt

@@ -1,0 +1,85 @@
+// Slots: equal pieces of aligned, huge-page memory that bytes pass through, from one arena with a budget.
+//
+// An arena never holds more than its budget; who asks for a slot when all are out waits. Memory stays with the arena
+// between uses, because first touch costs more than the disk. Thread-safe.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace vescale_ckpt {
+
+inline constexpr uint64_t kBlock = 4096;  // what direct I/O is cut on: a multiple of every device's block in use
+
+constexpr uint64_t align_down(uint64_t value, uint64_t alignment) {
+  return value / alignment * alignment;
+}
+constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+class Arena;
+
+// One slot, given back on destruction.
+class Slot {
+ public:
+  Slot(Arena* arena, std::byte* data) : arena_(arena), data_(data) {}
+  Slot(Slot&& other) noexcept
+      : arena_(std::exchange(other.arena_, nullptr)), data_(std::exchange(other.data_, nullptr)) {}
+  Slot& operator=(Slot&& other) noexcept {
+    std::swap(arena_, other.arena_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~Slot();
+  std::byte* data() const { return data_; }
+
+ private:
+  Arena* arena_;
+  std::byte* data_;
+};
+
+class Arena {
+ public:
+  // `budget_bytes` is rounded down to whole slots, but one slot is always allowed.
+  Arena(uint64_t slot_bytes, uint64_t budget_bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  uint64_t slot_bytes() const { return slot_bytes_; }
+  uint64_t slots() const { return limit_; }
+  uint64_t allocated_bytes() const;
+
+  Slot acquire();                     // waits for a free one; throws std::bad_alloc if the system has no memory
+  std::optional<Slot> try_acquire();  // nullopt instead of waiting
+  void trim();                        // gives free slots back to the system
+
+ private:
+  friend class Slot;
+  void release(std::byte* data);
+  std::byte* take_locked();
+
+  const uint64_t slot_bytes_;
+  const uint64_t limit_;
+  mutable std::mutex mutex_;  // guards all below
+  std::condition_variable freed_;
+  std::vector<std::byte*> free_;
+  uint64_t allocated_ = 0;  // slots
+};
+
+// Asks for huge pages behind memory that is about to be filled for the first time: faults of 4 KiB take as long as the
+// disk. Ranges that nearly touch, as those of many small allocations do, count as one. No effect where it is refused.
+void prefer_huge_pages(std::vector<std::span<const std::byte>> ranges);
+
+// The arena that all writers and readers of this process share: one for each pair of sizes, never freed, safe after
+// fork (the child gets its own).
+Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes);
+
+}  // namespace vescale_ckpt

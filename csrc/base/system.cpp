@@ -1,0 +1,262 @@
+#include "base/system.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <mutex>
+
+namespace vescale_ckpt::system {
+namespace {
+
+constexpr size_t kCalls = 17;
+
+struct Fault {
+  bool armed = false;
+  int error = 0;
+  uint64_t skip = 0;
+  uint64_t times = 0;
+};
+
+std::atomic<bool> any_fault{false};  // the only thing looked at outside of tests
+std::mutex fault_mutex;              // guards the two below
+std::array<Fault, kCalls> faults;
+std::array<uint64_t, kCalls> seen;
+
+int64_t with_faults(Call call, int64_t result) {
+  if (!any_fault.load(std::memory_order_relaxed)) return result;
+  const std::lock_guard lock(fault_mutex);
+  ++seen[static_cast<size_t>(call)];
+  Fault& fault = faults[static_cast<size_t>(call)];
+  if (!fault.armed) return result;
+  if (fault.skip != 0) {
+    --fault.skip;
+    return result;
+  }
+  if (fault.times == 0) return result;
+  --fault.times;
+  if (fault.error != 0) return -fault.error;
+  constexpr int64_t kBlock = 4096;
+  return result <= 1 ? result : std::max<int64_t>(result / 2 / kBlock * kBlock, std::min(result - 1, kBlock));
+}
+
+int64_t or_errno(int64_t result) {
+  return result < 0 ? -errno : result;
+}
+
+// The result of a call that was made, which may be turned into a failure.
+int64_t completed(Call call, int64_t result) {
+  return result < 0 ? -errno : with_faults(call, result);
+}
+
+// A call that may be failed before it is made, so that a fault on it leaves nothing behind. Repeated when a signal
+// interrupted it.
+template <typename Function>
+int64_t guarded(Call call, Function function) {
+  for (;;) {
+    const int64_t fault = with_faults(call, 0);
+    const int64_t result = fault < 0 ? fault : or_errno(function());
+    if (result != -EINTR) return result;
+  }
+}
+
+}  // namespace
+
+int open(const char* path, int flags, mode_t mode) {
+  return static_cast<int>(guarded(Call::open, [&] { return ::open(path, flags | O_CLOEXEC, mode); }));
+}
+
+void close(int fd) {
+  ::close(fd);
+}
+
+int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags) {
+  const iovec part{data, size};
+  return completed(Call::read, ::preadv2(fd, &part, 1, static_cast<off_t>(offset), flags));
+}
+
+int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags) {
+  const iovec part{const_cast<void*>(data), size};
+  return completed(Call::write, ::pwritev2(fd, &part, 1, static_cast<off_t>(offset), flags));
+}
+
+int allocate(int fd, uint64_t size) {
+  return static_cast<int>(
+      guarded(Call::allocate, [&] { return ::syscall(SYS_fallocate, fd, 0, off_t{0}, static_cast<off_t>(size)); }));
+}
+
+int truncate(int fd, uint64_t size) {
+  return static_cast<int>(guarded(Call::truncate, [&] { return ::ftruncate(fd, static_cast<off_t>(size)); }));
+}
+
+int sync(int fd) {
+  return static_cast<int>(guarded(Call::sync, [&] { return ::fsync(fd); }));
+}
+
+int sync_directory(const char* path) {
+  return static_cast<int>(guarded(Call::sync_directory, [&]() -> int64_t {
+    const int fd = ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return -1;
+    const int result = ::fsync(fd);
+    const int error = errno;
+    ::close(fd);
+    errno = error;
+    // Some network file systems have no such thing as syncing a directory.
+    return result != 0 && (error == EINVAL || error == ENOTSUP) ? 0 : result;
+  }));
+}
+
+int rename(const char* from, const char* to) {
+  return static_cast<int>(guarded(Call::rename, [&] { return std::rename(from, to); }));
+}
+
+int unlink(const char* path) {
+  return static_cast<int>(guarded(Call::unlink, [&] { return ::unlink(path); }));
+}
+
+int link(const char* from, const char* to) {
+  return static_cast<int>(guarded(Call::link, [&] { return ::link(from, to); }));
+}
+
+int exchange(const char* first, const char* second) {
+  return static_cast<int>(guarded(Call::exchange, [&] {
+    constexpr unsigned kExchange = 2;  // RENAME_EXCHANGE, since Linux 3.15
+    return ::syscall(SYS_renameat2, AT_FDCWD, first, AT_FDCWD, second, kExchange);
+  }));
+}
+
+int space(const char* path, Space& space) {
+  return static_cast<int>(guarded(Call::space, [&] {
+    struct statvfs answer{};
+    const int result = ::statvfs(path, &answer);
+    if (result == 0) {
+      space = {uint64_t{answer.f_bavail} * answer.f_frsize, uint64_t{answer.f_blocks} * answer.f_frsize};
+    }
+    return result;
+  }));
+}
+
+int64_t file_size(int fd) {
+  struct stat answer{};
+  if (::fstat(fd, &answer) < 0) return -errno;
+  return S_ISREG(answer.st_mode) ? static_cast<int64_t>(answer.st_size) : -EINVAL;
+}
+
+DirectRules direct_rules(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx answer{};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) == 0 && (answer.stx_mask & STATX_DIOALIGN)) {
+    return {answer.stx_dio_mem_align, answer.stx_dio_offset_align};
+  }
+#else
+  (void)fd;
+#endif
+  return {4096, 4096};  // the kernel does not tell: what every file system that has direct I/O accepts
+}
+
+std::optional<uint64_t> resident_bytes(int fd, uint64_t size) {
+  struct Range {
+    uint64_t offset, length;
+  } range{0, size};
+  struct Answer {
+    uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } answer{};
+  constexpr long kCachestat = 451;  // since Linux 6.5, the same on every architecture
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (::syscall(kCachestat, fd, &range, &answer, 0) == 0) return std::min(size, answer.cached * page);
+  if (size == 0) return 0;
+  void* map = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
+  if (map == MAP_FAILED) return std::nullopt;
+  const size_t pages = (size + page - 1) / page;
+  std::string state(pages, '\0');
+  const int result = ::mincore(map, size, reinterpret_cast<unsigned char*>(state.data()));
+  ::munmap(map, size);
+  if (result != 0) return std::nullopt;
+  const auto cached = static_cast<uint64_t>(std::count_if(state.begin(), state.end(), [](char c) { return c & 1; }));
+  return std::min(size, cached * page);
+}
+
+int64_t reserve_addresses(uint64_t bytes) {
+  return guarded(Call::map, [&]() -> int64_t {
+    void* map = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return map == MAP_FAILED ? -1 : static_cast<int64_t>(reinterpret_cast<uintptr_t>(map));
+  });
+}
+
+int64_t map_shared(int fd, uint64_t bytes) {
+  return guarded(Call::map, [&]() -> int64_t {
+    void* map = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return map == MAP_FAILED ? -1 : static_cast<int64_t>(reinterpret_cast<uintptr_t>(map));
+  });
+}
+
+void release_addresses(std::byte* address, uint64_t bytes) {
+  ::munmap(address, bytes);
+}
+
+int make_writable(std::byte* address, uint64_t bytes) {
+  return static_cast<int>(guarded(Call::protect, [&] { return ::mprotect(address, bytes, PROT_READ | PROT_WRITE); }));
+}
+
+int advise(std::byte* address, uint64_t bytes, int advice) {
+  return static_cast<int>(guarded(Call::advise, [&] { return ::madvise(address, bytes, advice); }));
+}
+
+int populate(std::byte* address, uint64_t bytes) {
+  constexpr int kPopulateWrite = 23;  // since Linux 5.14
+  return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
+}
+
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {
+  const iovec to{target, bytes};
+  const iovec from{const_cast<std::byte*>(source), bytes};
+  return completed(Call::peek, ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0));
+}
+
+int lower_priority(int niceness) {
+  constexpr int kLowest = 19;
+  const auto thread = static_cast<id_t>(::syscall(SYS_gettid));
+  errno = 0;  // -1 is a priority, too
+  const int now = ::getpriority(PRIO_PROCESS, thread);
+  if (now == -1 && errno != 0) return -errno;
+  return static_cast<int>(or_errno(::setpriority(PRIO_PROCESS, thread, std::min(kLowest, now + niceness))));
+}
+
+void inject_fault(Call call, int error, uint64_t skip, uint64_t times) {
+  const std::lock_guard lock(fault_mutex);
+  faults[static_cast<size_t>(call)] = {true, error, skip, times};
+  any_fault.store(true);
+}
+
+void clear_faults() {
+  const std::lock_guard lock(fault_mutex);
+  any_fault.store(false);
+  faults.fill({});
+  seen.fill(0);
+}
+
+uint64_t calls_seen(Call call) {
+  const std::lock_guard lock(fault_mutex);
+  return seen[static_cast<size_t>(call)];
+}
+
+std::optional<Call> call_named(const std::string& name) {
+  constexpr std::array<const char*, kCalls> kNames = {
+      "open",  "read", "write",   "allocate", "truncate", "sync", "sync_directory", "rename",  "unlink",
+      "space", "map",  "protect", "advise",   "populate", "peek", "link",           "exchange"};
+  const auto found = std::find(kNames.begin(), kNames.end(), name);
+  if (found == kNames.end()) return std::nullopt;
+  return static_cast<Call>(found - kNames.begin());
+}
+
+}  // namespace vescale_ckpt::system

@@ -1,0 +1,98 @@
+// The one seam to the operating system: every system call of the engine passes here, so that a test can fail any of
+// them.
+//
+// Functions return what the system call returns, or -errno; they never throw. Thread-safe.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace vescale_ckpt {
+
+enum class Call {
+  open,
+  read,
+  write,
+  allocate,
+  truncate,
+  sync,
+  sync_directory,
+  rename,
+  unlink,
+  space,
+  map,
+  protect,
+  advise,
+  populate,
+  peek,
+  link,
+  exchange,
+};
+
+struct Space {
+  uint64_t free_bytes;  // available to this user
+  uint64_t total_bytes;
+};
+
+// What statx tells of direct I/O on a file; zeros where the file system refuses it.
+struct DirectRules {
+  uint32_t memory_alignment = 0;  // bytes
+  uint32_t offset_alignment = 0;  // bytes
+};
+
+namespace system {
+
+int open(const char* path, int flags, mode_t mode);
+void close(int fd);
+int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags);
+int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags);
+// Reserves blocks without writing zeros; -EOPNOTSUPP where the file system cannot.
+int allocate(int fd, uint64_t size);
+int truncate(int fd, uint64_t size);
+int sync(int fd);
+int sync_directory(const char* path);
+int rename(const char* from, const char* to);
+int unlink(const char* path);
+// A second name for a file; -EEXIST where there is something of that name.
+int link(const char* from, const char* to);
+// Two names change places in one step; -EINVAL, -ENOSYS or -EOPNOTSUPP where the file system cannot.
+int exchange(const char* first, const char* second);
+int space(const char* path, Space& space);
+// -EINVAL for what is not a regular file.
+int64_t file_size(int fd);
+DirectRules direct_rules(int fd);
+// Bytes of the file that are in the page cache; nullopt where the kernel does not tell.
+std::optional<uint64_t> resident_bytes(int fd, uint64_t size);
+
+// --- Memory. Addresses that nothing is behind yet, and that nothing is charged for; the first of them, or -errno.
+int64_t reserve_addresses(uint64_t bytes);
+// Memory of a file, to read and write; its address, or -errno.
+int64_t map_shared(int fd, uint64_t bytes);
+void release_addresses(std::byte* address, uint64_t bytes);
+int make_writable(std::byte* address, uint64_t bytes);
+int advise(std::byte* address, uint64_t bytes, int advice);
+// Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
+int populate(std::byte* address, uint64_t bytes);
+
+// Copies memory of this process that another thread may give back meanwhile: bytes copied, which may be fewer, or
+// -EFAULT where there is none any more. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
+int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
+
+// Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none
+// of its own: the kernel derives it.
+int lower_priority(int niceness);
+
+// --- Faults, for tests. A fault waits for the `skip`-th call of its kind from now on, then lets `times` calls fail
+// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block).
+void inject_fault(Call call, int error, uint64_t skip, uint64_t times);
+void clear_faults();
+// How often each call was made since clear_faults(); counted only while a fault is armed.
+uint64_t calls_seen(Call call);
+std::optional<Call> call_named(const std::string& name);
+
+}  // namespace system
+}  // namespace vescale_ckpt

@@ -1,0 +1,206 @@
+#include "hf/export_layout.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <string_view>
+
+#include "base/error.h"
+#include "format/checksum_table.h"
+#include "format/json.h"
+#include "format/torch_record.h"
+#include "io/box.h"
+
+namespace vescale_ckpt::hf {
+namespace {
+
+constexpr size_t kMostNamed = 10;  // keys in an error
+constexpr size_t kPartRow = 4, kPlaceRow = 2;
+
+void expect_only_tensors(const metadata::Catalog& catalog) {
+  std::string names;
+  size_t objects = 0;
+  for (const metadata::Catalog::Key& key : catalog.keys) {
+    if (key.kind != state::ItemKind::object) continue;
+    if (++objects <= kMostNamed) names += (objects == 1 ? "" : ", ") + std::string(catalog.name(key));
+  }
+  if (objects == 0) return;
+  if (objects > kMostNamed) names += " and " + std::to_string(objects - kMostNamed) + " more";
+  throw Error::invalid("safetensors files hold tensors only, and these are none: " + names);
+}
+
+SafetensorsLayout::Tensor tensor_of(const metadata::Catalog& catalog, const metadata::Catalog::Key& key) {
+  const auto shape = catalog.shape(key);
+  const std::optional<uint32_t> dtype = safetensors_dtype_named(format::dtypes()[key.dtype].name);
+  if (!dtype) {
+    throw Error::invalid(std::string(catalog.name(key)) + ": safetensors files have no " +
+                         std::string(format::dtypes()[key.dtype].name) + ": save it as a view of another dtype");
+  }
+  return {std::string(catalog.name(key)), *dtype, {shape.begin(), shape.end()}};
+}
+
+}  // namespace
+
+ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
+                           const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases)
+    : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
+  expect_only_tensors(catalog);
+  std::vector<std::vector<size_t>> shards(1);  // keys of each file
+  uint64_t held = 0;
+  for (size_t number = 0; number < catalog.keys.size(); ++number) {
+    const metadata::Catalog::Key& key = catalog.keys[number];
+    const uint64_t bytes = format::tensor_bytes(format::dtypes()[key.dtype], catalog.shape(key));
+    if (!shards.back().empty() && (bytes > most_file_bytes || held > most_file_bytes - bytes)) {
+      shards.emplace_back();
+      held = 0;
+    }
+    shards.back().push_back(number);
+    held = bytes > UINT64_MAX - held ? UINT64_MAX : held + bytes;
+    tensors_[number].name = catalog.name(key);
+    if (__builtin_add_overflow(tensor_bytes_, bytes, &tensor_bytes_)) {
+      throw Error::invalid("more bytes than can be counted");
+    }
+  }
+
+  std::map<std::string_view, std::vector<const Alias*>> aliases_of;  // by the stored tensor
+  std::map<std::string_view, size_t> stored;
+  if (!aliases.empty()) {
+    for (size_t number = 0; number < tensors_.size(); ++number) stored.emplace(tensors_[number].name, number);
+  }
+  for (const Alias& alias : aliases) {
+    if (!stored.contains(alias.name)) aliases_of[alias.stored].push_back(&alias);
+  }
+
+  for (std::vector<size_t>& keys : shards) {
+    SafetensorsHeader::Metadata texts = metadata;
+    std::vector<SafetensorsLayout::Tensor> tensors;
+    for (const size_t number : keys) {
+      tensors.push_back(tensor_of(catalog, catalog.keys[number]));
+      const auto found = aliases_of.find(tensors_[number].name);
+      if (found == aliases_of.end()) continue;
+      for (const Alias* alias : found->second) {
+        if (std::ranges::find(texts, alias->name, [](const auto& text) { return text.first; }) == texts.end()) {
+          texts.emplace_back(alias->name, alias->stored);
+        }
+      }
+    }
+    const auto file = static_cast<uint32_t>(files_.size());
+    try {
+      files_.push_back({SafetensorsLayout(std::move(tensors), std::move(texts)), std::move(keys)});
+    } catch (const Error& error) {
+      if (error.item < 0) throw;
+      throw Error::invalid(tensors_[keys[static_cast<size_t>(error.item)]].name + ": " + error.what());
+    }
+    const SafetensorsLayout& layout = files_.back().layout;
+    uint64_t at = layout.data_begin(), blocks = 0;
+    for (size_t i = 0; i < layout.order().size(); ++i) {
+      Tensor& tensor = tensors_[files_.back().keys[layout.order()[i]]];
+      tensor.file = file;
+      tensor.begin = at;
+      tensor.end = at += layout.bytes()[i];
+      tensor.first_block = blocks;
+      blocks += format::cells(tensor.begin, tensor.end);
+    }
+  }
+
+  for (size_t number = 0; number < catalog.keys.size(); ++number) {
+    const metadata::Catalog::Key& key = catalog.keys[number];
+    const std::vector<int64_t> strides(key.ndim);
+    for (uint64_t i = key.first_chunk; i < key.first_chunk + key.chunks; ++i) {
+      const metadata::Catalog::Chunk& chunk = catalog.chunks[i];
+      const io::Box box(format::dtypes()[key.dtype].item_bytes, catalog.shape(key), catalog.offset(key, chunk),
+                        catalog.size(key, chunk), strides);
+      std::vector<Row>& rows = rows_.at(chunk.writer);
+      if (rows.size() <= chunk.row) rows.resize(size_t{chunk.row} + 1);
+      rows[chunk.row] = {number, tensors_[number].begin + box.begin(), tensors_[number].begin + box.end()};
+    }
+  }
+}
+
+std::vector<int64_t> ExportLayout::places(uint32_t rank) const {
+  if (rank >= rows_.size()) throw Error::invalid("no rank " + std::to_string(rank) + " in this layout");
+  std::vector<int64_t> table;
+  table.reserve(rows_[rank].size() * kPlaceRow);
+  for (const Row& row : rows_[rank]) {
+    table.push_back(tensors_[row.tensor].file);
+    table.push_back(static_cast<int64_t>(tensors_[row.tensor].begin));
+  }
+  return table;
+}
+
+std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uint32_t>> blocks) const {
+  constexpr const char* kOthers = "checksums that do not fit the layout";
+  if (blocks.size() != rows_.size()) throw Error::invalid(kOthers);
+  std::vector<std::vector<uint32_t>> of_file(files_.size());
+  for (const Tensor& tensor : tensors_) {
+    std::vector<uint32_t>& all = of_file[tensor.file];
+    all.resize(std::max<size_t>(all.size(), tensor.first_block + format::cells(tensor.begin, tensor.end)));
+  }
+  for (size_t rank = 0; rank < rows_.size(); ++rank) {
+    std::span<const uint32_t> rest = blocks[rank];
+    for (const Row& row : rows_[rank]) {
+      const Tensor& tensor = tensors_[row.tensor];
+      const uint64_t count = format::cells(row.begin, row.end);
+      if (rest.size() < count) throw Error::invalid(kOthers);
+      if (count == 0) continue;
+      const uint64_t first =
+          tensor.first_block + row.begin / format::kChecksumBlock - tensor.begin / format::kChecksumBlock;
+      for (uint64_t i = 0; i < count; ++i) of_file[tensor.file][first + i] ^= rest[i];
+      rest = rest.subspan(count);
+    }
+    if (!rest.empty()) throw Error::invalid(kOthers);
+  }
+  std::vector<std::string> heads;
+  for (size_t file = 0; file < files_.size(); ++file)
+    heads.push_back(files_[file].layout.head(std::move(of_file[file])));
+  return heads;
+}
+
+std::string ExportLayout::index(std::span<const std::string> names) const {
+  if (names.size() != files_.size()) throw Error::invalid("as many names as files are wanted");
+  std::vector<size_t> order(tensors_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::sort(order, {}, [this](size_t number) -> const std::string& { return tensors_[number].name; });
+  std::string text =
+      "{\n  \"metadata\": {\n    \"total_size\": " + std::to_string(tensor_bytes_) + "\n  },\n  \"weight_map\": {";
+  for (const size_t number : order) {
+    text += number == order.front() ? "\n    " : ",\n    ";
+    format::append_json_string(text, tensors_[number].name);
+    text += ": ";
+    format::append_json_string(text, names[tensors_[number].file]);
+  }
+  return text + "\n  }\n}\n";
+}
+
+std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> part,
+                                         std::span<const int64_t> places) {
+  constexpr const char* kMalformed = "a layout is not that of this part";
+  if (part.size() / kPartRow != places.size() / kPlaceRow || part.size() % kPartRow != 0) {
+    throw Error::invalid(kMalformed);
+  }
+  std::vector<int64_t> table;
+  table.reserve(part.size() * 3);
+  for (size_t row = 0; row < part.size() / kPartRow; ++row) {
+    const auto item_words = part.subspan(row * kPartRow, kPartRow);
+    if (item_words[0] < 0 || static_cast<uint64_t>(item_words[0]) >= inventory.size()) throw Error::invalid(kMalformed);
+    const state::Item item = inventory[static_cast<size_t>(item_words[0])];
+    if (item.kind == state::ItemKind::object || item_words[1] >= static_cast<int64_t>(item.shape.size())) {
+      throw Error::invalid(kMalformed);
+    }
+    const auto place = places.subspan(row * kPlaceRow, kPlaceRow);
+    const size_t dims = item.shape.size();
+    table.insert(table.end(), {place[0], place[1], int64_t{item.dtype}, static_cast<int64_t>(dims)});
+    table.insert(table.end(), item.shape.begin(), item.shape.end());
+    table.insert(table.end(), item.offset.begin(), item.offset.end());
+    table.insert(table.end(), item.size.begin(), item.size.end());
+    if (item_words[1] >= 0) {
+      const auto dim = static_cast<size_t>(item_words[1]);
+      table[table.size() - 2 * dims + dim] += item_words[2];
+      table[table.size() - dims + dim] = item_words[3];
+    }
+  }
+  return table;
+}
+
+}  // namespace vescale_ckpt::hf

@@ -1,0 +1,72 @@
+// Where all ranks' boxes of tensors lie in a set of safetensors files, decided by the coordinator from a plan's catalog
+// before a byte is written, and what it takes to finish the files.
+//
+// Tensors in the order of the catalog are put into files of at most so many bytes; one that is larger alone has a file
+// of its own. Within a file they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hf/safetensors_layout.h"
+#include "metadata/catalog.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::hf {
+
+class ExportLayout {
+ public:
+  struct Alias {
+    std::string name, stored;  // of a tensor that is not stored, and of the one that it shares memory with
+  };
+
+  // `metadata`: of every file's header; an alias is added to that of the file that has the tensor. Aliases of tensors
+  // that are stored are left out. Throws Error(invalid) for keys that are no tensors, and for what SafetensorsLayout
+  // refuses, naming keys.
+  ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes, const SafetensorsHeader::Metadata& metadata,
+               std::span<const Alias> aliases);
+
+  size_t files() const { return files_.size(); }  // at least one
+  uint64_t file_bytes(size_t file) const { return files_[file].layout.file_bytes(); }
+  uint64_t tensor_bytes() const { return tensor_bytes_; }
+
+  // For each row of the rank's part: file, offset of its tensor in the file.
+  std::vector<int64_t> places(uint32_t rank) const;
+
+  // What stands before the data of each file, and makes it one. `blocks[rank]`: what SharedWriter::finish returned.
+  // Throws Error(invalid) if they are not of this layout.
+  std::vector<std::string> heads(std::span<const std::span<const uint32_t>> blocks) const;
+
+  // The index that names the file of each tensor; `names`: of the files.
+  std::string index(std::span<const std::string> names) const;
+
+ private:
+  struct File {
+    SafetensorsLayout layout;
+    std::vector<size_t> keys;  // in the order that the layout was made from
+  };
+  struct Tensor {
+    std::string name;
+    uint64_t begin = 0, end = 0;  // in the file
+    uint64_t first_block = 0;     // among those of the file
+    uint32_t file = 0;
+  };
+  struct Row {  // of a rank's part
+    uint64_t tensor = 0;
+    uint64_t begin = 0, end = 0;  // in the file: from the box's first byte to its last
+  };
+
+  std::vector<File> files_;
+  std::vector<Tensor> tensors_;
+  std::vector<std::vector<Row>> rows_;  // of each rank
+  uint64_t tensor_bytes_ = 0;
+};
+
+// SharedWriter's targets for the tensors of a part: of an inventory, and places as above. Throws Error(invalid).
+std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> part,
+                                         std::span<const int64_t> places);
+
+}  // namespace vescale_ckpt::hf

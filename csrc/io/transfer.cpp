@@ -1,0 +1,79 @@
+#include "io/transfer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
+#include "base/error.h"
+#include "base/memory.h"
+
+namespace vescale_ckpt::io {
+namespace {
+
+// Asks the system for what is left of a transfer: bytes moved, or -errno.
+int64_t move_some(Transfer& transfer) {
+  // One call moves at most 2,147,479,552 bytes whatever is asked.
+  constexpr uint64_t kMost = 1 << 30;
+  transfer.access = transfer.part_of_block ? Access::buffered : transfer.file->access();
+  // A short direct transfer may end off a block (at the end of the file): what is left goes through the page cache.
+  if (transfer.access == Access::direct && transfer.done % kBlock != 0) transfer.access = Access::buffered;
+  const int fd = transfer.file->descriptor(transfer.access);
+  const int flags = File::transfer_flags(transfer.access);
+  std::byte* const data = transfer.data + transfer.done;
+  const uint64_t size = std::min(kMost, transfer.size - transfer.done);
+  const uint64_t offset = transfer.offset + transfer.done;
+  return transfer.call == Call::read ? system::read(fd, data, size, offset, flags)
+                                     : system::write(fd, data, size, offset, flags);
+}
+
+// Takes note of one call's result: true when the transfer is complete, false if the rest must be asked for again.
+bool advance(Transfer& transfer, int64_t result) {
+  if (result > 0) {
+    transfer.done += static_cast<uint64_t>(result);
+    // Of a read across the end of the file no more comes, and asking for it would go through the page cache.
+    return transfer.done >= (transfer.call == Call::read ? transfer.needed : transfer.size);
+  }
+  const uint64_t at = transfer.offset + transfer.done;
+  if (result == 0) {
+    if (transfer.call == Call::read && transfer.done >= transfer.needed) return true;
+    if (transfer.call == Call::read) {
+      throw Error::corrupt("file " + transfer.file->path() + " ends at offset " + std::to_string(at) + ", " +
+                               std::to_string(transfer.needed - transfer.done) + " bytes too early",
+                           transfer.file->path(), at);
+    }
+    throw Error::system("write", transfer.file->path(), at, EIO);  // no progress and no reason
+  }
+  const int error = static_cast<int>(-result);
+  if (error == EINTR || error == EAGAIN) return false;
+  if (File::is_refusal(error) && transfer.file->fall_back(transfer.access)) return false;
+  throw Error::system(transfer.call == Call::read ? "read" : "write", transfer.file->path(), at, error);
+}
+
+void transfer_exactly(Call call, File& file, uint64_t offset, std::byte* data, uint64_t size) {
+  if (size == 0) return;
+  Transfer transfer;
+  transfer.call = call;
+  transfer.file = &file;
+  transfer.offset = offset;
+  transfer.data = data;
+  transfer.size = transfer.needed = size;
+  transfer.part_of_block = true;
+  perform(transfer);
+}
+
+}  // namespace
+
+void perform(Transfer& transfer) {
+  while (!advance(transfer, move_some(transfer))) {
+  }
+}
+
+void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {
+  transfer_exactly(Call::read, file, offset, target.data(), target.size());
+}
+
+void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source) {
+  transfer_exactly(Call::write, file, offset, const_cast<std::byte*>(source.data()), source.size());
+}
+
+}  // namespace vescale_ckpt::io

@@ -1,0 +1,36 @@
+// Moves one range of bytes between memory and a file, with blocking system calls. Concurrency comes from the number of
+// threads. Thread-safe on different transfers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/system.h"
+#include "io/file.h"
+
+namespace vescale_ckpt::io {
+
+struct Transfer {
+  Call call = Call::read;  // read or write
+  File* file = nullptr;
+  uint64_t offset = 0;  // bytes from the start of the file; a multiple of kBlock, as is `data`'s address modulo the
+  std::byte* data = nullptr;   // file's memory alignment, wherever file->access() is direct
+  uint64_t size = 0;           // bytes asked for
+  uint64_t needed = 0;         // bytes that must arrive: a read of whole blocks may pass the end of the file
+  bool part_of_block = false;  // of one that others may write to: through the page cache, of any offset and size
+
+  // Set by perform().
+  uint64_t done = 0;
+  Access access = Access::buffered;  // how the last part travelled
+};
+
+// Returns when the transfer is complete: short calls are continued, interrupted ones repeated, refused direct ones
+// repeated the next way. Throws Error.
+void perform(Transfer& transfer);
+
+// Read or write a few bytes at once, through the page cache. Throw Error.
+void read_exactly(File& file, uint64_t offset, std::span<std::byte> target);
+void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source);
+
+}  // namespace vescale_ckpt::io

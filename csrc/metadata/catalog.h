@@ -1,0 +1,51 @@
+// What a checkpoint holds and who writes it: the packed form of DCP's metadata, without places in files.
+//
+// Keys in the order in which ranks, from 0 on, first name them; the chunks of a key in the order of their offsets.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/large_vector.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::metadata {
+
+struct Catalog {
+  struct Key {
+    uint64_t name;  // where it starts in names
+    uint32_t name_bytes;
+    state::ItemKind kind;
+    uint8_t dtype;
+    uint16_t flags;
+    uint32_t ndim;
+    uint64_t shape;        // where it starts in dims
+    uint64_t first_chunk;  // its chunks: first_chunk .. first_chunk + chunks (an object has one, without a box)
+    uint64_t chunks;
+  };
+  struct Chunk {
+    uint64_t box;     // where offset[ndim], size[ndim] start in dims
+    uint32_t writer;  // rank
+    uint32_t row;     // position among what that rank writes
+  };
+
+  std::string names;
+  LargeVector<int64_t> dims;
+  std::vector<Key> keys;
+  LargeVector<Chunk> chunks;
+  uint32_t ranks = 0;
+
+  std::string_view name(const Key& key) const { return {names.data() + key.name, key.name_bytes}; }
+  std::span<const int64_t> shape(const Key& key) const { return {dims.data() + key.shape, key.ndim}; }
+  std::span<const int64_t> offset(const Key& key, const Chunk& chunk) const {
+    return {dims.data() + chunk.box, key.ndim};
+  }
+  std::span<const int64_t> size(const Key& key, const Chunk& chunk) const {
+    return {dims.data() + chunk.box + key.ndim, key.ndim};
+  }
+};
+
+}  // namespace vescale_ckpt::metadata

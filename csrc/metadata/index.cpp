@@ -1,0 +1,180 @@
+#include "metadata/index.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "base/crc32.h"
+#include "base/error.h"
+#include "format/torch_record.h"
+#include "metadata/box_tree.h"
+#include "metadata/metadata_pickle.h"
+
+namespace vescale_ckpt::metadata {
+namespace {
+
+constexpr uint32_t kMostDtypes = 256;
+
+std::optional<uint8_t> code_of(std::string_view name) {
+  const auto known = format::dtypes();
+  const auto found = std::ranges::find(known, name, &format::DType::name);
+  if (found == known.end()) return std::nullopt;
+  return static_cast<uint8_t>(found - known.begin());
+}
+
+// Whether first .. first + count are among so many.
+bool within(uint64_t first, uint64_t count, uint64_t all) {
+  return first <= all && count <= all - first;
+}
+
+}  // namespace
+
+Index::Index(const std::string& path) : file_(path) {
+  load();
+}
+
+Index::Index(std::vector<std::byte> image, std::string path) : file_(std::move(image), std::move(path)) {
+  load();
+}
+
+void Index::corrupt(const char* what) const {
+  throw Error::corrupt((file_.path().empty() ? "the index" : file_.path()) + " is no sound index: " + what,
+                       file_.path(), 0);
+}
+
+void Index::load() {
+  std::memcpy(&header_, file_.get(0, sizeof header_), sizeof header_);
+  expect(std::string_view(header_.magic, sizeof header_.magic) == IndexHeader::kMagic, "it begins otherwise");
+  expect(crc32(0, &header_, sizeof header_ - sizeof header_.header_crc) == header_.header_crc,
+         "the checksum of its header differs");
+  expect(header_.version == IndexHeader::kVersion && header_.piece_bytes == VerifiedFile::kPiece,
+         "it is of another version");
+  expect(header_.file_bytes == file_.size() && header_.checksums <= file_.size(), "its length differs");
+  for (size_t section = 0; section < IndexHeader::kSections; ++section) {
+    const auto [at, count] = header_.tables[section];
+    expect(at % 8 == 0 && at >= VerifiedFile::kPiece && at <= header_.checksums, "a table lies outside of it");
+    expect(count <= (header_.checksums - at) / kIndexElement[section], "a table lies outside of it");
+  }
+  const uint64_t strings = header_.tables[IndexHeader::kEnds].count;
+  expect(header_.dtypes <= kMostDtypes && strings >= 1 + header_.dtypes, "it lacks names");
+  expect(strings < IndexPlace::kNoCrc && size() < UINT32_MAX, "it names too much");
+  expect(std::has_single_bit(header_.tables[IndexHeader::kSlots].count), "its slots are no power of two");
+  file_.load_checksums(header_.checksums, header_.checksums_crc);
+
+  save_id_ = string(0);
+  for (uint32_t i = 0; i < header_.dtypes; ++i) {
+    dtypes_.push_back(string(1 + i));
+    dtype_codes_.push_back(code_of(dtypes_.back()));
+  }
+}
+
+template <typename Element>
+const Element* Index::elements(IndexHeader::Section section, uint64_t first, uint64_t count) const {
+  const uint64_t at = header_.tables[section].at + first * sizeof(Element);
+  return reinterpret_cast<const Element*>(file_.get(at, count * sizeof(Element)));
+}
+
+std::string_view Index::text(uint64_t begin, uint64_t bytes) const {
+  expect(within(begin, bytes, header_.tables[IndexHeader::kText].count), "a name lies outside of its text");
+  return {elements<char>(IndexHeader::kText, begin, bytes), bytes};
+}
+
+std::string_view Index::string(uint64_t number) const {
+  const uint64_t begin = number == 0 ? 0 : *elements<uint64_t>(IndexHeader::kEnds, number - 1, 1);
+  const uint64_t end = *elements<uint64_t>(IndexHeader::kEnds, number, 1);
+  expect(begin <= end, "its names overlap");
+  return text(begin, end - begin);
+}
+
+bool Index::matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const {
+  if (trailer.size() != MetadataTrailer::kBytes) return false;
+  uint32_t length = 0, crc = 0;
+  std::memcpy(&length, trailer.data() + 8, sizeof length);
+  std::memcpy(&crc, trailer.data() + 12, sizeof crc);
+  return std::memcmp(trailer.data(), MetadataTrailer::kMagic.data(), MetadataTrailer::kMagic.size()) == 0 &&
+         length == static_cast<uint32_t>(header_.pickle_bytes) && crc == header_.pickle_crc &&
+         metadata_bytes == header_.pickle_bytes + MetadataTrailer::kBytes;
+}
+
+Index::Key Index::key(uint64_t number) const {
+  const IndexKey& row = *elements<IndexKey>(IndexHeader::kKeys, number, 1);
+  const bool object = row.kind == static_cast<uint16_t>(state::ItemKind::object);
+  expect(row.kind <= 2 && row.ndim <= state::kMostDims && (!object || (row.ndim == 0 && row.chunks == 1)),
+         "a key is of no known kind");
+  expect(object || row.dtype < header_.dtypes, "a key has an unknown dtype");
+  expect(within(row.first_place, row.chunks, header_.tables[IndexHeader::kPlaces].count), "a key has too many chunks");
+  const uint64_t all_dims = header_.tables[IndexHeader::kDims].count;
+  expect(
+      within(row.dims, row.ndim, all_dims) && BoxTree(row.chunks, row.ndim).words() <= all_dims - row.dims - row.ndim,
+      "a key's chunks lie outside of it");
+  Key key{text(row.name, row.name_bytes),
+          static_cast<state::ItemKind>(row.kind),
+          {},
+          {},
+          row.flags,
+          {},
+          row.chunks,
+          row.dims,
+          row.first_place};
+  if (object) return key;
+  key.dtype = dtypes_[row.dtype];
+  key.dtype_code = dtype_codes_[row.dtype];
+  key.shape = {elements<int64_t>(IndexHeader::kDims, row.dims, row.ndim), row.ndim};
+  for (const int64_t dim : key.shape) expect(dim >= 0 && static_cast<uint64_t>(dim) < kFarthest, "an absurd shape");
+  return key;
+}
+
+std::optional<Index::Key> Index::find(std::string_view name) const {
+  const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
+  const uint32_t crc = crc32(0, name.data(), name.size());
+  for (uint64_t probe = 0; probe <= most; ++probe) {
+    const IndexSlot slot = *elements<IndexSlot>(IndexHeader::kSlots, (crc + probe) & most, 1);
+    if (slot.key == 0) return std::nullopt;
+    if (slot.crc != crc) continue;
+    expect(slot.key <= size(), "it lists a key that is not there");
+    if (Key found = key(slot.key - 1); found.name == name) return found;
+  }
+  return std::nullopt;
+}
+
+void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
+                     const std::function<void(uint64_t, const int64_t*)>& found) const {
+  const size_t ndim = key.shape.size();
+  const uint64_t boxes = key.dims + ndim;
+  BoxTree(key.chunks, ndim)
+      .overlaps(
+          offset, size,
+          [&](uint64_t first, uint64_t count) {
+            return elements<int64_t>(IndexHeader::kDims, boxes + first * 2 * ndim, count * 2 * ndim);
+          },
+          [&](uint64_t chunk, const int64_t* box) {
+            for (size_t dim = 0; dim < ndim; ++dim) {
+              expect(box[dim] >= 0 && box[dim] <= key.shape[dim] && box[ndim + dim] >= 0 &&
+                         box[ndim + dim] <= key.shape[dim] - box[dim],
+                     "a chunk leaves its tensor");
+            }
+            found(chunk, box);
+          });
+}
+
+Place Index::place(const Key& key, uint64_t chunk) const {
+  const IndexPlace& row = *elements<IndexPlace>(IndexHeader::kPlaces, key.first_place + chunk, 1);
+  const uint32_t file = row.file & ~IndexPlace::kNoCrc;
+  expect(file < files(), "a chunk lies in a file without a name");
+  expect(row.offset < kFarthest && row.length < kFarthest, "a chunk lies nowhere");
+  return {file, row.offset, row.length, (row.file & IndexPlace::kNoCrc) != 0 ? -1 : int64_t{row.crc}};
+}
+
+std::vector<uint64_t> Index::file_ends() const {
+  std::vector<uint64_t> ends(files());
+  for (uint64_t number = 0; number < size(); ++number) {
+    const Key found = key(number);
+    for (uint64_t chunk = 0; chunk < found.chunks; ++chunk) {
+      const Place at = place(found, chunk);
+      ends[at.file] = std::max(ends[at.file], at.offset + at.length);
+    }
+  }
+  return ends;
+}
+
+}  // namespace vescale_ckpt::metadata

@@ -1,0 +1,81 @@
+// What a checkpoint holds and where, looked up by name and box without reading the rest.
+//
+// Nothing in an index is trusted: what is used is in bounds, or an Error (corrupt) is thrown. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "metadata/index_format.h"
+#include "metadata/places.h"
+#include "metadata/verified_file.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::metadata {
+
+class Index {
+ public:
+  // A file beside `.metadata`. Throws Error: io (with the errno), corrupt.
+  explicit Index(const std::string& path);
+  // The same bytes in memory (metadata/index_image.h), all of which are checked; `path` is for messages. Throws Error
+  // (corrupt).
+  explicit Index(std::vector<std::byte> image, std::string path = {});
+
+  struct Key {
+    std::string_view name;
+    state::ItemKind kind;
+    std::string_view dtype;             // empty for objects
+    std::optional<uint8_t> dtype_code;  // ours; none for a dtype that we do not know
+    uint16_t flags;
+    std::span<const int64_t> shape;
+    uint64_t chunks;  // an object has one
+    uint64_t dims, first_place;
+  };
+
+  std::string_view save_id() const { return save_id_; }
+  // Whether it belongs to the `.metadata` that ends in these bytes and is so many bytes long, trailer included.
+  bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
+
+  // Reads all of it, to see whether all of it is sound.
+  void check() const { file_.get(0, header_.checksums); }
+
+  uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }
+  Key key(uint64_t number) const;
+  std::optional<Key> find(std::string_view name) const;
+
+  // Calls `found(chunk, box)` with each chunk of a tensor that overlaps: box is offset[ndim], size[ndim].
+  void overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
+                const std::function<void(uint64_t chunk, const int64_t* box)>& found) const;
+  Place place(const Key& key, uint64_t chunk) const;
+
+  uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
+  // Of each file, how long it is at least: where the last record that lies in it ends. Looks at every key.
+  std::vector<uint64_t> file_ends() const;
+  std::string_view file(uint32_t number) const { return string(1 + header_.dtypes + uint64_t{number}); }
+
+ private:
+  void load();
+  [[noreturn]] void corrupt(const char* what) const;
+  void expect(bool true_of_sound_ones, const char* what) const {
+    if (!true_of_sound_ones) corrupt(what);
+  }
+  // Elements first .. first + count of a table, which has them.
+  template <typename Element>
+  const Element* elements(IndexHeader::Section section, uint64_t first, uint64_t count) const;
+  std::string_view text(uint64_t begin, uint64_t bytes) const;
+  std::string_view string(uint64_t number) const;
+
+  VerifiedFile file_;
+  IndexHeader header_;
+  std::string_view save_id_;
+  std::vector<std::string_view> dtypes_;
+  std::vector<std::optional<uint8_t>> dtype_codes_;
+};
+
+}  // namespace vescale_ckpt::metadata

@@ -1,0 +1,177 @@
+#include "metadata/load_plan.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "base/error.h"
+#include "format/torch_record.h"
+
+namespace vescale_ckpt::metadata {
+namespace {
+
+constexpr size_t kObjectWords = 5, kReadWords = 7;  // without the four lists of ndim numbers
+
+std::string shape_text(std::span<const int64_t> shape) {
+  std::string text = "shape (";
+  for (size_t dim = 0; dim < shape.size(); ++dim) text += (dim > 0 ? ", " : "") + std::to_string(shape[dim]);
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::string dtype_text(std::string_view name) {
+  return std::string("dtype torch.").append(name);
+}
+
+// Elements of the wanted box; checks it.
+uint64_t wanted_elements(const state::Item& item, size_t number) {
+  const auto refuse = [&] {
+    throw Error::invalid(std::string(item.name) + ": what is wanted leaves the tensor", static_cast<int64_t>(number));
+  };
+  uint64_t elements = 1;
+  bool empty = false;
+  for (size_t dim = 0; dim < item.shape.size(); ++dim) {
+    const int64_t offset = item.offset[dim], size = item.size[dim], limit = item.shape[dim];
+    if (limit < 0 || static_cast<uint64_t>(limit) >= kFarthest) refuse();
+    if (offset < 0 || offset > limit || size < 0 || size > limit - offset) refuse();
+    empty = empty || size == 0;
+    if (!empty && __builtin_mul_overflow(elements, static_cast<uint64_t>(size), &elements)) refuse();
+  }
+  return empty ? 0 : elements;
+}
+
+class Planner {
+ public:
+  Planner(const Index& index, const state::Inventory& wanted, bool allow_cast)
+      : index_(index), wanted_(wanted), allow_cast_(allow_cast) {}
+
+  LoadPlan run() {
+    for (size_t i = 0; i < wanted_.size(); ++i) add(i, wanted_[i]);
+    order_files();
+    plan_.objects = ordered(objects_, object_rows_);
+    plan_.reads = ordered(reads_, read_rows_);
+    return std::move(plan_);
+  }
+
+ private:
+  struct Row {
+    uint32_t file;
+    uint64_t offset;  // of the record
+    uint64_t at;      // where the row starts in the words
+    uint64_t words;
+  };
+
+  void add(size_t number, const state::Item& item);
+  void add_tensor(size_t number, const state::Item& item, const Index::Key& key);
+  std::optional<LoadPlan::Mismatch> mismatch(const state::Item& item, const Index::Key& key) const;
+  void order_files();
+  std::vector<int64_t> ordered(std::vector<int64_t>& words, std::vector<Row>& rows) const;
+
+  const Index& index_;
+  const state::Inventory& wanted_;
+  const bool allow_cast_;
+  LoadPlan plan_;
+  std::vector<int64_t> reads_, objects_;  // as in the plan, but with the index's numbers of files
+  std::vector<Row> read_rows_, object_rows_;
+  std::vector<uint32_t> files_;  // numbers in the index of those that are read, rising
+};
+
+void Planner::add(size_t number, const state::Item& item) {
+  const auto item_number = static_cast<int64_t>(number);
+  const auto key = index_.find(item.name);
+  if (!key) {
+    plan_.missing.push_back(item_number);
+    return;
+  }
+  if (auto found = mismatch(item, *key)) {
+    found->item = item_number;
+    plan_.mismatched.push_back(std::move(*found));
+  } else if (item.kind == state::ItemKind::object) {
+    const Place place = index_.place(*key, 0);
+    object_rows_.push_back({place.file, place.offset, objects_.size(), kObjectWords});
+    objects_.insert(objects_.end(), {item_number, place.file, static_cast<int64_t>(place.offset),
+                                     static_cast<int64_t>(place.length), place.crc});
+  } else {
+    add_tensor(number, item, *key);
+  }
+}
+
+std::optional<LoadPlan::Mismatch> Planner::mismatch(const state::Item& item, const Index::Key& key) const {
+  const bool wants_object = item.kind == state::ItemKind::object, has_object = key.kind == state::ItemKind::object;
+  if (wants_object != has_object) {
+    return LoadPlan::Mismatch{0, wants_object ? "an object" : "a tensor", has_object ? "an object" : "a tensor"};
+  }
+  if (wants_object) return std::nullopt;
+  if (!std::ranges::equal(item.shape, key.shape)) {
+    return LoadPlan::Mismatch{0, shape_text(item.shape), shape_text(key.shape)};
+  }
+  if (!key.dtype_code || (*key.dtype_code != item.dtype && !allow_cast_)) {
+    return LoadPlan::Mismatch{0, dtype_text(format::dtypes()[item.dtype].name), dtype_text(key.dtype)};
+  }
+  return std::nullopt;
+}
+
+void Planner::add_tensor(size_t number, const state::Item& item, const Index::Key& key) {
+  uint64_t missing = wanted_elements(item, number);
+  if (missing == 0) return;
+  const size_t ndim = item.shape.size();
+  bool twice = false;
+  index_.overlaps(key, item.offset, item.size, [&](uint64_t chunk, const int64_t* box) {
+    const Place place = index_.place(key, chunk);
+    const uint64_t at = reads_.size(), words = kReadWords + 4 * ndim;
+    reads_.resize(at + words);
+    int64_t* row = reads_.data() + at;
+    row = std::ranges::copy(
+              std::initializer_list<int64_t>{static_cast<int64_t>(number), place.file,
+                                             static_cast<int64_t>(place.offset), static_cast<int64_t>(place.length),
+                                             place.crc, *key.dtype_code, static_cast<int64_t>(ndim)},
+              row)
+              .out;
+    uint64_t elements = 1;
+    for (size_t dim = 0; dim < ndim; ++dim) {
+      const int64_t begin = std::max(item.offset[dim], box[dim]);
+      const int64_t end = std::min(item.offset[dim] + item.size[dim], box[dim] + box[ndim + dim]);
+      row[dim] = box[ndim + dim];
+      row[ndim + dim] = begin - box[dim];
+      row[2 * ndim + dim] = end - begin;
+      row[3 * ndim + dim] = begin - item.offset[dim];
+      elements *= static_cast<uint64_t>(end - begin);
+    }
+    read_rows_.push_back({place.file, place.offset, at, words});
+    twice = twice || elements > missing;
+    missing -= elements;
+  });
+  if (missing != 0 || twice) plan_.uncovered.push_back(static_cast<int64_t>(number));
+}
+
+void Planner::order_files() {
+  for (const auto* rows : {&read_rows_, &object_rows_}) {
+    for (const Row& row : *rows) files_.push_back(row.file);
+  }
+  std::ranges::sort(files_);
+  files_.erase(std::unique(files_.begin(), files_.end()), files_.end());
+  for (const uint32_t file : files_) plan_.files.emplace_back(index_.file(file));
+}
+
+std::vector<int64_t> Planner::ordered(std::vector<int64_t>& words, std::vector<Row>& rows) const {
+  std::ranges::stable_sort(rows, {}, [](const Row& row) { return std::pair(row.file, row.offset); });
+  std::vector<int64_t> result;
+  result.reserve(words.size());
+  int64_t number = 0;  // of the row's file among those that are read
+  for (const Row& row : rows) {
+    while (files_[static_cast<size_t>(number)] != row.file) ++number;
+    const auto begin = words.begin() + static_cast<ptrdiff_t>(row.at);
+    result.insert(result.end(), begin, begin + static_cast<ptrdiff_t>(row.words));
+    result[result.size() - row.words + 1] = number;
+  }
+  return result;
+}
+
+}  // namespace
+
+LoadPlan plan_load(const Index& index, const state::Inventory& wanted, bool allow_cast) {
+  return Planner(index, wanted, allow_cast).run();
+}
+
+}  // namespace vescale_ckpt::metadata

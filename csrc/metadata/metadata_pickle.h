@@ -1,0 +1,44 @@
+// `.metadata` as stock DCP reads it, from packed tables: the pickle's opcodes straight, no Python object on the way.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "metadata/catalog.h"
+#include "metadata/key_paths.h"
+#include "metadata/places.h"
+
+namespace vescale_ckpt::metadata {
+
+struct MetadataContent {
+  const Catalog& catalog;
+  const Places& places;
+  const KeyPaths& paths;  // of none: planner_data is None
+  std::string_view checkpoint_id, save_id;
+  std::optional<std::string_view> structure = {};  // what the paths do not tell of keys, as text; none: nobody knows
+};
+
+// An upper bound of what write_metadata writes, about three times the truth.
+uint64_t most_metadata_bytes(const MetadataContent& content);
+
+struct WrittenMetadata {
+  uint64_t bytes;  // of the file: pickle and trailer
+  uint64_t pickle_bytes;
+  uint32_t pickle_crc;
+};
+
+// Writes the content of `.metadata` to `out`, which has room for most_metadata_bytes. Throws Error (invalid) where the
+// places make no sense.
+WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out);
+
+// What stands behind our pickle, where unpicklers do not look.
+struct MetadataTrailer {
+  static constexpr size_t kBytes = 16;
+  static constexpr std::string_view kMagic = "VSCKMDT1";
+  uint32_t length;  // of the pickle, its low 32 bits
+  uint32_t crc;     // of the pickle
+};
+
+}  // namespace vescale_ckpt::metadata

@@ -1,0 +1,114 @@
+// A pickle of protocol 4, written opcode by opcode into memory that is known to suffice.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace vescale_ckpt::metadata {
+
+// Callers make room: a number takes up to kMostNumber bytes, a text kTextFrame more than its own, a recall kMostRecall,
+// a border between frames kFrameHeader, any other opcode one.
+class PickleOut {
+ public:
+  static constexpr uint64_t kMostNumber = 10, kTextFrame = 5, kMostRecall = 5, kFrameHeader = 9;
+
+  explicit PickleOut(std::byte* out) : begin_(out), at_(out) {
+    op('\x80');
+    op(4);
+    open_frame();
+  }
+
+  template <typename... Opcodes>
+  void op(Opcodes... opcodes) {
+    ((*at_++ = static_cast<std::byte>(opcodes)), ...);
+  }
+
+  void number(int64_t value) {
+    if (value >= 0 && value <= 0xFF) {
+      op('K');
+      append(&value, 1);
+    } else if (value >= 0 && value <= 0xFFFF) {
+      op('M');
+      append(&value, 2);
+    } else if (value >= INT32_MIN && value <= INT32_MAX) {
+      op('J');
+      append(&value, 4);
+    } else {
+      size_t bytes = 5;
+      while (bytes < 8 && value >> (8 * bytes - 1) != 0 && value >> (8 * bytes - 1) != -1) ++bytes;
+      op('\x8a', bytes);
+      append(&value, bytes);
+    }
+  }
+
+  void text(std::string_view value) {
+    const uint64_t bytes = value.size();
+    op(bytes <= 0xFF ? '\x8c' : 'X');
+    append(&bytes, bytes <= 0xFF ? 1 : 4);
+    append(value.data(), value.size());
+  }
+
+  // `name` is "module\nname\n".
+  void global(std::string_view name) {
+    op('c');
+    append(name.data(), name.size());
+  }
+
+  // The number by which what was written last can be recalled.
+  uint32_t memoize() {
+    if (memos_ == UINT32_MAX) throw Error::invalid("the checkpoint's metadata is too large");
+    op('\x94');
+    return memos_++;
+  }
+
+  void recall(uint32_t memo) {
+    op(memo <= 0xFF ? 'h' : 'j');
+    append(&memo, memo <= 0xFF ? 1 : 4);
+  }
+
+  // Between two opcodes: unpicklers read a frame at once, and every value without one by itself.
+  void border() {
+    if (at_ - frame_ < kFrame) return;
+    close_frame();
+    open_frame();
+  }
+
+  // Ends it; its length.
+  uint64_t finish() {
+    op('.');
+    close_frame();
+    return written();
+  }
+
+  uint64_t written() const { return static_cast<uint64_t>(at_ - begin_); }
+
+ private:
+  static constexpr ptrdiff_t kFrame = 64 << 10;
+
+  void append(const void* data, size_t bytes) {
+    std::memcpy(at_, data, bytes);
+    at_ += bytes;
+  }
+
+  void open_frame() {
+    op('\x95');
+    at_ += sizeof(uint64_t);
+    frame_ = at_;
+  }
+
+  void close_frame() {
+    const auto bytes = static_cast<uint64_t>(at_ - frame_);
+    std::memcpy(frame_ - sizeof bytes, &bytes, sizeof bytes);
+  }
+
+  std::byte* begin_;
+  std::byte* at_;
+  std::byte* frame_ = nullptr;
+  uint32_t memos_ = 0;
+};
+
+}  // namespace vescale_ckpt::metadata

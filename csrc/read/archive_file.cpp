@@ -1,0 +1,159 @@
+#include "read/archive_file.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "base/crc32.h"
+#include "base/error.h"
+#include "format/archive.h"
+#include "format/pickle_check.h"
+#include "io/transfer.h"
+
+namespace vescale_ckpt::read {
+namespace {
+
+constexpr uint64_t kPiece = 1 << 20;
+constexpr uint64_t kTail = 2048;       // has the end records
+constexpr uint64_t kLocalHeader = 30;  // without the name
+constexpr uint64_t kDescriptor = 24;   // with sizes of 64 bits
+constexpr uint16_t kHasDescriptor = 0x0008;
+
+template <typename Integer>
+Integer load(std::span<const std::byte> bytes, size_t offset) {
+  Integer value;
+  std::memcpy(&value, bytes.data() + offset, sizeof value);
+  return value;
+}
+
+uint32_t crc_of(io::File& file, uint64_t offset, uint64_t length) {
+  std::vector<std::byte> piece(std::min(kPiece, length));
+  uint32_t crc = 0;
+  for (uint64_t at = 0; at < length;) {
+    const std::span<std::byte> next = std::span(piece).first(std::min(kPiece, length - at));
+    io::read_exactly(file, offset + at, next);
+    crc = crc32(crc, next.data(), next.size());
+    at += next.size();
+  }
+  return crc;
+}
+
+class Checker {
+ public:
+  Checker(io::File& file, uint64_t offset, uint64_t length) : file_(file), offset_(offset), length_(length) {
+    found_.offset = offset;
+  }
+
+  ArchiveCheck run(int64_t crc) {
+    if (offset_ > file_.size() || length_ > file_.size() - offset_) {
+      wrong("file " + file_.path() + " is truncated: it has " + std::to_string(file_.size()) +
+            " bytes, the record at offset " + std::to_string(offset_) + " needs " + std::to_string(length_));
+      return found_;
+    }
+    try {
+      check(crc);
+    } catch (const Error& error) {
+      wrong(error.what(), error.offset);
+    }
+    return found_;
+  }
+
+ private:
+  void wrong(std::string text, uint64_t offset) {
+    found_.wrong = std::move(text);
+    found_.offset = offset;
+  }
+  void wrong(std::string text) { wrong(std::move(text), offset_); }
+
+  void check(int64_t crc) {
+    if (!check_entries()) return;
+    if (crc >= 0 && crc_of(file_, offset_, length_) != static_cast<uint64_t>(crc)) {
+      wrong("it is not the object that was saved");
+    }
+  }
+
+  bool check_entries() {
+    std::vector<std::byte> tail(std::min(kTail, length_));
+    io::read_exactly(file_, offset_ + length_ - tail.size(), tail);
+    const auto directory = format::find_directory(tail, length_);
+    std::optional<std::vector<format::ArchiveEntry>> entries;
+    if (directory) {
+      std::vector<std::byte> bytes(directory->size);
+      io::read_exactly(file_, offset_ + directory->offset, bytes);
+      entries = format::parse_directory(bytes, *directory);
+    }
+    if (!entries) {
+      wrong("the archive's directory is damaged");
+      return false;
+    }
+    return std::all_of(entries->begin(), entries->end(),
+                       [&](const format::ArchiveEntry& entry) { return check_entry(*directory, entry); });
+  }
+
+  bool check_entry(const format::Directory& directory, const format::ArchiveEntry& entry) {
+    const uint64_t body = body_in_archive(directory, entry);
+    if (body == 0) {
+      wrong("the header of " + entry.name + " is damaged", offset_ + entry.header_offset);
+      return false;
+    }
+    check_descriptor(directory, entry, body);
+    if (entry.name.ends_with("data.pkl")) {
+      std::vector<std::byte> pickle(entry.size);
+      io::read_exactly(file_, offset_ + body, pickle);
+      if (const std::string reason = format::check_pickle(pickle, true); !reason.empty()) {
+        wrong("the pickle " + entry.name + " is not sound: " + reason, offset_ + body);
+        return false;
+      }
+    }
+    if (entry.crc == 0) {  // an empty body's is 0, too
+      const bool sure = entry.size == 0 || crc_of(file_, offset_ + body, entry.size) == 0;
+      if (!sure) found_.unverified_bytes += entry.size;
+      return true;
+    }
+    if (crc_of(file_, offset_ + body, entry.size) == entry.crc) return true;
+    wrong("the checksum of " + entry.name + " does not match", offset_ + body);
+    return false;
+  }
+
+  // What an entry's header leaves open stands behind its body once more. Readers go by the directory.
+  void check_descriptor(const format::Directory& directory, const format::ArchiveEntry& entry, uint64_t body) {
+    std::array<std::byte, kLocalHeader> header;
+    io::read_exactly(file_, offset_ + entry.header_offset, header);
+    if ((load<uint16_t>(header, 6) & kHasDescriptor) == 0) return;
+    const uint64_t end = body + entry.size;
+    std::vector<std::byte> found(std::min(kDescriptor, directory.offset - end));
+    io::read_exactly(file_, offset_ + end, found);
+    found.resize(kDescriptor);
+    const bool begins = std::memcmp(found.data(), "PK\7\10", 4) == 0 && load<uint32_t>(found, 4) == entry.crc;
+    const bool narrow = load<uint32_t>(found, 8) == entry.size && load<uint32_t>(found, 12) == entry.size;
+    const bool wide = load<uint64_t>(found, 8) == entry.size && load<uint64_t>(found, 16) == entry.size;
+    if (!begins || !(narrow || wide)) {
+      found_.harmless = "the data descriptor of " + entry.name + " is not that of its directory";
+    }
+  }
+
+  uint64_t body_in_archive(const format::Directory& directory, const format::ArchiveEntry& entry) {
+    std::vector<std::byte> header(kLocalHeader + entry.name.size());
+    if (header.size() > length_ - entry.header_offset) return 0;
+    io::read_exactly(file_, offset_ + entry.header_offset, header);
+    const uint64_t body = format::body_offset(header, entry);
+    if (body == 0 || body > directory.offset || entry.size > directory.offset - body) return 0;
+    const std::string_view name(reinterpret_cast<const char*>(header.data()) + kLocalHeader, entry.name.size());
+    return name == entry.name ? body : 0;
+  }
+
+  io::File& file_;
+  const uint64_t offset_, length_;
+  ArchiveCheck found_;
+};
+
+}  // namespace
+
+ArchiveCheck check_archive_in(io::File& file, uint64_t offset, uint64_t length, int64_t crc) {
+  return Checker(file, offset, length).run(crc);
+}
+
+}  // namespace vescale_ckpt::read

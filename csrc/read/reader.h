@@ -1,0 +1,84 @@
+// Reads tensors, or boxes of them, out of data files into memory that the caller owns, verifying what it reads.
+//
+// Whole tensors are checked against the CRC-32 in their record, whoever wrote it; boxes against the blocks of the
+// file's checksum table, or by reading the whole record where there is none. Records that are not the plain contiguous
+// tensor the caller expects are left to it (see ReadReport::unread).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "format/torch_record.h"
+#include "io/box.h"
+#include "io/transfer_loop.h"
+#include "io/transfer_stats.h"
+
+namespace vescale_ckpt::read {
+
+inline constexpr int64_t kUnknownCrc = -1;
+
+struct ReadItem {
+  uint32_t file;           // index into the paths
+  uint64_t record_offset;  // where .metadata says the record lies, bytes
+  uint64_t record_length;
+  uint32_t dtype;  // index into dtypes()
+  std::vector<int64_t> chunk_sizes;
+  io::Box box;        // of the chunk, over `memory`
+  std::byte* memory;  // of the box's first element
+  int64_t crc =
+      kUnknownCrc;  // of the whole tensor's bytes, where the caller knows it from elsewhere than the data file
+
+  // The record is the tensor's bytes and nothing else (dtype and chunk_sizes are not used), with its checksums known
+  // from elsewhere: `crc`, and `blocks`, of each cell (checksum_table.h); without `blocks` it cannot be verified.
+  bool bare = false;
+  std::span<const uint32_t> blocks = {};
+};
+
+struct DamagedItem {
+  uint32_t item;    // row of the caller's table
+  uint64_t offset;  // in its file
+  std::string reason;
+};
+
+struct ReadReport {
+  std::vector<DamagedItem> damaged;  // only by check_tensors; in rising order of items
+  std::vector<uint32_t> unread;      // items whose record is not a plain contiguous tensor of that dtype and shape
+  uint64_t needed_bytes = 0;         // in the items' boxes
+  uint64_t unverified_bytes = 0;     // read from records that carry no checksum
+  io::TransferStats stats;
+};
+
+// Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                         bool verify, const io::EngineOptions& options);
+// Gives a file by its number, to be held while it is read from. Throws Error. Called from the thread of the read.
+using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
+// The same of files that `open` gives; their paths are for errors.
+std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                         std::span<const ReadItem> items, bool verify,
+                                         const io::EngineOptions& options);
+
+// The same for whole tensors, but they are only checked, delivered nowhere (`memory` is not used), and what is wrong is
+// told in `damaged` instead of thrown: an I/O error, or a file that is not there, is then damage of each item it hits.
+// Memory: slots, whatever the tensors' size.
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
+                                          const io::EngineOptions& options);
+std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
+                                          std::span<const ReadItem> items, const io::EngineOptions& options);
+
+struct ByteRange {
+  uint32_t file;  // index into the paths
+  uint64_t offset;
+  uint64_t length;
+};
+
+// Reads ranges as they are (objects, odd records), neighbours in one go. `targets[i]` has room for ranges[i].
+// Throws Error with the range as item.
+void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> ranges,
+                 std::span<std::byte* const> targets, const io::EngineOptions& options);
+
+}  // namespace vescale_ckpt::read

@@ -1,0 +1,23 @@
+// The tables of what to read that cross from Python once a load: rows of 64-bit integers, one after another.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "read/reader.h"
+
+namespace vescale_ckpt::read {
+
+// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box
+// offsets, n box sizes, address of the box's first element, n strides (elements). Throws Error(invalid, row).
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table);
+
+// Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n sizes. For
+// check_tensors: whole tensors without memory. Throws Error(invalid, row).
+std::vector<ReadItem> parse_check_table(std::span<const int64_t> table);
+
+// Rows: file, offset, length.
+std::vector<ByteRange> parse_range_table(std::span<const int64_t> table);
+
+}  // namespace vescale_ckpt::read

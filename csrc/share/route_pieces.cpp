@@ -1,0 +1,330 @@
+#include "share/route_pieces.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "format/torch_record.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::share {
+namespace {
+
+constexpr int64_t kUnknownCrc = -1;
+
+std::span<const int64_t> row_at(std::span<const int64_t> reads, size_t at, uint32_t rank) {
+  const auto malformed = [rank] { return Error::invalid("a rank's reads are malformed", rank); };
+  if (reads.size() - at < Need::kHead) throw malformed();
+  const int64_t dims = reads[at + Need::kHead - 1];
+  if (dims < 0 || dims > state::kMostDims) throw malformed();
+  const size_t words = Need::kHead + 4 * static_cast<size_t>(dims);
+  if (reads.size() - at < words) throw malformed();
+  return reads.subspan(at, words);
+}
+
+void check(const Need& need, size_t files) {
+  const auto malformed = [&need] { return Error::invalid("a rank's reads are malformed", need.rank); };
+  if (need.row[1] < 0 || static_cast<uint64_t>(need.row[1]) >= files) throw malformed();
+  if (need.dtype() < 0 || static_cast<uint64_t>(need.dtype()) >= format::dtypes().size()) throw malformed();
+  uint64_t bytes = item_bytes(need);
+  for (size_t dim = 0; dim < need.dims(); ++dim) {
+    const int64_t chunk = need.chunk()[dim], offset = need.box_offset()[dim], size = need.box_size()[dim];
+    if (chunk < 0 || offset < 0 || size < 0 || offset > chunk || size > chunk - offset) throw malformed();
+    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(std::max<int64_t>(chunk, 1)), &bytes)) throw malformed();
+  }
+  if (bytes > uint64_t{1} << 62) throw malformed();
+}
+
+bool same_record(const Need& left, const Need& right) {
+  return left.file == right.file && left.record_offset() == right.record_offset();
+}
+
+void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
+  to.insert(to.end(), words.begin(), words.end());
+}
+
+class Cutter {
+ public:
+  Cutter(size_t senders, const RouteOptions& options, std::span<RankRoutes> routes, std::span<uint64_t> own_bytes)
+      : limit_(most_bytes_at_once(senders, options)), options_(options), routes_(routes), own_bytes_(own_bytes) {}
+
+  // `needs` are all of one record.
+  void cut(std::span<const Need> needs) {
+    std::optional<Region> needed;
+    const Need& first = needs.front();
+    for (const Need& need : needs) {
+      const bool equal = need.record_length() == first.record_length() && need.crc() == first.crc() &&
+                         need.dtype() == first.dtype() && std::ranges::equal(need.chunk(), first.chunk());
+      if (!equal) throw Error::invalid("ranks disagree about what is stored in one place", need.rank);
+      Region box = Region::of(need);
+      if (box.elements() == 0) continue;
+      if (needed) {
+        needed->cover(box);
+      } else {
+        needed = std::move(box);
+      }
+    }
+    if (!needed) return;
+    own_.assign(needs.size(), {});
+    const bool alone = std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
+    const bool only_whole = options_.verify && first.crc() == kUnknownCrc;
+    if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
+      for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Region::of(needs[i])};
+    } else if (only_whole) {
+      add(needs, *needed, false);
+    } else {
+      cut_slabs(needs, *needed);
+    }
+    for (size_t i = 0; i < needs.size(); ++i) add_own(needs[i], own_[i]);
+  }
+
+  Pieces take() {
+    Pieces result{std::move(pieces_), std::vector<std::vector<uint32_t>>(sets_.size())};
+    for (const auto& [ranks, number] : sets_) result.sets[number] = ranks;
+    return result;
+  }
+
+ private:
+  // Along the first dimension whose slices are no larger than a piece; those before it are taken one index at a time.
+  void cut_slabs(std::span<const Need> needs, const Region& needed) {
+    size_t cut_dim = 0;
+    uint64_t slice = needed.elements() * item_bytes(needs.front());
+    if (slice <= limit_) return add(needs, needed, true);
+    for (; cut_dim < needed.size.size(); ++cut_dim) {
+      slice /= static_cast<uint64_t>(needed.size[cut_dim]);
+      if (slice <= limit_) break;
+    }
+    const auto most = static_cast<int64_t>(limit_ / slice);
+    const int64_t length = needed.size[cut_dim], count = (length + most - 1) / most;  // even: the last is no sliver
+    Region box = needed;
+    for (size_t dim = 0; dim < cut_dim; ++dim) box.size[dim] = 1;
+    do {
+      for (int64_t slab = 0; slab < count; ++slab) {
+        const int64_t begin = length * slab / count, end = length * (slab + 1) / count;
+        box.offset[cut_dim] = needed.offset[cut_dim] + begin;
+        box.size[cut_dim] = end - begin;
+        add(needs, box, true);
+      }
+    } while (next_index(box, needed, cut_dim));
+  }
+
+  // The next combination of indices of the dimensions before `dims`.
+  static bool next_index(Region& box, const Region& of, size_t dims) {
+    for (size_t dim = dims; dim-- > 0;) {
+      if (++box.offset[dim] < of.offset[dim] + of.size[dim]) return true;
+      box.offset[dim] = of.offset[dim];
+    }
+    return false;
+  }
+
+  void add(std::span<const Need> needs, const Region& box, bool cuttable) {
+    Piece piece{};
+    std::optional<Region> needed;
+    std::vector<uint32_t> ranks;
+    for (const Need& need : needs) {
+      std::optional<Region> part = box.common(need);
+      if (!part) continue;
+      if (needed) {
+        needed->cover(*part);
+      } else {
+        needed = *part;
+      }
+      if (ranks.empty() || ranks.back() != need.rank) ranks.push_back(need.rank);
+      piece.receivers.push_back({&need, std::move(*part)});
+    }
+    if (!needed) return;
+    if (ranks.size() == 1) {
+      for (Piece::Receiver& receiver : piece.receivers) {
+        join_own(own_[static_cast<size_t>(receiver.need - needs.data())], std::move(receiver.box));
+      }
+      return;
+    }
+    piece.like = piece.receivers.front().need;
+    piece.box = std::move(*needed);
+    piece.bytes = piece.box.elements() * item_bytes(*piece.like);
+    piece.set = sets_.emplace(std::move(ranks), static_cast<uint32_t>(sets_.size())).first->second;
+    piece.cuttable = cuttable;
+    piece.wanted_whole =
+        std::ranges::all_of(piece.receivers, [&](const Piece::Receiver& to) { return to.box == piece.box; });
+    piece.order = pieces_.size();
+    pieces_.push_back(std::move(piece));
+  }
+
+  // Slabs come in rising order: what they were cut from comes together again.
+  static void join_own(std::vector<Region>& regions, Region next) {
+    regions.push_back(std::move(next));
+    while (regions.size() > 1 && regions[regions.size() - 2].join(regions.back())) regions.pop_back();
+  }
+
+  void add_own(const Need& need, const std::vector<Region>& regions) {
+    for (const Region& box : regions) {
+      if (box.elements() == 0) continue;
+      append_read(routes_[need.rank].own, need, box);
+      own_bytes_[need.rank] += box.elements() * item_bytes(need);
+    }
+  }
+
+  const uint64_t limit_;
+  const RouteOptions options_;
+  const std::span<RankRoutes> routes_;
+  const std::span<uint64_t> own_bytes_;
+  std::vector<Piece> pieces_;
+  std::map<std::vector<uint32_t>, uint32_t> sets_;
+  std::vector<std::vector<Region>> own_;  // of each need of the record at hand, what its rank alone needs
+};
+
+}  // namespace
+
+uint64_t item_bytes(const Need& need) {
+  return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
+}
+
+void append_read(std::vector<int64_t>& reads, const Need& need, const Region& box) {
+  append(reads, need.row.first(Need::kHead));
+  append(reads, need.chunk());
+  append(reads, box.offset);
+  append(reads, box.size);
+  for (size_t dim = 0; dim < need.dims(); ++dim) {
+    reads.push_back(need.target()[dim] + box.offset[dim] - need.box_offset()[dim]);
+  }
+}
+
+Region Region::of(const Need& need) {
+  return {{need.box_offset().begin(), need.box_offset().end()}, {need.box_size().begin(), need.box_size().end()}};
+}
+
+std::optional<Region> Region::common(const Need& need) const {
+  for (size_t dim = 0; dim < offset.size(); ++dim) {
+    const int64_t begin = std::max(offset[dim], need.box_offset()[dim]);
+    if (begin >= std::min(offset[dim] + size[dim], need.box_offset()[dim] + need.box_size()[dim])) return std::nullopt;
+  }
+  Region result = *this;
+  for (size_t dim = 0; dim < offset.size(); ++dim) {
+    const int64_t begin = std::max(offset[dim], need.box_offset()[dim]);
+    result.offset[dim] = begin;
+    result.size[dim] = std::min(offset[dim] + size[dim], need.box_offset()[dim] + need.box_size()[dim]) - begin;
+  }
+  return result;
+}
+
+void Region::cover(const Region& other) {
+  for (size_t dim = 0; dim < offset.size(); ++dim) {
+    const int64_t end = std::max(offset[dim] + size[dim], other.offset[dim] + other.size[dim]);
+    offset[dim] = std::min(offset[dim], other.offset[dim]);
+    size[dim] = end - offset[dim];
+  }
+}
+
+bool Region::join(const Region& next) {
+  std::optional<size_t> differs;
+  for (size_t dim = 0; dim < offset.size(); ++dim) {
+    if (offset[dim] == next.offset[dim] && size[dim] == next.size[dim]) continue;
+    if (differs || offset[dim] + size[dim] != next.offset[dim]) return false;
+    differs = dim;
+  }
+  if (!differs) return false;
+  size[*differs] += next.size[*differs];
+  return true;
+}
+
+uint64_t Region::elements() const {
+  return std::accumulate(size.begin(), size.end(), uint64_t{1},
+                         [](uint64_t product, int64_t length) { return product * static_cast<uint64_t>(length); });
+}
+
+std::optional<Piece> Piece::cut(uint64_t head_bytes) {
+  const auto found = std::ranges::find_if(box.size, [](int64_t length) { return length > 1; });
+  if (!cuttable || found == box.size.end()) return std::nullopt;
+  const auto dim = static_cast<size_t>(found - box.size.begin());
+  const uint64_t slice = bytes / static_cast<uint64_t>(box.size[dim]);
+  const auto head = static_cast<int64_t>(head_bytes / slice);
+  if (head == 0 || head >= box.size[dim]) return std::nullopt;
+  // Receivers that want only a part along the dimension might be left on one side alone.
+  const bool all_along = std::ranges::all_of(receivers, [&](const Receiver& to) {
+    return to.box.offset[dim] == box.offset[dim] && to.box.size[dim] == box.size[dim];
+  });
+  if (!all_along) return std::nullopt;
+  Piece rest = *this;
+  const auto narrow = [dim](Region& region, int64_t start, int64_t length) {
+    region.offset[dim] += start;
+    region.size[dim] = length;
+  };
+  const int64_t length = box.size[dim];
+  for (Piece* part : {this, &rest}) {
+    const int64_t start = part == this ? 0 : head, part_length = part == this ? head : length - head;
+    narrow(part->box, start, part_length);
+    for (Receiver& to : part->receivers) narrow(to.box, start, part_length);
+    part->bytes = slice * static_cast<uint64_t>(part_length);
+  }
+  return rest;
+}
+
+uint64_t bytes_read_for(const Need& need, const Region& box, bool verify) {
+  constexpr uint64_t kBlock = 256 << 10;  // that has a checksum
+  constexpr uint64_t kGap = 128 << 10;    // what is closer is read in one go
+  uint64_t slice = item_bytes(need);      // of the chunk: all of the dimensions that follow
+  uint64_t outer = box.elements();
+  if (verify && need.crc() == kUnknownCrc) {  // can only be checked as a whole
+    return std::accumulate(need.chunk().begin(), need.chunk().end(), slice, std::multiplies<uint64_t>());
+  }
+  for (size_t dim = box.size.size(); dim-- > 0;) {
+    const auto size = static_cast<uint64_t>(box.size[dim]), length = static_cast<uint64_t>(need.chunk()[dim]);
+    outer /= std::max<uint64_t>(size, 1);
+    const uint64_t run = size * slice, gap = (length - size) * slice;
+    if (outer <= 1 || gap >= (verify ? kBlock : kGap)) {
+      return outer * (verify && run < length * slice ? run + kBlock : run);
+    }
+    slice *= length;
+  }
+  return slice;
+}
+
+uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options) {
+  constexpr uint64_t kLeast = 4 << 20;  // where the budget has no room for all ranks', they read in turns
+  constexpr uint64_t kElement = 64;     // of the largest dtype, and more
+  const uint64_t most = std::max(options.piece_bytes, kElement);
+  const uint64_t least = std::min({kLeast, most, std::max(options.budget_bytes / 2, kElement)});
+  return std::clamp(options.budget_bytes / (senders + 2), least, most);
+}
+
+std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
+  std::unordered_map<std::string, uint32_t> files;
+  std::vector<Need> needs;
+  for (const uint32_t rank : members) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& name : ranks[rank].files) {
+      numbers.push_back(files.emplace(name, static_cast<uint32_t>(files.size())).first->second);
+    }
+    const std::span<const int64_t> reads = ranks[rank].reads;
+    for (size_t at = 0; at < reads.size();) {
+      Need need{rank, 0, row_at(reads, at, rank)};
+      at += need.row.size();
+      check(need, numbers.size());
+      need.file = numbers[static_cast<size_t>(need.row[1])];
+      needs.push_back(need);
+    }
+  }
+  std::ranges::stable_sort(needs, [](const Need& left, const Need& right) {
+    return std::tuple(left.file, left.record_offset(), left.rank) <
+           std::tuple(right.file, right.record_offset(), right.rank);
+  });
+  return needs;
+}
+
+Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
+                  std::span<RankRoutes> routes, std::span<uint64_t> own_bytes) {
+  Cutter cutter(senders, options, routes, own_bytes);
+  for (size_t begin = 0; begin < needs.size();) {
+    size_t end = begin + 1;
+    while (end < needs.size() && same_record(needs[begin], needs[end])) ++end;
+    cutter.cut(needs.subspan(begin, end - begin));
+    begin = end;
+  }
+  return cutter.take();
+}
+
+}  // namespace vescale_ckpt::share

@@ -1,0 +1,96 @@
+#include "share/routes.h"
+
+#include <algorithm>
+#include <map>
+
+#include "share/route_pieces.h"
+#include "share/route_readers.h"
+#include "share/route_rounds.h"
+
+namespace vescale_ckpt::share {
+
+namespace {
+
+// Ranks that are not on the node of some rank.
+size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
+  std::map<uint32_t, size_t> on_node;
+  for (const uint32_t rank : members) ++on_node[ranks[rank].node];
+  size_t most = 0;
+  for (const auto& [node, count] : on_node) most = std::max(most, members.size() - count);
+  return most;
+}
+
+uint64_t once_bytes(const Pieces& pieces) {
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces.pieces) bytes += piece.bytes;
+  return bytes;
+}
+
+uint64_t alone_bytes(const Pieces& pieces, bool verify) {
+  std::map<const Need*, uint64_t> shared;
+  for (const Piece& piece : pieces.pieces) {
+    for (const Piece::Receiver& to : piece.receivers) shared[to.need] += to.box.elements() * item_bytes(*to.need);
+  }
+  double bytes = 0;
+  for (const auto& [need, of_need] : shared) {
+    const Region box = Region::of(*need);
+    const auto wanted = static_cast<double>(box.elements() * item_bytes(*need));
+    bytes += static_cast<double>(bytes_read_for(*need, box, verify)) * static_cast<double>(of_need) / wanted;
+  }
+  return static_cast<uint64_t>(bytes);
+}
+
+}  // namespace
+
+std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options) {
+  std::map<uint32_t, std::vector<uint32_t>> groups;
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
+  std::vector<RankRoutes> routes(ranks.size());
+  std::vector<uint64_t> bytes(ranks.size());  // that each reads
+  uint64_t once = 0, alone = 0;
+  for (const auto& [group, members] : groups) {
+    const std::vector<Need> needs = needs_of(ranks, members);
+    const size_t senders = most_senders(ranks, members);
+    Pieces pieces = cut_pieces(needs, senders, options, routes, bytes);
+    choose_readers(pieces, bytes);
+    make_rounds(pieces, ranks, members, senders, options, routes);
+    once += once_bytes(pieces);
+    alone += alone_bytes(pieces, options.verify);
+  }
+  for (RankRoutes& of_rank : routes) {
+    of_rank.once_bytes = once;
+    of_rank.alone_bytes = alone;
+  }
+  size_t rounds = 0;
+  for (const RankRoutes& of_rank : routes) rounds = std::max(rounds, of_rank.rounds.size());
+  for (RankRoutes& of_rank : routes) of_rank.rounds.resize(rounds);
+  return routes;
+}
+
+uint64_t bytes_read_alone(const RankReads& reads, bool verify) {
+  const uint32_t rank = 0;
+  uint64_t bytes = 0;
+  for (const Need& need : needs_of({&reads, 1}, {&rank, 1})) {
+    const Region box = Region::of(need);
+    if (box.elements() != 0) bytes += bytes_read_for(need, box, verify);
+  }
+  return bytes;
+}
+
+std::vector<int64_t> pack_routes(const RankRoutes& routes) {
+  std::vector<int64_t> words;
+  for (const uint64_t number :
+       {routes.rounds.size(), routes.shared_bytes, routes.once_bytes, routes.alone_bytes, routes.own.size()}) {
+    words.push_back(static_cast<int64_t>(number));
+  }
+  words.insert(words.end(), routes.own.begin(), routes.own.end());
+  for (const RouteRound& round : routes.rounds) {
+    const auto tables = {&round.staged, &round.packs, &round.sends, &round.receives, &round.places};
+    words.push_back(static_cast<int64_t>(round.memory_bytes));
+    for (const auto* table : tables) words.push_back(static_cast<int64_t>(table->size()));
+    for (const auto* table : tables) words.insert(words.end(), table->begin(), table->end());
+  }
+  return words;
+}
+
+}  // namespace vescale_ckpt::share

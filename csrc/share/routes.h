@@ -1,0 +1,70 @@
+// Who reads what for whom, so that of what several ranks need each stored byte is read once.
+//
+// Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
+// ranks take together. In a round a rank has one stretch of memory: pieces are read into it, boxes of them are packed
+// into messages there, and messages of others arrive there; ranks of the same node look at each other's pieces where
+// they were read. From there all goes to where it belongs. What one rank alone needs it reads itself, straight to its
+// place.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace vescale_ckpt::share {
+
+struct RouteOptions {
+  uint64_t piece_bytes = 16 << 20;    // read at once, at most
+  uint64_t budget_bytes = 128 << 20;  // memory of a rank in a round, unless one piece takes more
+  // Records without checksums of their parts (CRC-32 -1) can only be checked as a whole. Where they are checked, one is
+  // a piece if what is needed of it has no more than `whole_bytes`, else each rank reads it for itself.
+  bool verify = true;
+  uint64_t whole_bytes = 64 << 20;
+};
+
+// What a rank reads if it is on its own: LoadPlan::reads and LoadPlan::files.
+struct RankReads {
+  std::span<const int64_t> reads;
+  std::vector<std::string> files;
+  uint32_t group = 0;  // ranks of different groups deliver each other nothing
+  uint32_t node = 0;   // ranks of one node see each other's memory
+};
+
+// What a rank does in one round, in tables of rows of 64-bit integers. Offsets are bytes in a rank's memory of the
+// round, which has to start at a page; pieces and parts of messages lie in it contiguously.
+struct RouteRound {
+  // To read. Rows: offset, item that wants it, file, record offset, record length, crc, dtype, dimensions n, n sizes of
+  // the chunk, n offsets in it, n sizes of the piece.
+  std::vector<int64_t> staged;
+  // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
+  std::vector<int64_t> packs;
+  // Rows: peer, offset, bytes; at most one of a peer. Without bytes it only says that pieces are there to be looked at.
+  std::vector<int64_t> sends, receives;
+  // To where it belongs. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions n,
+  // n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
+  std::vector<int64_t> places;
+  uint64_t memory_bytes = 0;
+};
+
+struct RankRoutes {
+  std::vector<int64_t> own;        // rows of LoadPlan::reads
+  std::vector<RouteRound> rounds;  // equally many on all ranks
+  uint64_t shared_bytes = 0;       // that it gets in them
+  // The same for all ranks: bytes that are read in the rounds, and about as many as all would read in place of them.
+  uint64_t once_bytes = 0, alone_bytes = 0;
+};
+
+// One for each rank, the same on every run. Throws Error (invalid, with the rank as item) if ranks disagree about a
+// record, or reads are malformed.
+std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options);
+
+// Bytes that a rank reads for `reads` if it is on its own, joining ranges that lie close to each other; about.
+// Throws Error (invalid).
+uint64_t bytes_read_alone(const RankReads& reads, bool verify);
+
+// As it travels: numbers of rounds, of shared, once and alone bytes, and of words of `own`; these; then of each
+// round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
+std::vector<int64_t> pack_routes(const RankRoutes& routes);
+
+}  // namespace vescale_ckpt::share

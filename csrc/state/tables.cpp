@@ -1,0 +1,328 @@
+#include "state/tables.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "base/error.h"
+#include "format/torch_record.h"
+
+namespace vescale_ckpt::state {
+namespace {
+
+constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 5, kMemoryRow = 3;
+
+[[noreturn]] void malformed(const char* what, int64_t row = Error::kNoItem) {
+  throw Error::invalid(what, row);
+}
+
+// Dimensions of a row whose count is the last word of its head; the row has `spans` numbers a dimension.
+size_t dims_of(std::span<const int64_t> words, size_t at, size_t head, size_t spans, const char* table) {
+  if (words.size() - at < head) malformed(table);
+  const int64_t dims = words[at + head - 1];
+  if (dims < 0 || dims > kMostDims || words.size() - at - head < spans * static_cast<size_t>(dims)) malformed(table);
+  return static_cast<size_t>(dims);
+}
+
+constexpr int64_t cuda_device(int64_t number) {
+  return kCudaDevice + (number << 32);
+}
+
+bool multiply_add(int64_t a, int64_t b, int64_t* sum) {
+  int64_t product = 0;
+  return !__builtin_mul_overflow(a, b, &product) && !__builtin_add_overflow(*sum, product, sum);
+}
+
+// A part of an item's box within the local tensor that holds it.
+class Region {
+ public:
+  Region(const StateTables& state, int64_t item, int64_t row) : row_(row) {
+    if (item < 0 || static_cast<uint64_t>(item) >= state.inventory.size()) malformed("no such item", row);
+    const auto index = static_cast<size_t>(item);
+    box_ = state.inventory[index].size;
+    const std::span<const int64_t> source = state.sources[index];
+    if (source[0] < 0) malformed("an object is not in a tensor", row);
+    const auto tensor = static_cast<size_t>(source[0]);
+    offset_ = source.subspan(kSourceHead);
+    tensor_ = state.tensors[tensor];
+    if (box_.size() != tensor_.shape.size()) malformed("an item and its tensor differ in dimensions", row);
+    const auto ready = static_cast<uint8_t>(state.ready[tensor]);
+    device_ = static_cast<int64_t>(ready) - kOnDevice;
+    readable_ = ready != kNotReady && tensor_.dtype >= 0 &&
+                tensor_.device == (device_ < 0 ? kHostDevice : cuda_device(device_));
+    usable_ = readable_ && ready == kOnHost;
+  }
+
+  bool usable() const { return usable_; }
+  void expect_usable() const { expect(usable_); }
+  void expect_readable() const { expect(readable_); }
+
+  std::span<const int64_t> box() const { return box_; }
+  std::span<const int64_t> strides() const { return tensor_.strides; }
+  int64_t dtype() const { return tensor_.dtype; }
+  int64_t device() const { return device_; }  // -1: host memory
+
+  // Narrows dimension `dim` to `length` indices of the box from `start` on.
+  void narrow(size_t dim, int64_t start, int64_t length) {
+    int64_t end = 0, at = 0, local_end = 0;
+    if (start < 0 || length < 0 || __builtin_add_overflow(start, length, &end) || end > box_[dim]) {
+      malformed("rows of a plan leave their item", row_);
+    }
+    if (__builtin_add_overflow(offset_[dim], start, &at) || offset_[dim] < 0 ||
+        __builtin_add_overflow(at, length, &local_end) || local_end > tensor_.shape[dim]) {
+      malformed("an item leaves the tensor that holds it", row_);
+    }
+    empty_ = empty_ || length == 0;
+    if (!multiply_add(at, tensor_.strides[dim], &first_)) malformed("an item's place overflows", row_);
+  }
+
+  // Of the first element; that of an empty region is never used.
+  int64_t address() const {
+    int64_t address = tensor_.address;
+    const uint32_t item_bytes = format::dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
+    if (empty_) return address;
+    if (!multiply_add(first_, item_bytes, &address)) malformed("an item's place overflows", row_);
+    return address;
+  }
+
+ private:
+  void expect(bool in_place) const {
+    if (!in_place) malformed("a tensor is not in memory that the engine can use", row_);
+  }
+
+  int64_t row_;
+  LocalTensor tensor_{};
+  std::span<const int64_t> box_, offset_;
+  int64_t device_ = -1;
+  bool usable_ = false;    // by the engine
+  bool readable_ = false;  // or by a snapshot
+  int64_t first_ = 0;      // elements from the tensor's first
+  bool empty_ = false;
+};
+
+bool is_object(const StateTables& state, int64_t item) {
+  return item >= 0 && static_cast<uint64_t>(item) < state.inventory.size() &&
+         state.inventory[static_cast<size_t>(item)].kind == ItemKind::object;
+}
+
+void append(std::vector<int64_t>& table, std::span<const int64_t> values) {
+  table.insert(table.end(), values.begin(), values.end());
+}
+
+// Rows of a write table for those of a part; without `devices` only of what is in host memory.
+void add_rows(const StateTables& state, std::span<const int64_t> part, std::vector<int64_t>& table,
+              std::vector<int64_t>* devices) {
+  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
+  for (size_t at = 0; at < part.size(); at += kPartRow) {
+    const auto row = static_cast<int64_t>(at / kPartRow);
+    const int64_t item = part[at], dim = part[at + 1], start = part[at + 2], length = part[at + 3];
+    if (is_object(state, item)) continue;
+    Region region(state, item, row);
+    devices == nullptr ? region.expect_usable() : region.expect_readable();
+    const size_t dims = region.box().size();
+    if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
+    if (region.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
+      malformed("a tensor is not of its item's dtype", row);
+    }
+    for (size_t i = 0; i < dims; ++i) {
+      const bool cut = static_cast<int64_t>(i) == dim;
+      region.narrow(i, cut ? start : 0, cut ? length : region.box()[i]);
+    }
+    table.push_back(region.dtype());
+    table.push_back(region.address());
+    table.push_back(static_cast<int64_t>(dims));
+    append(table, region.box());
+    if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
+    append(table, region.strides());
+    if (devices != nullptr) devices->push_back(region.device() < 0 ? -1 : region.device());
+  }
+}
+
+}  // namespace
+
+TensorTable::TensorTable(std::span<const int64_t> words) : words_(words) {
+  for (size_t at = 0; at < words.size();) {
+    rows_.push_back(at);
+    const size_t dims = dims_of(words, at, kTensorHead, 2, "a table of tensors is malformed");
+    const int64_t dtype = words[at + 1];
+    if (dtype < -1 || dtype >= static_cast<int64_t>(format::dtypes().size()))
+      malformed("unknown dtype in a table of tensors");
+    at += kTensorHead + 2 * dims;
+  }
+}
+
+LocalTensor TensorTable::operator[](size_t index) const {
+  const size_t at = rows_[index];
+  const auto dims = static_cast<size_t>(words_[at + 3]);
+  return {words_[at], words_[at + 1], words_[at + 2], words_.subspan(at + kTensorHead, dims),
+          words_.subspan(at + kTensorHead + dims, dims)};
+}
+
+bool same_shapes(const TensorTable& left, const TensorTable& right) {
+  if (left.size() != right.size()) return false;
+  for (size_t i = 0; i < left.size(); ++i) {
+    const LocalTensor a = left[i], b = right[i];
+    if (a.dtype != b.dtype || !std::ranges::equal(a.shape, b.shape)) return false;
+  }
+  return true;
+}
+
+bool any_complex(const TensorTable& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t dtype = tensors[i].dtype;
+    if (dtype >= 0 && format::dtypes()[static_cast<size_t>(dtype)].name.starts_with("complex")) return true;
+  }
+  return false;
+}
+
+std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, std::span<const std::byte> lazy,
+                                   std::span<const int64_t> storage_offsets, std::span<const int64_t> storage_bytes) {
+  constexpr int64_t kMostDevices = UINT8_MAX - kOnDevice + 1;
+  std::vector<uint8_t> ready(tensors.size(), kNotReady);
+  size_t asked = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const LocalTensor tensor = tensors[i];
+    const int64_t number = tensor.device >> 32;
+    const bool on_device = with_cuda && number >= 0 && tensor.device == cuda_device(number);
+    if (tensor.device != kHostDevice && !on_device) continue;
+    const size_t at = asked++;
+    if (at >= lazy.size() || at >= storage_offsets.size() || at >= storage_bytes.size()) continue;
+    int64_t last = storage_offsets[at], end = 0;  // elements from the storage's start
+    bool fits = tensor.dtype >= 0;
+    for (size_t dim = 0; dim < tensor.shape.size(); ++dim) {
+      fits = fits && multiply_add(tensor.shape[dim] - 1, tensor.strides[dim], &last);
+    }
+    fits = fits && !__builtin_add_overflow(last, int64_t{1}, &end) &&
+           !__builtin_mul_overflow(end, format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &end) &&
+           end <= storage_bytes[at];
+    int64_t first = 0;  // bytes from the storage's start
+    fits = fits &&
+           multiply_add(storage_offsets[at], format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes, &first) &&
+           tensor.address != first;  // else the storage is one without memory, of zeros
+    const bool empty = tensor.dtype >= 0 && std::ranges::find(tensor.shape, 0) != tensor.shape.end();
+    if (lazy[at] != std::byte{0} || !(empty || fits)) continue;
+    if (!on_device) ready[i] = kOnHost;
+    if (on_device && number < kMostDevices) ready[i] = static_cast<uint8_t>(kOnDevice + number);
+  }
+  if (asked != lazy.size() || asked != storage_offsets.size() || asked != storage_bytes.size()) {
+    malformed("storages are not those of the tensors in memory");
+  }
+  return ready;
+}
+
+StateTables::StateTables(const Inventory& items, std::span<const int64_t> source_words,
+                         std::span<const int64_t> tensor_words, std::span<const std::byte> ready_bytes)
+    : inventory(items), tensors(tensor_words), ready(ready_bytes) {
+  constexpr const char* kMalformed = "a table of sources is malformed";
+  for (size_t at = 0; at < source_words.size();) {
+    const size_t dims = dims_of(source_words, at, kSourceHead, 1, kMalformed);
+    const int64_t tensor = source_words[at];
+    if (tensor < -1 || tensor >= static_cast<int64_t>(tensors.size())) malformed(kMalformed);
+    if (sources.size() == inventory.size()) malformed(kMalformed);
+    const Item item = inventory[sources.size()];
+    if ((item.kind == ItemKind::object) != (tensor < 0) || item.shape.size() != dims) malformed(kMalformed);
+    sources.push_back(source_words.subspan(at, kSourceHead + dims));
+    at += kSourceHead + dims;
+  }
+  if (sources.size() != inventory.size() || ready.size() != tensors.size()) malformed(kMalformed);
+}
+
+std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> part) {
+  std::vector<int64_t> table;
+  table.reserve(part.size() * 2);
+  add_rows(state, part, table, nullptr);
+  return table;
+}
+
+CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> part) {
+  CopyTable table;
+  table.rows.reserve(part.size() * 2);
+  table.devices.reserve(part.size() / kPartRow);
+  add_rows(state, part, table.rows, &table.devices);
+  return table;
+}
+
+std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> part) {
+  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
+  std::vector<uint8_t> ready;
+  ready.reserve(part.size() / kPartRow);
+  for (size_t at = 0; at < part.size(); at += kPartRow) {
+    if (is_object(state, part[at])) continue;
+    if (part[at] < 0 || static_cast<uint64_t>(part[at]) >= state.sources.size()) {
+      malformed("no such item", static_cast<int64_t>(at / kPartRow));
+    }
+    const int64_t tensor = state.sources[static_cast<size_t>(part[at])][0];
+    ready.push_back(static_cast<uint8_t>(state.ready[static_cast<size_t>(tensor)]));
+  }
+  return ready;
+}
+
+std::vector<int64_t> make_read_table(const StateTables& state, std::span<const int64_t> reads) {
+  std::vector<int64_t> table;
+  table.reserve(reads.size());
+  int64_t row = 0;
+  for (size_t at = 0; at < reads.size(); ++row) {
+    const size_t dims = dims_of(reads, at, kReadHead, 4, "a table of reads is malformed");
+    const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
+    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
+    Region region(state, head[0], row);
+    region.expect_usable();
+    if (region.box().size() != dims) malformed("an item and its read differ in dimensions", row);
+    if (region.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
+    for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
+    append(table, head.subspan(1));
+    append(table, boxes.first(3 * dims));
+    table.push_back(region.address());
+    append(table, region.strides());
+    at += kReadHead + 4 * dims;
+  }
+  return table;
+}
+
+int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
+                   int64_t row) {
+  if (dtype < 0 || static_cast<uint64_t>(dtype) >= format::dtypes().size()) throw Error::invalid("no such dtype", row);
+  const uint64_t bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(dtype)], sizes);
+  const auto begin = static_cast<uint64_t>(offset);
+  if (offset < 0 || begin > memory.size() || bytes > memory.size() - begin) {
+    throw Error::invalid("a row of a round leaves the round's memory", row);
+  }
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()) + begin);
+}
+
+PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
+                            std::span<const int64_t> memories) {
+  std::map<int64_t, std::span<const std::byte>> memory_of;
+  if (memories.size() % kMemoryRow != 0) malformed("a table of memories is malformed");
+  for (size_t at = 0; at < memories.size(); at += kMemoryRow) {
+    const auto* address = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(memories[at + 1]));
+    memory_of[memories[at]] = {address, static_cast<size_t>(memories[at + 2])};
+  }
+  PlaceTable table;
+  table.copies.reserve(places.size());
+  int64_t row = 0;
+  for (size_t at = 0; at < places.size(); ++row) {
+    const size_t dims = dims_of(places, at, kPlaceHead, 4, "a table of places is malformed");
+    const auto head = places.subspan(at, kPlaceHead), boxes = places.subspan(at + kPlaceHead, 4 * dims);
+    const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
+    at += kPlaceHead + 4 * dims;
+    const auto memory = memory_of.find(head[0]);
+    if (memory == memory_of.end()) malformed("a place is in no memory", row);
+    Region region(state, head[2], row);
+    if (region.box().size() != dims) malformed("an item and its place differ in dimensions", row);
+    for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
+    if (!region.usable() || region.dtype() != head[3]) {
+      table.rest.push_back(row);
+      continue;
+    }
+    table.copies.push_back(region.dtype());
+    table.copies.push_back(address_in(memory->second, head[1], region.dtype(), boxes.first(dims), row));
+    table.copies.push_back(static_cast<int64_t>(dims));
+    append(table.copies, boxes.first(3 * dims));
+    table.copies.push_back(region.address());
+    append(table.copies, region.strides());
+  }
+  return table;
+}
+
+}  // namespace vescale_ckpt::state

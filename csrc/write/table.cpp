@@ -1,0 +1,49 @@
+#include "write/table.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "io/table.h"
+
+namespace vescale_ckpt::write {
+namespace {
+
+// Whether elements lie one behind the other; dimensions of one element may have any stride.
+bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+  int64_t expected = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    if (sizes[dim] == 0) return true;
+    if (sizes[dim] != 1 && strides[dim] != expected) return false;
+    expected *= sizes[dim];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
+  std::vector<RecordSource> sources;
+  format::RecordCache framings;
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint32_t dtype = cursor.dtype();
+    const std::byte* data = cursor.address();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims), strides = cursor.take(dims);
+    RecordSource source;
+    try {
+      source.framing = framings.get(dtype, sizes);
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), cursor.row());
+    }
+    source.data = data;
+    source.bytes = source.framing->body_bytes();
+    if (!contiguous(sizes, strides)) {
+      const std::vector<int64_t> origin(dims, 0);
+      source.strided.emplace(format::dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
+    }
+    sources.push_back(std::move(source));
+  }
+  return sources;
+}
+
+}  // namespace vescale_ckpt::write

@@ -1,0 +1,15 @@
+// The table of what to write that crosses from Python once a save: rows of 64-bit integers, one after another.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "write/writer.h"
+
+namespace vescale_ckpt::write {
+
+// Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
+std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
+
+}  // namespace vescale_ckpt::write

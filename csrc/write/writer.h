@@ -1,0 +1,100 @@
+// Writes records (framing and bytes) to one data file, at the speed of the disk, with checksums on the way.
+//
+// The file is laid out so that large tensors travel from their own memory: torch's CPU tensors start 64 bytes behind a
+// page, so their bytes start 64 bytes behind a block of the file, and all but the first and last few bytes need no
+// copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes alone.
+//
+// One FileWriter is driven by one thread, which it multiplies itself; others may look on and cancel.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "format/checksum_table.h"
+#include "format/torch_record.h"
+#include "io/box.h"
+#include "io/transfer_control.h"
+#include "io/transfer_loop.h"
+#include "io/transfer_stats.h"
+
+namespace vescale_ckpt::write {
+
+// Where in a block torch's CPU allocator puts a large tensor's first byte, and the writer a large body's.
+inline constexpr uint64_t kTorchOffset = 64;
+
+// What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.
+struct RecordSource {
+  std::shared_ptr<const format::TensorRecord> framing;
+  const std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  std::optional<io::Box> strided;  // how `data` is laid out, unless contiguous
+};
+
+struct PlacedRecord {
+  uint64_t offset;  // of the record, in the file
+  uint64_t length;
+  uint32_t crc;  // of the tensor's bytes, or of the object's; 0 without checksums
+};
+
+// The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
+// Error(invalid) otherwise.
+const io::EngineOptions& usable_for_writing(const io::EngineOptions& options);
+
+class FileWriter {
+ public:
+  // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk.
+  FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums);
+  // Removes the file unless finish() was reached.
+  ~FileWriter();
+  FileWriter(const FileWriter&) = delete;
+  FileWriter& operator=(const FileWriter&) = delete;
+
+  // Upper bound of the file's length for records with so many bytes of data each, framing and padding included.
+  static uint64_t space_for(std::span<const int64_t> body_bytes);
+
+  std::vector<PlacedRecord> write(std::span<const RecordSource> records);
+  // Writes the checksum table, sets the length, syncs if asked to. Returns the length of the file.
+  uint64_t finish(bool sync);
+
+  // For formats that leave no room between tensors. Writes the sources' bytes one behind another from `offset` on;
+  // zeros in the block before it. Returns the CRC-32 of each block (checksum_table.h), source by source; zeros if the
+  // writer has no checksums.
+  std::vector<uint32_t> write_tiled(std::span<const RecordSource> sources, uint64_t offset);
+  // Instead of finish(), after write_tiled(): `head` is what stands before it. The file ends with the last source.
+  uint64_t finish_tiled(std::span<const std::byte> head, bool sync);
+
+  // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
+  // running.
+  void cancel() { control_.cancel(); }
+  uint64_t progress() const { return stats_.bytes(); }  // bytes given to the file so far
+
+  const io::TransferStats& stats() const { return stats_; }
+  io::Access access() const { return file_->access(); }
+  bool checksums() const { return checksums_; }
+
+ private:
+  struct Part;
+  struct Segment;
+  struct Record;
+  class Group;
+
+  // Whether a block of the file may be written from `data` itself.
+  bool can_send(const std::byte* data) const;
+  uint64_t seal(uint64_t length, bool sync);
+
+  const io::EngineOptions options_;
+  const bool checksums_;
+  std::unique_ptr<io::File> file_;
+  bool finished_ = false;
+  uint64_t cursor_ = 0;  // end of what was laid out, a multiple of kBlock
+  format::ChecksumTable table_;
+  io::TransferStats stats_;
+  io::TransferControl control_;
+};
+
+}  // namespace vescale_ckpt::write

@@ -1,0 +1,149 @@
+#include "base/crc32.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace vescale_ckpt {
+namespace {
+
+// The definition: a bit at a time.
+uint32_t reference(uint32_t crc, const unsigned char* data, size_t size) {
+  crc = ~crc;
+  for (; size != 0; ++data, --size) {
+    crc ^= *data;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc & 1) ? (crc >> 1) ^ 0xEDB88320u : crc >> 1;
+  }
+  return ~crc;
+}
+
+std::vector<unsigned char> random_bytes(size_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<unsigned char> bytes(size);
+  for (unsigned char& byte : bytes) byte = static_cast<unsigned char>(random());
+  return bytes;
+}
+
+struct Implementation {
+  const char* name;
+  uint32_t (*function)(uint32_t, const unsigned char*, size_t);
+  bool (*available)();
+};
+
+std::vector<Implementation> implementations() {
+  const auto always = [] { return true; };
+  return {
+      {"table", detail::crc32_table, always},
+#if defined(__x86_64__)
+      {"pclmul", detail::crc32_pclmul, detail::have_pclmul},
+      {"avx512", detail::crc32_avx512, detail::have_avx512},
+#endif
+      {"chosen", [](uint32_t crc, const unsigned char* data, size_t size) { return crc32(crc, data, size); }, always},
+  };
+}
+
+class Crc32 : public ::testing::TestWithParam<Implementation> {
+ protected:
+  void SetUp() override {
+    if (!GetParam().available()) GTEST_SKIP() << "this processor has no " << GetParam().name;
+  }
+  static uint32_t run(uint32_t crc, std::string_view text) {
+    return GetParam().function(crc, reinterpret_cast<const unsigned char*>(text.data()), text.size());
+  }
+};
+
+TEST_P(Crc32, KnownAnswers) {
+  EXPECT_EQ(run(0, ""), 0u);
+  EXPECT_EQ(run(0, "a"), 0xE8B7BE43u);
+  EXPECT_EQ(run(0, "123456789"), 0xCBF43926u);
+  EXPECT_EQ(run(0, "The quick brown fox jumps over the lazy dog"), 0x414FA339u);
+  EXPECT_EQ(run(0, std::string(32, '\0')), 0x190A55ADu);
+  EXPECT_EQ(run(0, std::string(32, '\xff')), 0xFF6CAB0Bu);
+}
+
+// Every length around the widths of the vectors, from every place in one, out of memory that ends there.
+TEST_P(Crc32, EveryLengthAndAlignment) {
+  const std::vector<unsigned char> bytes = random_bytes(2200, 1);
+  for (size_t size = 0; size <= 1100; size += size < 600 ? 1 : 17) {
+    const size_t start = size * 7 % 67;
+    const std::vector<unsigned char> exact(bytes.begin() + static_cast<long>(start),
+                                           bytes.begin() + static_cast<long>(start + size));
+    const uint32_t crc = static_cast<uint32_t>(size * 2654435761u);
+    ASSERT_EQ(GetParam().function(crc, bytes.data() + start, size), reference(crc, exact.data(), size)) << size;
+    ASSERT_EQ(GetParam().function(crc, exact.data(), size), reference(crc, exact.data(), size)) << size;
+  }
+}
+
+TEST_P(Crc32, LongInputs) {
+  for (const size_t size : {4096, 65536 - 1, 300003}) {
+    const std::vector<unsigned char> bytes = random_bytes(size, 2);
+    ASSERT_EQ(GetParam().function(0, bytes.data(), size), reference(0, bytes.data(), size)) << size;
+  }
+}
+
+TEST_P(Crc32, GoesOnWhereItStopped) {
+  const std::vector<unsigned char> bytes = random_bytes(5000, 3);
+  const uint32_t whole = GetParam().function(0, bytes.data(), bytes.size());
+  std::mt19937 random(4);
+  for (int round = 0; round < 100; ++round) {
+    uint32_t crc = 0;
+    for (size_t at = 0; at < bytes.size();) {
+      const size_t step = std::min<size_t>(bytes.size() - at, random() % 700);
+      crc = GetParam().function(crc, bytes.data() + at, step);
+      at += step;
+    }
+    ASSERT_EQ(crc, whole);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, Crc32, ::testing::ValuesIn(implementations()),
+                         [](const auto& parameter) { return std::string(parameter.param.name); });
+
+TEST(Crc32Combine, JoinsTwoParts) {
+  const std::vector<unsigned char> bytes = random_bytes(3000, 5);
+  for (size_t cut = 0; cut <= bytes.size(); cut += 13) {
+    const uint32_t a = crc32(0, bytes.data(), cut), b = crc32(0, bytes.data() + cut, bytes.size() - cut);
+    ASSERT_EQ(crc32_combine(a, b, bytes.size() - cut), crc32(0, bytes.data(), bytes.size())) << cut;
+  }
+}
+
+// Lengths that no test could checksum: (a b) c = a (b c).
+TEST(Crc32Combine, IsAssociativeAtAnyLength) {
+  std::mt19937_64 random(6);
+  for (int round = 0; round < 500; ++round) {
+    const auto a = static_cast<uint32_t>(random()), b = static_cast<uint32_t>(random());
+    const auto c = static_cast<uint32_t>(random());
+    const uint64_t size_b = random() >> (1 + random() % 63), size_c = random() >> (1 + random() % 63);
+    ASSERT_EQ(crc32_combine(crc32_combine(a, b, size_b), c, size_c),
+              crc32_combine(a, crc32_combine(b, c, size_c), size_b + size_c))
+        << size_b << " " << size_c;
+  }
+}
+
+TEST(Crc32Copy, CopiesAndChecksums) {
+  const std::vector<unsigned char> bytes = random_bytes(100000, 7);
+  for (const size_t size : {0, 1, 63, 4096, 16384, 16385, 40000, 100000}) {
+    std::vector<unsigned char> copy(size + 1, 0x5A);
+    const uint32_t begun = 0x12345678;
+    ASSERT_EQ(copy_crc32(copy.data(), bytes.data(), size, begun), crc32(begun, bytes.data(), size)) << size;
+    ASSERT_TRUE(std::equal(copy.begin(), copy.end() - 1, bytes.begin())) << size;
+    ASSERT_EQ(copy.back(), 0x5A) << "wrote too far";
+  }
+}
+
+TEST(Crc32Choice, TakesTheBestThereIs) {
+  const std::string chosen = crc32_implementation();
+#if defined(__x86_64__)
+  EXPECT_EQ(chosen, detail::have_avx512() ? "avx512" : detail::have_pclmul() ? "pclmul" : "table");
+#else
+  EXPECT_EQ(chosen, "table");
+#endif
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,186 @@
+#include "base/memory.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/system.h"
+
+namespace vescale_ckpt {
+namespace {
+
+constexpr uint64_t kSlot = 1 << 20;
+
+TEST(Align, RoundsToMultiples) {
+  EXPECT_EQ(align_down(0, kBlock), 0u);
+  EXPECT_EQ(align_down(4095, kBlock), 0u);
+  EXPECT_EQ(align_down(4096, kBlock), 4096u);
+  EXPECT_EQ(align_up(0, kBlock), 0u);
+  EXPECT_EQ(align_up(1, kBlock), 4096u);
+  EXPECT_EQ(align_up(4096, kBlock), 4096u);
+  EXPECT_EQ(align_up((uint64_t{1} << 40) + 1, kBlock), (uint64_t{1} << 40) + kBlock);
+}
+
+TEST(Arena, HandsOutAlignedWritableSlots) {
+  Arena arena(kSlot + 1, 8 * kSlot);
+  EXPECT_EQ(arena.slot_bytes(), kSlot + kBlock);  // whole blocks
+  const Slot slot = arena.acquire();
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(slot.data()) % kBlock, 0u);
+  std::memset(slot.data(), 1, arena.slot_bytes());
+  EXPECT_EQ(slot.data()[arena.slot_bytes() - 1], std::byte{1});
+}
+
+TEST(Arena, TakesNothingBeforeItIsAsked) {
+  EXPECT_EQ(Arena(kSlot, 8 * kSlot).allocated_bytes(), 0u);
+}
+
+TEST(Arena, KeepsToItsBudget) {
+  Arena arena(kSlot, 3 * kSlot + kSlot / 2);
+  EXPECT_EQ(arena.slots(), 3u);
+  std::vector<Slot> slots;
+  std::set<std::byte*> places;
+  for (int i = 0; i < 3; ++i) places.insert(slots.emplace_back(arena.acquire()).data());
+  EXPECT_EQ(places.size(), 3u);
+  EXPECT_FALSE(arena.try_acquire());
+  EXPECT_EQ(arena.allocated_bytes(), 3 * kSlot);
+  slots.pop_back();
+  EXPECT_TRUE(arena.try_acquire());
+  EXPECT_EQ(arena.allocated_bytes(), 3 * kSlot);
+}
+
+TEST(Arena, AlwaysAllowsOneSlot) {
+  Arena arena(kSlot, 1);
+  EXPECT_EQ(arena.slots(), 1u);
+  const Slot slot = arena.acquire();
+  EXPECT_FALSE(arena.try_acquire());
+}
+
+TEST(Arena, KeepsMemoryBetweenUses) {
+  Arena arena(kSlot, 4 * kSlot);
+  std::byte* first = arena.acquire().data();
+  EXPECT_EQ(arena.acquire().data(), first);  // the warmest
+  EXPECT_EQ(arena.allocated_bytes(), kSlot);
+}
+
+TEST(Arena, TrimsFreeSlotsOnly) {
+  Arena arena(kSlot, 4 * kSlot);
+  const Slot kept = arena.acquire();
+  {
+    const Slot freed = arena.acquire();
+  }
+  EXPECT_EQ(arena.allocated_bytes(), 2 * kSlot);
+  arena.trim();
+  EXPECT_EQ(arena.allocated_bytes(), kSlot);
+  std::memset(kept.data(), 2, kSlot);
+  std::vector<Slot> rest;
+  for (int i = 0; i < 3; ++i) rest.push_back(arena.acquire());
+  EXPECT_FALSE(arena.try_acquire());
+}
+
+TEST(Arena, WaitsForASlot) {
+  Arena arena(kSlot, kSlot);
+  std::optional<Slot> held = arena.acquire();
+  std::atomic<bool> got{false};
+  std::jthread waiter([&] {
+    const Slot slot = arena.acquire();
+    got = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(got);
+  held.reset();
+  waiter.join();
+  EXPECT_TRUE(got);
+}
+
+TEST(Arena, SharesAmongThreads) {
+  constexpr unsigned kSlots = 3;
+  Arena arena(kSlot, kSlots * kSlot);
+  std::atomic<unsigned> out{0}, most{0};
+  {
+    std::vector<std::jthread> threads;
+    for (unsigned thread = 0; thread < 6; ++thread) {
+      threads.emplace_back([&, thread] {
+        for (int round = 0; round < 200; ++round) {
+          std::optional<Slot> slot;
+          if (thread % 2 == 0) {
+            slot = arena.try_acquire();
+            if (!slot) continue;
+          } else {
+            slot.emplace(arena.acquire());
+          }
+          const unsigned now = ++out;
+          for (unsigned seen = most; seen < now && !most.compare_exchange_weak(seen, now);) {
+          }
+          slot->data()[0] = std::byte{1};  // a race if anybody else has it
+          --out;
+        }
+      });
+    }
+  }
+  EXPECT_LE(most, kSlots);
+  EXPECT_LE(arena.allocated_bytes(), kSlots * kSlot);
+}
+
+TEST(Slot, MovesItsMemory) {
+  Arena arena(kSlot, 2 * kSlot);
+  Slot a = arena.acquire();
+  Slot b = arena.acquire();
+  std::byte* const first = a.data();
+  Slot c = std::move(a);
+  EXPECT_EQ(c.data(), first);
+  EXPECT_EQ(a.data(), nullptr);  // NOLINT: what is left is empty
+  b = std::move(c);
+  EXPECT_EQ(b.data(), first);
+  EXPECT_FALSE(arena.try_acquire());  // nothing was given back twice, or early
+}
+
+TEST(SharedArena, IsOneForEachPairOfSizes) {
+  Arena& arena = shared_arena(kSlot, 2 * kSlot);
+  EXPECT_EQ(&shared_arena(kSlot, 2 * kSlot), &arena);
+  EXPECT_NE(&shared_arena(kSlot, 3 * kSlot), &arena);
+}
+
+// A data loader that forks must not find its parent's slots taken, nor write to its parent's memory.
+TEST(SharedArena, IsNewAfterFork) {
+  Arena& arena = shared_arena(kSlot, kSlot);
+  const Slot taken = arena.acquire();
+  taken.data()[0] = std::byte{1};
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    std::optional<Slot> own = shared_arena(kSlot, kSlot).try_acquire();
+    if (own) own->data()[0] = std::byte{2};
+    ::_exit(own ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_EQ(taken.data()[0], std::byte{1});
+}
+
+TEST(HugePages, AreAskedForOnceForNeighbours) {
+  constexpr uint64_t kPiece = 64 << 10, kPieces = 100;
+  std::vector<std::byte> memory(kPieces * kPiece, std::byte{7});
+  std::vector<std::span<const std::byte>> ranges;
+  for (uint64_t i = kPieces; i-- > 0;) ranges.emplace_back(memory.data() + i * kPiece, kPiece - 16);
+  system::inject_fault(Call::advise, ENOMEM, 0, 1000);  // a refusal is no matter
+  prefer_huge_pages(ranges);
+  EXPECT_EQ(system::calls_seen(Call::advise), 1u);
+  prefer_huge_pages({ranges[3], ranges[70], {}});  // too far from each other, and too small
+  prefer_huge_pages({});
+  EXPECT_EQ(system::calls_seen(Call::advise), 1u);
+  system::clear_faults();
+  prefer_huge_pages(ranges);
+  EXPECT_TRUE(std::ranges::all_of(memory, [](std::byte byte) { return byte == std::byte{7}; }));
+}
+
+}  // namespace
+}  // namespace vescale_ckpt

@@ -1,0 +1,122 @@
+#include "hf/export_layout.h"
+
+#include <gtest/gtest.h>
+
+#include "plan/ranks.h"
+
+namespace vescale_ckpt::hf {
+namespace {
+
+const SafetensorsHeader::Metadata kTexts = {{"format", "pt"}};
+
+// The error's text, empty if there is none.
+std::string layout_refusal(const plan::Ranks& ranks) {
+  try {
+    const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, kTexts, {});
+    return {};
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+TEST(ExportLayout, PutsTensorsInFilesInTheirOrderAndLargeOnesAlone) {
+  plan::Ranks ranks(1);
+  for (const auto& [name, bytes] : std::vector<std::pair<std::string, int64_t>>{
+           {"d", 60}, {"c", 40}, {"large", 101}, {"b", 1}, {"a", 99}, {"e", 1}}) {
+    ranks.tensor(0, name, {bytes}, "int8");
+  }
+  const ExportLayout layout(ranks.plan().catalog(), 100, kTexts, {});
+  ASSERT_EQ(layout.files(), 4u);
+  EXPECT_EQ(layout.tensor_bytes(), 302u);
+  const std::vector<int64_t> places = layout.places(0);
+  std::vector<int64_t> files;
+  for (size_t i = 0; i < places.size(); i += 2) files.push_back(places[i]);
+  EXPECT_EQ(files, (std::vector<int64_t>{0, 0, 1, 2, 2, 3}));
+  EXPECT_EQ(places[1], places[3] + 40);  // within a file by name
+  const std::vector<std::string> names = {"1", "2", "3", "4"};
+  EXPECT_EQ(layout.index(names),
+            "{\n  \"metadata\": {\n    \"total_size\": 302\n  },\n  \"weight_map\": {\n    \"a\": \"3\",\n    \"b\": "
+            "\"3\",\n    \"c\": \"1\",\n    \"d\": \"1\",\n    \"e\": \"4\",\n    \"large\": \"2\"\n  }\n}\n");
+}
+
+TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
+  plan::Ranks ranks(2);
+  ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
+  ranks.shard(1, "w", {4, 6}, {0, 2}, {4, 4});
+  ranks.tensor(1, "own", {3});
+  const plan::GlobalPlan plan = ranks.plan();
+  const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
+  const std::vector<int64_t> first = layout.places(0), second = layout.places(1);
+  ASSERT_EQ(first.size(), 2u);
+  ASSERT_EQ(second.size(), 4u);
+  EXPECT_EQ(first[1], second[1]);          // of the tensor, not of the box
+  EXPECT_EQ(second[3], first[1] - 3 * 4);  // "own" comes before "w"
+  const std::vector<std::byte> packed = ranks.builder(1).pack(0);
+  const std::vector<int64_t> targets = make_export_targets(state::Inventory(packed), plan.part(1), second);
+  const int64_t float32 = plan::dtype_of("float32");
+  EXPECT_EQ(targets,
+            (std::vector<int64_t>{0, second[1], float32, 2, 4, 6, 0, 2, 4, 4, 0, second[3], float32, 1, 3, 0, 3}));
+  EXPECT_THROW(layout.places(2), Error);
+  EXPECT_THROW(make_export_targets(state::Inventory(packed), plan.part(1), first), Error);
+}
+
+TEST(ExportLayout, TargetsOfPiecesArePieces) {
+  plan::Ranks ranks(2);
+  ranks.replicated("w", {10, 8}, "int8");
+  const plan::GlobalPlan plan = ranks.plan({plan::Placement::balanced, 1});
+  const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
+  const std::vector<std::byte> packed = ranks.builder(1).pack(0);
+  const std::vector<int64_t> places = layout.places(1);
+  EXPECT_EQ(make_export_targets(state::Inventory(packed), plan.part(1), places),
+            (std::vector<int64_t>{0, places[1], plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8}));
+}
+
+TEST(ExportLayout, HeadsTakeChecksumsOfAllRanksInAnyOrder) {
+  plan::Ranks ranks(2);
+  ranks.shard(0, "w", {4, 6}, {0, 0}, {4, 2});
+  ranks.shard(1, "w", {4, 6}, {0, 2}, {4, 4});
+  const ExportLayout layout(ranks.plan().catalog(), UINT64_MAX, kTexts, {});
+  const std::vector<uint32_t> a = {0x12345678}, b = {0x01020304}, none, two = {1, 2};
+  const std::vector<std::span<const uint32_t>> blocks = {a, b};
+  const std::vector<std::string> heads = layout.heads(blocks);
+  ASSERT_EQ(heads.size(), 1u);
+  const SafetensorsHeader header = SafetensorsHeader::parse(heads[0], layout.file_bytes(0), "file", true);
+  ASSERT_EQ(header.tensors().size(), 1u);
+  EXPECT_EQ(header.blocks(header.tensors()[0])[0], a[0] ^ b[0]);
+  for (const auto& wrong : std::vector<std::vector<std::span<const uint32_t>>>{{a}, {a, none}, {a, two}, {a, b, b}}) {
+    EXPECT_THROW(layout.heads(wrong), Error);
+  }
+}
+
+TEST(ExportLayout, NamesOfTensorsThatAreNotStoredStandWithThoseThatAre) {
+  plan::Ranks ranks(1);
+  ranks.tensor(0, "embed", {2});
+  ranks.tensor(0, "other", {2});
+  const std::vector<ExportLayout::Alias> aliases = {{"head", "embed"}, {"other", "embed"}, {"format", "other"}};
+  const ExportLayout layout(ranks.plan().catalog(), 8, kTexts, aliases);
+  const std::vector<uint32_t> blocks = {1, 2};
+  const std::vector<std::span<const uint32_t>> of_ranks = {blocks};
+  const std::vector<std::string> heads = layout.heads(of_ranks);
+  const auto texts = [&](size_t file) {
+    return *SafetensorsHeader::parse(heads[file], layout.file_bytes(file), "file", true).metadata();
+  };
+  EXPECT_EQ(texts(0), (SafetensorsHeader::Metadata{{"format", "pt"}, {"head", "embed"}}));
+  EXPECT_EQ(texts(1), kTexts);
+}
+
+TEST(ExportLayout, RefusesWhatIsNoTensorOrHasNoDtypeOrIsNoName) {
+  plan::Ranks objects(1), dtype(1), name(1);
+  objects.tensor(0, "w", {2});
+  objects.object(0, "step");
+  objects.object(0, "lr");
+  EXPECT_NE(layout_refusal(objects).find("step, lr"), std::string::npos) << layout_refusal(objects);
+  dtype.tensor(0, "w", {2}, "complex32");
+  EXPECT_NE(layout_refusal(dtype).find("w: safetensors files have no complex32"), std::string::npos)
+      << layout_refusal(dtype);
+  name.tensor(0, "__metadata__", {2});
+  EXPECT_NE(layout_refusal(name).find("__metadata__: "), std::string::npos) << layout_refusal(name);
+  EXPECT_EQ(layout_refusal(plan::Ranks(1)), "");
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::hf

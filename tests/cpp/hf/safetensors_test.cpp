@@ -1,0 +1,296 @@
+#include "hf/safetensors.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "base/crc32.h"
+#include "format/checksum_table.h"
+#include "hf/safetensors_checksums.h"
+#include "hf/safetensors_headers.h"
+#include "hf/safetensors_layout.h"
+
+namespace vescale_ckpt::hf {
+namespace {
+
+using namespace std::string_literals;
+
+const std::string kOk = entry("a", "U8", "[2]", "[0,2]");
+
+uint32_t dtype_named(std::string_view name) {
+  const auto found = std::ranges::find(safetensors_dtypes(), name, &SafetensorsDType::name);
+  return static_cast<uint32_t>(found - safetensors_dtypes().begin());
+}
+
+std::vector<uint64_t> shape_of(const SafetensorsHeader& header, size_t index) {
+  const auto shape = header.shape(header.tensors()[index]);
+  return {shape.begin(), shape.end()};
+}
+
+TEST(SafetensorsHeader, ReadsWhatOthersWrite) {
+  const std::string json = "{\"__metadata__\":{\"format\":\"pt\",\"é\":\"\\n\"}," + entry("b", "F32", "[]", "[6,10]") +
+                           "," + entry("a\\u00e9", "I16", "[1, 3]", "[0,6]") + "," +
+                           entry("", "F64", "[0,7]", "[6,6]") + "}  ";
+  const SafetensorsHeader header = parse_file(head_of(json), 10);
+  ASSERT_EQ(header.tensors().size(), 3u);
+  EXPECT_EQ(header.tensors()[0].name, "aé");
+  EXPECT_EQ(header.tensors()[1].name, "");
+  EXPECT_EQ(header.tensors()[2].name, "b");
+  EXPECT_EQ(shape_of(header, 0), (std::vector<uint64_t>{1, 3}));
+  EXPECT_EQ(shape_of(header, 2), (std::vector<uint64_t>{}));
+  EXPECT_EQ(header.tensors()[2].begin, header.data_begin() + 6);
+  EXPECT_EQ(header.dtype(header.tensors()[2]).torch, "float32");
+  EXPECT_EQ(header.metadata(), (SafetensorsHeader::Metadata{{"format", "pt"}, {"é", "\n"}}));
+  EXPECT_FALSE(header.has_checksums());
+  EXPECT_EQ(parse_file(head_of("{}"), 0).tensors().size(), 0u);
+  EXPECT_FALSE(parse_file(head_of("{}"), 0).metadata());
+}
+
+TEST(SafetensorsHeader, IgnoresFieldsThatItDoesNotKnow) {
+  const std::string json = "{\"a\":{\"new\":[1,{\"x\":null}],\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}";
+  EXPECT_EQ(parse_file(head_of(json), 2).tensors().size(), 1u);
+}
+
+TEST(SafetensorsHeader, KnowsPackedTypes) {
+  const auto header =
+      parse_file(head_of("{" + entry("a", "F4", "[2,6]", "[0,6]") + "," + entry("b", "F6_E2M3", "[4]", "[6,9]") + "," +
+                         entry("c", "F4", "[2,1]", "[9,10]") + "}"),
+                 10);
+  EXPECT_EQ(header.torch_shape(header.tensors()[0]), (std::vector<int64_t>{2, 3}));
+  EXPECT_THROW(header.torch_shape(header.tensors()[1]), Error);  // no such dtype
+  EXPECT_THROW(header.torch_shape(header.tensors()[2]), Error);  // half of an element
+}
+
+struct Hostile {
+  const char* why;
+  std::string json;
+  uint64_t data_bytes;
+  Error::Kind kind;
+  const char* says;
+};
+
+TEST(SafetensorsHeader, NamesWhatIsWrong) {
+  constexpr auto corrupt = Error::Kind::corrupt, invalid = Error::Kind::invalid;
+  const std::string twenty = "18446744073709551615";
+  const std::vector<Hostile> headers = {
+      {"no JSON", "", 0, corrupt, "does not start with '{'"},
+      {"a list", "[]", 0, corrupt, "does not start with '{'"},
+      {"a space first", " {}", 0, corrupt, "does not start with '{'"},
+      {"no end", "{", 0, corrupt, "a string is wanted"},
+      {"trailing junk", "{}x", 0, corrupt, "padding"},
+      {"a NUL as padding", "{}\0"s, 0, corrupt, "padding"},
+      {"another value behind", "{} {}", 0, corrupt, "padding"},
+      {"not UTF-8", "{\"\xff\":1}", 0, corrupt, "not UTF-8"},
+      {"a surrogate in UTF-8", "{\"\xed\xa0\x80\":1}", 0, corrupt, "not UTF-8"},
+      {"half a surrogate pair", "{\"\\ud800\":1}", 0, corrupt, "surrogate"},
+      {"a raw control character", "{\"\x01\":1}", 0, corrupt, "control character"},
+      {"metadata null", "{\"__metadata__\":null}", 0, corrupt, "'{' is wanted"},
+      {"metadata a list", "{\"__metadata__\":[]}", 0, corrupt, "'{' is wanted"},
+      {"a number in metadata", "{\"__metadata__\":{\"a\":1}}", 0, corrupt, "a string is wanted"},
+      {"a map in metadata", "{\"__metadata__\":{\"a\":{}}}", 0, corrupt, "a string is wanted"},
+      {"metadata twice", "{\"__metadata__\":{},\"__metadata__\":{}}", 0, corrupt, "a second \"__metadata__\""},
+      {"a key of it twice", "{\"__metadata__\":{\"a\":\"\",\"a\":\"\"}}", 0, corrupt, "\"a\" twice"},
+      {"checksums twice", "{\"__metadata__\":{\"vescale_ckpt.crc32\":\"\",\"vescale_ckpt.crc32\":\"\"}}", 0, corrupt,
+       "a second \"vescale_ckpt.crc32\""},
+      {"no object", "{\"a\":1}", 0, corrupt, "'{' is wanted"},
+      {"fields in a list", "{\"a\":[\"U8\",[2],[0,2]]}", 2, corrupt, "'{' is wanted"},
+      {"no dtype", "{\"a\":{\"shape\":[2],\"data_offsets\":[0,2]}}", 2, corrupt, "no \"dtype\""},
+      {"no shape", "{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,2]}}", 2, corrupt, "no \"shape\""},
+      {"no offsets", "{\"a\":{\"dtype\":\"U8\",\"shape\":[2]}}", 2, corrupt, "no \"data_offsets\""},
+      {"two dtypes", "{\"a\":{\"dtype\":\"U8\",\"dtype\":\"U8\"}}", 2, corrupt, "\"dtype\" twice"},
+      {"two shapes", "{\"a\":{\"shape\":[2],\"shape\":[2]}}", 2, corrupt, "\"shape\" twice"},
+      {"two pairs of offsets", "{\"a\":{\"data_offsets\":[0,2],\"data_offsets\":[0,2]}}", 2, corrupt, "twice"},
+      {"an unknown dtype", "{" + entry("a", "U4", "[2]", "[0,2]") + "}", 2, corrupt, "unknown dtype \"U4\""},
+      {"a dtype that is a number", "{\"a\":{\"dtype\":8}}", 2, corrupt, "a string is wanted"},
+      {"a shape that is a number", "{" + entry("a", "U8", "2", "[0,2]") + "}", 2, corrupt, "'[' is wanted"},
+      {"a negative size", "{" + entry("a", "U8", "[-2]", "[0,2]") + "}", 2, corrupt, "whole number"},
+      {"half a size", "{" + entry("a", "U8", "[2.5]", "[0,2]") + "}", 2, corrupt, "whole number"},
+      {"an exponent", "{" + entry("a", "U8", "[2e0]", "[0,2]") + "}", 2, corrupt, "whole number"},
+      {"a size beyond 64 bits", "{" + entry("a", "U8", "[18446744073709551616]", "[0,2]") + "}", 2, corrupt, "64 bits"},
+      {"nested shapes", "{" + entry("a", "U8", "[[2]]", "[0,2]") + "}", 2, corrupt, "a number is wanted"},
+      {"one offset", "{" + entry("a", "U8", "[2]", "[0]") + "}", 2, corrupt, "fewer than two"},
+      {"three offsets", "{" + entry("a", "U8", "[2]", "[0,2,2]") + "}", 2, corrupt, "more than two"},
+      {"a name twice", "{" + kOk + "," + entry("a", "U8", "[2]", "[2,4]") + "}", 4, invalid, "tensor \"a\" twice"},
+      {"an escaped name twice", "{" + kOk + "," + entry("\\u0061", "U8", "[2]", "[2,4]") + "}", 4, invalid, "twice"},
+      {"an end before the begin", "{" + entry("a", "U8", "[2]", "[2,0]") + "}", 2, invalid, "before they begin"},
+      {"offsets that overflow", "{" + entry("a", "U8", "[0]", "[" + twenty + "," + twenty + "]") + "}", 0, invalid,
+       "offsets overflow"},
+      {"a size that is not the shape's", "{" + entry("a", "U16", "[2]", "[0,2]") + "}", 2, invalid, "is 4 bytes"},
+      {"a shape that overflows", "{" + entry("a", "U8", "[" + twenty + ",2]", "[0,2]") + "}", 2, invalid, "overflows"},
+      {"bits that overflow", "{" + entry("a", "U8", "[2305843009213693952]", "[0,0]") + "}", 0, invalid, "overflows"},
+      {"a product that wraps to fit", "{" + entry("a", "U8", "[4294967296,4294967296,2]", "[0,2]") + "}", 2, invalid,
+       "overflows"},
+      {"an end inside a byte", "{" + entry("a", "F4", "[3]", "[0,2]") + "}", 2, invalid, "inside a byte"},
+      {"an overlap", "{" + kOk + "," + entry("b", "U8", "[2]", "[1,3]") + "}", 3, invalid, "inside of others"},
+      {"the same bytes twice", "{" + kOk + "," + entry("b", "U8", "[2]", "[0,2]") + "}", 2, invalid,
+       "inside of others"},
+      {"an empty one inside", "{" + kOk + "," + entry("b", "U8", "[0]", "[1,1]") + "}", 2, invalid, "inside of others"},
+      {"a hole", "{" + kOk + "," + entry("b", "U8", "[1]", "[3,4]") + "}", 4, invalid, "belong to nobody"},
+      {"a hole at the start", "{" + entry("a", "U8", "[1]", "[1,2]") + "}", 2, invalid, "belong to nobody"},
+      {"too few bytes", "{" + kOk + "}", 1, corrupt, "truncated"},
+      {"no bytes", "{" + kOk + "}", 0, corrupt, "truncated"},
+      {"too many bytes", "{" + kOk + "}", 3, corrupt, "belong to nobody"},
+      {"nesting", "{\"a\":{\"x\":" + std::string(100'000, '[') + "}}", 0, corrupt, "nested"},
+  };
+  for (const Hostile& hostile : headers) {
+    for (const bool checksums : {true, false}) {
+      const auto error = refusal(head_of(hostile.json), hostile.data_bytes, checksums);
+      ASSERT_TRUE(error) << hostile.why;
+      EXPECT_EQ(error->kind, hostile.kind) << hostile.why << ": " << error->what();
+      EXPECT_EQ(error->path, "file") << hostile.why;
+      EXPECT_NE(std::string(error->what()).find(hostile.says), std::string::npos)
+          << hostile.why << ": " << error->what();
+      EXPECT_LT(std::string(error->what()).size(), 500u) << hostile.why;
+    }
+  }
+}
+
+TEST(SafetensorsHeader, SaysWhereInTheFile) {
+  const auto error = refusal(head_of("{\"__metadata__\":{\"a\":1}}"), 0);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->offset, 8u + 21u);
+}
+
+TEST(SafetensorsHeader, HasALengthThatCanBe) {
+  const auto of_length = [](uint64_t length, uint64_t file_bytes) {
+    const std::string first(reinterpret_cast<const char*>(&length), sizeof length);
+    try {
+      return std::to_string(SafetensorsHeader::head_bytes(first, file_bytes, "file"));
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  };
+  EXPECT_EQ(of_length(2, 10), "10");
+  EXPECT_EQ(of_length(kMostSafetensorsHeader, 1ull << 40), std::to_string(kMostSafetensorsHeader + 8));
+  EXPECT_NE(of_length(kMostSafetensorsHeader + 1, 1ull << 40).find("at most"), std::string::npos);
+  EXPECT_NE(of_length(UINT64_MAX, 1ull << 40).find("at most"), std::string::npos);
+  EXPECT_NE(of_length(3, 10).find("truncated"), std::string::npos);
+  EXPECT_THROW(SafetensorsHeader::head_bytes("\2\0\0"s, 3, "file"), Error);
+}
+
+// --- What we write
+
+// As the writer would: blocks of the tensors' bytes, which are `data`.
+std::vector<uint32_t> blocks_of(const SafetensorsLayout& layout, std::string_view data) {
+  std::vector<uint32_t> blocks;
+  uint64_t at = layout.data_begin();
+  for (const uint64_t bytes : layout.bytes()) {
+    for (const uint64_t end = at + bytes; at < end;) {
+      const uint64_t next = std::min(end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
+      blocks.push_back(crc32(0, data.data() + (at - layout.data_begin()), next - at));
+      at = next;
+    }
+  }
+  return blocks;
+}
+
+std::vector<SafetensorsLayout::Tensor> some_tensors() {
+  return {{"b", dtype_named("F32"), {100, 1000}}, {"a\"é", dtype_named("F32"), {3}},    {"z", dtype_named("I64"), {}},
+          {"f", dtype_named("F4"), {2, 3}},       {"e", dtype_named("F32"), {0, 5}},    {"c", dtype_named("BOOL"), {7}},
+          {"d", dtype_named("U8"), {600'000}},    {"\x01", dtype_named("BF16"), {2, 1}}};
+}
+
+TEST(SafetensorsLayout, IsReadAsItWasMeant) {
+  const SafetensorsLayout layout(some_tensors(), {{"k", "v\n"}});
+  std::vector<std::string> names;
+  for (const size_t index : layout.order()) names.push_back(some_tensors()[index].name);
+  EXPECT_EQ(names, (std::vector<std::string>{"z", "a\"é", "b", "e", "\x01", "d", "f", "c"}));
+  EXPECT_EQ(layout.data_begin() % kBlock, kSafetensorsDataAt);
+
+  std::string data(layout.file_bytes() - layout.data_begin(), '\0');
+  for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<char>(i * 31 >> 3);
+  const std::string head = layout.head(blocks_of(layout, data));
+  ASSERT_EQ(head.size(), layout.data_begin());
+  const SafetensorsHeader header = parse_file(head, data.size());
+  EXPECT_TRUE(header.has_checksums());
+  EXPECT_EQ(header.metadata(), (SafetensorsHeader::Metadata{{"k", "v\n"}}));
+  ASSERT_EQ(header.tensors().size(), names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    const SafetensorsHeader::Tensor& tensor = header.tensors()[i];
+    const SafetensorsLayout::Tensor meant = some_tensors()[layout.order()[i]];
+    EXPECT_EQ(tensor.name, meant.name);
+    EXPECT_EQ(tensor.dtype, meant.dtype);
+    EXPECT_EQ(header.torch_shape(tensor), (std::vector<int64_t>{meant.shape.begin(), meant.shape.end()}));
+    const uint64_t from = tensor.begin - layout.data_begin();
+    EXPECT_EQ(header.crc(tensor), crc32(0, data.data() + from, tensor.end - tensor.begin));
+  }
+}
+
+TEST(SafetensorsLayout, MakesRoomForItsChecksumsAtEverySize) {
+  for (uint64_t names = 0; names < 9000; names += 7) {  // every length of a header, around and across blocks
+    const SafetensorsLayout layout({{std::string(names, 'n'), dtype_named("U8"), {3 * format::kChecksumBlock + names}}},
+                                   {});
+    const std::string head = layout.head(blocks_of(layout, std::string(3 * format::kChecksumBlock + names, 'x')));
+    EXPECT_EQ(head.size() % kBlock, kSafetensorsDataAt);
+    EXPECT_TRUE(head.ends_with("        "));
+    ASSERT_TRUE(parse_file(head, 3 * format::kChecksumBlock + names).has_checksums()) << names;
+    EXPECT_LT(head.size(), 8 + 400 + names + kBlock);
+  }
+}
+
+TEST(SafetensorsLayout, RefusesWhatNoReaderWouldTake) {
+  const auto refused = [](std::vector<SafetensorsLayout::Tensor> tensors) {
+    try {
+      SafetensorsLayout(std::move(tensors), {});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::invalid);
+      return true;
+    }
+    return false;
+  };
+  const uint32_t u8 = dtype_named("U8"), f4 = dtype_named("F4");
+  EXPECT_FALSE(refused({}));
+  EXPECT_TRUE(refused({{"__metadata__", u8, {1}}}));
+  EXPECT_TRUE(refused({{"a", u8, {1}}, {"a", u8, {1}}}));
+  EXPECT_TRUE(refused({{"a", f4, {}}}));
+  EXPECT_TRUE(refused({{"a", f4, {1ull << 63}}}));
+  EXPECT_TRUE(refused({{"a", u8, {1ull << 40, 1ull << 40}}}));
+  EXPECT_TRUE(refused({{std::string(kMostSafetensorsHeader, 'n'), u8, {1}}}));
+}
+
+TEST(SafetensorsChecksums, FindAnyFlippedBitOfTheHead) {
+  const SafetensorsLayout layout({{"name", dtype_named("F32"), {2, 2}}}, {{"key", "value"}});
+  std::string head = layout.head(blocks_of(layout, std::string(16, 'x')));
+  for (size_t bit = 0; bit < 8 * head.size(); ++bit) {
+    const auto flip = [&] { head[bit / 8] = static_cast<char>(head[bit / 8] ^ 1 << bit % 8); };
+    flip();
+    const auto error = refusal(head, 16);
+    ASSERT_TRUE(error) << "bit " << bit;
+    flip();
+  }
+  EXPECT_FALSE(refusal(head, 16));
+}
+
+// A tool that knows nothing of checksums keeps our metadata when it writes a file anew, with other data.
+TEST(SafetensorsChecksums, OfAHeaderThatWasWrittenAnewDoNotCount) {
+  const SafetensorsLayout layout({{"name", dtype_named("F32"), {2, 2}}}, {});
+  const std::string head = layout.head(blocks_of(layout, std::string(16, 'x')));
+  std::string json = head.substr(8);
+  json.erase(json.find_last_not_of(' ') + 1);
+  for (size_t spaces = 0; spaces < 8; ++spaces) {
+    const SafetensorsHeader header = parse_file(head_of(json + std::string(spaces, ' ')), 16);
+    EXPECT_FALSE(header.has_checksums());
+    EXPECT_EQ(header.metadata(), SafetensorsHeader::Metadata{});
+  }
+}
+
+TEST(SafetensorsChecksums, AreTextAndBack) {
+  SafetensorsChecksums checksums{0xDEADBEEF, {}};
+  for (uint32_t blocks = 0; blocks < 50; ++blocks) {
+    const std::string text = checksum_text(checksums);
+    EXPECT_EQ(text.size(), checksum_text_bytes(blocks));
+    const auto back = parse_checksum_text(text);
+    ASSERT_TRUE(back);
+    EXPECT_EQ(back->head, checksums.head);
+    EXPECT_EQ(back->blocks, checksums.blocks);
+    EXPECT_FALSE(parse_checksum_text(text + "A"));
+    EXPECT_FALSE(parse_checksum_text(text.substr(1)));
+    EXPECT_FALSE(parse_checksum_text("G" + text.substr(1)));
+    EXPECT_EQ(parse_checksum_text(text.substr(0, text.size() - 1) + "=").has_value(), false);
+    checksums.blocks.push_back(blocks * 0x9E3779B9u);
+  }
+  EXPECT_FALSE(parse_checksum_text(""));
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::hf

@@ -1,0 +1,237 @@
+#include "io/transfer.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "access_test.h"
+#include "base/error.h"
+#include "base/memory.h"
+#include "tensors.h"
+
+namespace vescale_ckpt::io {
+namespace {
+
+constexpr uint64_t kPiece = 128 << 10;
+
+class TransferTest : public AccessTest {
+ protected:
+  void SetUp() override {
+    AccessTest::SetUp();
+    if (IsSkipped()) return;
+    file_ = File::create(path("file"), access());
+  }
+
+  Transfer transfer(Call call, File& file, uint64_t offset, const Memory& memory, uint64_t at, uint64_t size) {
+    Transfer transfer;
+    transfer.call = call;
+    transfer.file = &file;
+    transfer.offset = offset;
+    transfer.data = memory.data() + at;
+    transfer.size = transfer.needed = size;
+    return transfer;
+  }
+
+  // The whole memory in pieces.
+  void perform_all(Call call, File& file, const Memory& memory) {
+    for (uint64_t at = 0; at < memory.size(); at += kPiece) {
+      Transfer piece = transfer(call, file, at, memory, at, std::min(kPiece, memory.size() - at));
+      perform(piece);
+      EXPECT_EQ(piece.done, piece.size);
+    }
+  }
+
+  // The file as it is on disk, not in the page cache unless buffered is asked for.
+  std::unique_ptr<File> reopened() {
+    file_->sync();
+    if (access() != Access::buffered) {
+      EXPECT_EQ(::posix_fadvise(file_->descriptor(Access::buffered), 0, 0, POSIX_FADV_DONTNEED), 0);
+    }
+    return File::open(path("file"), access());
+  }
+
+  Memory random_memory(uint64_t bytes) const {
+    Memory memory(bytes, 0);
+    fill_random(memory.bytes(), 1);
+    return memory;
+  }
+
+  std::unique_ptr<File> file_;
+};
+
+TEST_P(TransferTest, WritesAndReadsBack) {
+  const Memory memory = random_memory(9 * kPiece);
+  perform_all(Call::write, *file_, memory);
+  EXPECT_EQ(read_file(path("file")), memory.text());
+  const auto file = reopened();
+  const Memory back(memory.size(), 0);
+  perform_all(Call::read, *file, back);
+  EXPECT_EQ(back.text(), memory.text());
+}
+
+TEST_P(TransferTest, ContinuesShortTransfers) {
+  const Memory memory = random_memory(4 * kPiece);
+  {
+    const ArmedFault fault(Call::write, 0, 0, 1000);
+    perform_all(Call::write, *file_, memory);
+    EXPECT_GT(system::calls_seen(Call::write), 8u);
+  }
+  EXPECT_EQ(read_file(path("file")), memory.text());
+  const auto file = reopened();
+  const Memory back(memory.size(), 0);
+  const ArmedFault fault(Call::read, 0, 0, 1000);
+  perform_all(Call::read, *file, back);
+  EXPECT_GT(system::calls_seen(Call::read), 8u);
+  EXPECT_EQ(back.text(), memory.text());
+}
+
+TEST_P(TransferTest, RepeatsInterruptedTransfers) {
+  const Memory memory = random_memory(4 * kPiece);
+  for (const int code : {EINTR, EAGAIN}) {
+    {
+      const ArmedFault fault(Call::write, code, 1, 5);
+      perform_all(Call::write, *file_, memory);
+      EXPECT_GE(system::calls_seen(Call::write), 9u);
+    }
+    const auto file = reopened();
+    const Memory back(memory.size(), 0);
+    const ArmedFault fault(Call::read, code, 1, 5);
+    perform_all(Call::read, *file, back);
+    EXPECT_GE(system::calls_seen(Call::read), 9u);
+    EXPECT_EQ(back.text(), memory.text());
+  }
+}
+
+TEST_P(TransferTest, SaysWhatFailedAndWhere) {
+  const Memory memory = random_memory(kPiece);
+  struct Failure {
+    Call call;
+    int code;
+    Error::Kind kind;
+  };
+  for (const auto& [call, code, kind] :
+       {Failure{Call::write, EIO, Error::Kind::io}, Failure{Call::write, ENOSPC, Error::Kind::full},
+        Failure{Call::write, EDQUOT, Error::Kind::full}, Failure{Call::read, EIO, Error::Kind::io}}) {
+    Transfer write = transfer(Call::write, *file_, kBlock, memory, 0, kPiece);
+    perform(write);
+    const auto file = reopened();
+    Transfer failing = transfer(call, call == Call::read ? *file : *file_, kBlock, memory, 0, kPiece);
+    const ArmedFault fault(call, code);
+    try {
+      perform(failing);
+      FAIL() << std::strerror(code);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, kind);
+      EXPECT_EQ(error.code, code);
+      EXPECT_EQ(error.path, path("file"));
+      EXPECT_EQ(error.offset, kBlock);
+      EXPECT_NE(std::string(error.what()).find(std::strerror(code)), std::string::npos) << error.what();
+    }
+  }
+}
+
+// Half is written, then the disk fails.
+TEST_P(TransferTest, SaysHowFarATransferCame) {
+  const Memory memory = random_memory(kPiece);
+  Transfer write = transfer(Call::write, *file_, 0, memory, 0, kPiece);
+  write.done = kPiece / 2;
+  const ArmedFault fault(Call::write, EIO);
+  try {
+    perform(write);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.offset, kPiece / 2);
+  }
+}
+
+// Descriptors that cannot do what is asked: the kernel's own errors, with nothing injected.
+TEST_P(TransferTest, PassesTheKernelsErrorsOn) {
+  const Memory memory = random_memory(kPiece);
+  Transfer write = transfer(Call::write, *file_, 0, memory, 0, kPiece);
+  perform(write);
+  const auto readable = reopened();
+  Transfer refused = transfer(Call::write, *readable, 0, memory, 0, kPiece);
+  try {
+    perform(refused);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code, EBADF);
+  }
+}
+
+TEST_P(TransferTest, GoesTheNextWayWhenOneIsRefused) {
+  const Memory memory = random_memory(3 * kPiece);
+  const std::vector<Access> ways = {Access::direct, Access::uncached, Access::buffered};
+  for (const int code : {EINVAL, EOPNOTSUPP}) {
+    for (auto way = std::find(ways.begin(), ways.end(), access()); way + 1 != ways.end(); ++way) {
+      const auto file = File::create(path(std::to_string(code) + access_name(*way)), *way);
+      const ArmedFault fault(Call::write, code);
+      Transfer write = transfer(Call::write, *file, 0, memory, 0, memory.size());
+      perform(write);
+      EXPECT_EQ(file->access(), *(way + 1));
+      EXPECT_EQ(write.access, *(way + 1));
+      EXPECT_EQ(read_file(file->path()), memory.text());
+    }
+  }
+}
+
+TEST_P(TransferTest, GivesUpWhenTheLastWayIsRefused) {
+  const Memory memory = random_memory(kPiece);
+  Transfer write = transfer(Call::write, *file_, 0, memory, 0, kPiece);
+  const ArmedFault fault(Call::write, EINVAL, 0, 10);
+  EXPECT_THROW(perform(write), Error);
+  EXPECT_EQ(file_->access(), Access::buffered);
+}
+
+// A read of whole blocks may pass the end of the file, if what is needed came.
+TEST_P(TransferTest, ReadsOverTheEndOfTheFile) {
+  const Memory memory = random_memory(kPiece);
+  Transfer write = transfer(Call::write, *file_, 0, memory, 0, kPiece);
+  perform(write);
+  for (const uint64_t length : {kPiece - 1, kPiece - 700, kPiece - kBlock - 512}) {
+    file_->truncate(length);
+    const auto file = reopened();
+    const Memory back(kPiece, 0);
+    Transfer read = transfer(Call::read, *file, 0, back, 0, kPiece);
+    read.needed = length;
+    perform(read);
+    EXPECT_EQ(read.done, length);
+    EXPECT_EQ(back.text().substr(0, length), memory.text().substr(0, length));
+
+    Transfer too_much = transfer(Call::read, *file, 0, back, 0, kPiece);
+    too_much.needed = length + 1;
+    try {
+      perform(too_much);
+      FAIL() << length;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::corrupt);
+      EXPECT_EQ(error.offset, length);
+      EXPECT_EQ(error.path, path("file"));
+    }
+  }
+}
+
+// Shortened so that the rest starts off a block: it cannot go on directly.
+TEST_P(TransferTest, ContinuesOffABlock) {
+  const Memory memory = random_memory(kBlock);
+  {
+    const ArmedFault fault(Call::write, 0);
+    Transfer write = transfer(Call::write, *file_, 0, memory, 0, kBlock);
+    perform(write);
+    EXPECT_EQ(write.access, access() == Access::direct ? Access::buffered : file_->access());
+  }
+  EXPECT_EQ(read_file(path("file")), memory.text());
+  const auto file = reopened();
+  const Memory back(kBlock, 0);
+  const ArmedFault fault(Call::read, 0);
+  Transfer read = transfer(Call::read, *file, 0, back, 0, kBlock);
+  perform(read);
+  EXPECT_EQ(back.text(), memory.text());
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, TransferTest, ::testing::ValuesIn(every_access()), access_test_name);
+
+}  // namespace
+}  // namespace vescale_ckpt::io

@@ -1,0 +1,377 @@
+// The index: what goes in comes out, by name and by box; what is damaged is refused and never crashes.
+#include "metadata/index.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+
+#include "base/crc32.h"
+#include "base/error.h"
+#include "base/workers.h"
+#include "metadata/catalogs.h"
+#include "metadata/load_plan.h"
+#include "scratch.h"
+
+namespace vescale_ckpt::metadata {
+namespace {
+
+class IndexTest : public ScratchTest {
+ protected:
+  std::string written(const std::vector<std::byte>& image) const {
+    write_file(path("index"), {reinterpret_cast<const char*>(image.data()), image.size()});
+    return path("index");
+  }
+};
+
+Checkpoint example() {
+  Checkpoint checkpoint(3);
+  checkpoint.object("object").tensor("", {}, "int64").tensor("empty", {0, 4}, "bfloat16");
+  checkpoint.tensor("grid", {60, 40}, grid({60, 40}, {6, 8}), "float16", state::kRequiresGrad);
+  checkpoint.tensor("rows", {1000}, grid({1000}, {300}));
+  checkpoint.tensor("scalar \xf0\x9f\x8d\x93", {}, "bool");
+  return checkpoint;
+}
+
+// Everything that an index says, as text.
+std::string all_of(const Index& index) {
+  std::string said = std::string(index.save_id()) + "\n";
+  for (uint64_t i = 0; i < index.size(); ++i) {
+    const Index::Key key = index.key(i);
+    const auto found = index.find(key.name);
+    said += std::string(key.name) + (found && found->dims == key.dims ? "" : " is not found") + " " +
+            std::string(key.dtype) + " " + std::to_string(key.flags) + " [";
+    for (const int64_t dim : key.shape) said += std::to_string(dim) + " ";
+    const auto chunk = [&](uint64_t number, const int64_t* box) {
+      said += "]\n  ";
+      for (size_t dim = 0; dim < 2 * key.shape.size(); ++dim) said += std::to_string(box[dim]) + " ";
+      const Place place = index.place(key, number);
+      said += std::string(index.file(place.file)) + " " + std::to_string(place.offset) + " " +
+              std::to_string(place.length) + " " + std::to_string(place.crc);
+    };
+    if (key.kind == state::ItemKind::object) {
+      chunk(0, nullptr);
+    } else {
+      index.overlaps(key, Dims(key.shape.size(), 0), key.shape, chunk);
+    }
+    said += "\n";
+  }
+  return said;
+}
+
+TEST_F(IndexTest, GivesBackWhatWentIn) {
+  const Checkpoint checkpoint = example();
+  const Index index(written(checkpoint.image("the save")));
+  EXPECT_EQ(index.save_id(), "the save");
+  ASSERT_EQ(index.size(), checkpoint.catalog.keys.size());
+  EXPECT_EQ(index.files(), 3u);
+  const Places places = checkpoint.places();
+  for (size_t i = 0; i < index.size(); ++i) {
+    const Catalog::Key& expected = checkpoint.catalog.keys[i];
+    const std::string_view name = checkpoint.catalog.name(expected);
+    EXPECT_EQ(index.key(i).name, name);  // in the same order
+    const auto key = index.find(name);
+    ASSERT_TRUE(key) << name;
+    EXPECT_EQ(key->kind, expected.kind);
+    EXPECT_EQ(key->flags, expected.flags);
+    EXPECT_TRUE(std::ranges::equal(key->shape, checkpoint.catalog.shape(expected)));
+    ASSERT_EQ(key->chunks, expected.chunks);
+    if (expected.kind != state::ItemKind::object) {
+      EXPECT_EQ(key->dtype_code, expected.dtype);
+      EXPECT_EQ(key->dtype, format::dtypes()[expected.dtype].name);
+    }
+    std::set<uint64_t> seen;
+    index.overlaps(*key, Dims(expected.ndim, 0), key->shape, [&](uint64_t number, const int64_t* box) {
+      seen.insert(number);
+      const Catalog::Chunk& chunk = checkpoint.catalog.chunks[expected.first_chunk + number];
+      EXPECT_EQ(std::memcmp(box, checkpoint.catalog.offset(expected, chunk).data(), expected.ndim * 16), 0);
+    });
+    EXPECT_EQ(seen.size(), name == "empty" ? 0 : expected.chunks) << name;
+    for (uint64_t number = 0; number < expected.chunks; ++number) {
+      const Place a = index.place(*key, number), b = places[checkpoint.catalog.chunks[expected.first_chunk + number]];
+      EXPECT_EQ(std::tie(a.file, a.offset, a.length, a.crc), std::tie(b.file, b.offset, b.length, b.crc));
+    }
+  }
+  EXPECT_FALSE(index.find("gri"));
+  EXPECT_FALSE(index.find("grid "));
+}
+
+TEST_F(IndexTest, InMemoryItIsTheSame) {
+  const auto image = example().image();
+  EXPECT_EQ(all_of(Index(image)), all_of(Index(written(image))));
+}
+
+TEST_F(IndexTest, OfNothing) {
+  const Index index(written(Checkpoint().image("")));
+  EXPECT_EQ(index.size(), 0u);
+  EXPECT_EQ(index.save_id(), "");
+  EXPECT_FALSE(index.find(""));
+}
+
+TEST_F(IndexTest, NamesThatShareAChecksumOrASlotAreTold) {
+  Checkpoint checkpoint;
+  const std::string a = "plumless", b = "buckeroo";  // of equal CRC-32
+  ASSERT_EQ(crc32(0, a.data(), a.size()), crc32(0, b.data(), b.size()));
+  checkpoint.object(a);
+  EXPECT_FALSE(Index(checkpoint.image()).find(b));
+  checkpoint.tensor(b, {3});
+  for (int i = 0; i < 5000; ++i) checkpoint.object("key " + std::to_string(i));
+  const Index index(written(checkpoint.image()));
+  EXPECT_EQ(index.find(a)->kind, state::ItemKind::object);
+  EXPECT_EQ(index.find(b)->kind, state::ItemKind::tensor);
+  for (int i = 0; i < 5000; ++i) EXPECT_TRUE(index.find("key " + std::to_string(i)));
+  for (int i = 5000; i < 9000; ++i) EXPECT_FALSE(index.find("key " + std::to_string(i)));
+}
+
+TEST_F(IndexTest, PlacesWithoutChecksums) {
+  Checkpoint checkpoint(1);
+  checkpoint.object("a").object("b");
+  checkpoint.tables()[0][3] = -1;
+  checkpoint.tables()[0][7] = 0xFFFFFFFF;
+  const Index index(checkpoint.image());
+  EXPECT_EQ(index.place(*index.find("a"), 0).crc, -1);
+  EXPECT_EQ(index.place(*index.find("b"), 0).crc, 0xFFFFFFFF);
+}
+
+TEST_F(IndexTest, BelongsToOneMetadataOnly) {
+  const Checkpoint checkpoint = example();
+  const std::string metadata = checkpoint.metadata();
+  uint32_t crc = 0;
+  std::memcpy(&crc, metadata.data() + metadata.size() - 4, 4);
+  const Index index(checkpoint.image("save", metadata.size() - MetadataTrailer::kBytes, crc));
+  const auto trailer_of = [](const std::string& text) {
+    return std::span(reinterpret_cast<const std::byte*>(text.data()) + text.size() - 16, 16);
+  };
+  EXPECT_TRUE(index.matches(trailer_of(metadata), metadata.size()));
+  EXPECT_FALSE(index.matches(trailer_of(metadata), metadata.size() + 1));
+  EXPECT_FALSE(index.matches(trailer_of(metadata), metadata.size() + (uint64_t{1} << 32)));
+  EXPECT_FALSE(index.matches(trailer_of(metadata).subspan(1), metadata.size()));
+  EXPECT_FALSE(index.matches({}, 0));
+  for (size_t byte = 0; byte < 16; ++byte) {
+    std::string other = metadata;
+    other[other.size() - 16 + byte] ^= 1;
+    EXPECT_FALSE(index.matches(trailer_of(other), other.size())) << byte;
+  }
+}
+
+TEST_F(IndexTest, ReadsOnlyWhatIsNeeded) {
+  Checkpoint checkpoint(4);
+  for (int key = 0; key < 200; ++key) {
+    checkpoint.tensor("key " + std::to_string(key), {4096, 8}, grid({4096, 8}, {1024, 1}));
+  }
+  const auto image = checkpoint.image();
+  const std::string file = written(image);
+  const auto reads_of = [&](const auto& use) {
+    const ArmedFault far_away(Call::read, EIO, 1 << 30);  // only to count
+    const Index index(file);
+    use(index);
+    return system::calls_seen(Call::read);
+  };
+  const auto one = [](const Index& index) {
+    const auto key = index.find("key 77");
+    uint64_t chunks = 0;
+    index.overlaps(*key, Dims{2048, 0}, Dims{4, 8}, [&](uint64_t chunk, const int64_t*) {
+      index.place(*key, chunk);
+      ++chunks;
+    });
+    EXPECT_EQ(chunks, 1u);
+  };
+  EXPECT_LE(reads_of(one), 16u);
+  EXPECT_GE(image.size() / VerifiedFile::kPiece, 1000u);
+}
+
+TEST_F(IndexTest, ServesSeveralThreads) {
+  const std::string file = written(example().image());
+  const std::string expected = all_of(Index(file));
+  for (int round = 0; round < 50; ++round) {
+    const Index index(file);
+    run_workers(4, [&](const std::atomic<bool>&) { EXPECT_EQ(all_of(index), expected); });
+  }
+}
+
+TEST_F(IndexTest, ErrorsOfTheSystemAreThose) {
+  const std::string file = written(example().image());
+  try {
+    const Index index(path("none"));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::io);
+    EXPECT_EQ(error.code, ENOENT);
+  }
+  for (uint64_t skip = 0; skip < 3; ++skip) {
+    const ArmedFault fault(Call::read, EIO, skip);
+    try {
+      all_of(Index(file));
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::io);
+      EXPECT_EQ(error.code, EIO);
+    }
+  }
+  const std::string expected = all_of(Index(file));
+  const ArmedFault interrupted(Call::read, EINTR, 0, 5);
+  EXPECT_EQ(all_of(Index(file)), expected);
+}
+
+TEST_F(IndexTest, WhatIsNoFileIsRefused) {
+  EXPECT_THROW(Index{directory()}, Error);
+  ASSERT_EQ(::mkfifo(path("fifo").c_str(), 0600), 0);
+  EXPECT_THROW(Index{path("fifo")}, Error);
+}
+
+TEST_F(IndexTest, CutAnywhereItIsRefused) {
+  const auto image = example().image();
+  for (size_t length = 0; length < image.size(); length += length < 5000 ? 97 : 509) {
+    const std::string file = written({image.begin(), image.begin() + static_cast<ptrdiff_t>(length)});
+    EXPECT_THROW(Index{file}, Error) << length;
+    EXPECT_THROW(Index(std::vector(image.begin(), image.begin() + static_cast<ptrdiff_t>(length))), Error) << length;
+  }
+  std::vector<std::byte> longer = image;
+  longer.push_back({});
+  EXPECT_THROW(Index{written(longer)}, Error);
+}
+
+// Every bit that is used is covered by a checksum: a flip is refused, or lies in padding and changes nothing.
+TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
+  const auto image = example().image();
+  const std::string file = written(image);
+  const std::string expected = all_of(Index(file));
+  std::fstream out(file, std::ios::binary | std::ios::in | std::ios::out);
+  size_t refused = 0;
+  for (size_t at = 0; at < image.size(); ++at) {
+    const auto put = [&](std::byte byte) {
+      out.seekp(static_cast<std::streamoff>(at));
+      out.put(static_cast<char>(byte));
+      out.flush();
+    };
+    put(~image[at]);
+    try {
+      const std::string said = all_of(Index(file));
+      EXPECT_EQ(said, expected) << at;
+      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::corrupt);
+      ++refused;
+    }
+    put(image[at]);
+    std::vector<std::byte> in_memory = image;  // as another rank has sent it
+    in_memory[at] = ~image[at];
+    try {
+      EXPECT_EQ(all_of(Index(std::move(in_memory))), expected) << at;
+      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::corrupt);
+    }
+  }
+  EXPECT_EQ(refused, image.size() - VerifiedFile::kPiece + sizeof(IndexHeader));
+}
+
+// Checksums are no protection against intent: whatever is in the tables, it is refused or harmless.
+template <typename Source>
+void use(const Source& source) {
+  try {
+    const Index index(source);
+    const auto wanted = ItemRows()
+                            .object("object")
+                            .box("grid", {60, 40}, {{5, 5}, {50, 30}}, "float16")
+                            .box("rows", {1000}, {{1}, {998}})
+                            .pack();
+    plan_load(index, state::Inventory(wanted), true);
+    all_of(index);
+  } catch (const Error&) {
+  }
+}
+
+TEST_F(IndexTest, HostileBytesAreRefusedOrHarmless) {
+  const auto image = example().image();
+  std::mt19937_64 random(11);
+  const uint64_t extreme[] = {
+      0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, INT64_MAX, uint64_t{1} << 63, UINT64_MAX, uint64_t{1} << 61, image.size()};
+  for (size_t at = 0; at + 8 <= image.size(); at += 4) {
+    if (at == sizeof(IndexHeader) / 8 * 8) at = VerifiedFile::kPiece;
+    std::vector<std::byte> hostile = image;
+    const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
+    std::memcpy(hostile.data() + at, &value, random() % 2 == 0 ? 4 : 8);
+    seal(hostile);
+    use(written(hostile));
+    use(hostile);  // AddressSanitizer knows where it ends
+  }
+}
+
+TEST_F(IndexTest, ManyHostileBytesAtOnce) {
+  const auto image = example().image();
+  std::mt19937_64 random(12);
+  for (int round = 0; round < 1500; ++round) {
+    std::vector<std::byte> hostile = image;
+    for (size_t i = 0; i < 1 + random() % 40; ++i) {
+      const size_t at = random() % 3 == 0 ? random() % sizeof(IndexHeader)
+                                          : VerifiedFile::kPiece + random() % (image.size() - VerifiedFile::kPiece);
+      hostile[at] = random() % 2 == 0 ? std::byte{0xFF} : static_cast<std::byte>(random());
+    }
+    seal(hostile);
+    use(written(hostile));
+    use(hostile);  // AddressSanitizer knows where it ends
+  }
+}
+
+// --- From rows
+
+TEST_F(IndexTest, OfRowsInAnyOrder) {
+  ItemRows rows;
+  const auto boxes = grid({60, 40}, {6, 8});
+  std::vector<int64_t> places;
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    if (i == 10) {
+      rows.object("object");
+      places.insert(places.end(), {1, 7, 8, -1});
+    }
+    rows.box("grid", {60, 40}, boxes[(i * 29) % boxes.size()]);
+    places.insert(places.end(), {0, static_cast<int64_t>((i * 29) % boxes.size()), 5, 6});
+  }
+  const Index index(index_of_rows(state::Inventory(rows.pack()), places, {"first", "second"}));
+  const auto key = index.find("grid");
+  ASSERT_TRUE(key);
+  uint64_t next = 0;
+  index.overlaps(*key, Dims{0, 0}, Dims{60, 40}, [&](uint64_t chunk, const int64_t* box) {
+    EXPECT_EQ(chunk, next);
+    EXPECT_EQ((Dims{box[0], box[1]}), boxes[next].offset);
+    EXPECT_EQ(index.place(*key, chunk).offset, next);  // the places move with their rows
+    ++next;
+  });
+  EXPECT_EQ(next, boxes.size());
+  EXPECT_EQ(index.file(index.place(*index.find("object"), 0).file), "second");
+}
+
+TEST_F(IndexTest, OfRowsThatContradictEachOther) {
+  const auto refused = [](const ItemRows& rows, size_t count) {
+    const std::vector<int64_t> places(count * Places::kWords, 0);
+    try {
+      index_of_rows(state::Inventory(rows.pack()), places, {"file"});
+    } catch (const Error& error) {
+      return error.kind == Error::Kind::invalid;
+    }
+    return false;
+  };
+  const auto row = [](const Dims& shape, const BoxOf& box, std::string_view dtype = "float32") {
+    return ItemRows().box("a", {4}, {{0}, {2}}).box("a", shape, box, dtype);
+  };
+  EXPECT_FALSE(refused(row({4}, {{2}, {2}}), 2));
+  EXPECT_TRUE(refused(row({5}, {{2}, {2}}), 2));
+  EXPECT_TRUE(refused(row({4, 1}, {{2, 0}, {2, 1}}), 2));
+  EXPECT_TRUE(refused(row({4}, {{2}, {2}}, "int8"), 2));
+  EXPECT_TRUE(refused(row({4}, {{2}, {3}}), 2));
+  EXPECT_TRUE(refused(row({4}, {{-1}, {1}}), 2));
+  EXPECT_TRUE(refused(row({4}, {{2}, {-1}}), 2));
+  EXPECT_TRUE(refused(row({4}, {{INT64_MAX}, {INT64_MAX}}), 2));
+  EXPECT_TRUE(refused(ItemRows().box("a", {INT64_MAX, 8}, {{0, 0}, {1, 1}}), 1));
+  EXPECT_TRUE(refused(ItemRows().box("a", {4}, {{0}, {4}}).object("a"), 2));
+  EXPECT_TRUE(refused(ItemRows().object("a").object("a"), 2));
+  EXPECT_TRUE(refused(ItemRows().object("a"), 2));  // one place too many
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::metadata

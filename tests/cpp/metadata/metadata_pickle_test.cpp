@@ -1,0 +1,151 @@
+// The pickle as bytes: harmless, framed, ended by its checksum, within its bound. What it unpickles to is tested from
+// Python (tests/test_index.py).
+#include "metadata/metadata_pickle.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/crc32.h"
+#include "base/error.h"
+#include "format/pickle_check.h"
+#include "metadata/catalogs.h"
+#include "metadata/pickle_out.h"
+
+namespace vescale_ckpt::metadata {
+namespace {
+
+std::span<const std::byte> bytes(std::string_view text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// That our own check lets it pass, and that the trailer fits.
+void expect_sound(const std::string& metadata) {
+  size_t end = 0;
+  EXPECT_EQ(format::check_pickle(bytes(metadata), false, &end), "");
+  ASSERT_EQ(metadata.size(), end + MetadataTrailer::kBytes);
+  uint32_t length = 0, crc = 0;
+  std::memcpy(&length, metadata.data() + end + 8, 4);
+  std::memcpy(&crc, metadata.data() + end + 12, 4);
+  EXPECT_EQ(metadata.substr(end, 8), "VSCKMDT1");
+  EXPECT_EQ(length, end);
+  EXPECT_EQ(crc, crc32(0, metadata.data(), end));
+}
+
+TEST(MetadataPickle, PassesOurCheck) {
+  expect_sound(Checkpoint().metadata());
+  Checkpoint checkpoint(8);
+  checkpoint.object("object").tensor("scalar", {}).tensor("empty", {0, 4}, "int64");
+  for (int i = 0; i < 3000; ++i) {
+    checkpoint.tensor("key " + std::to_string(i), {64, 3}, grid({64, 3}, {8, 1}), "bfloat16");
+  }
+  const std::string metadata = checkpoint.metadata();
+  expect_sound(metadata);
+  EXPECT_LT(metadata.size(), 3000u * 8 * 75);
+}
+
+// The check bounds the work that a pickle causes by its length: recalling long names again and again would exceed it.
+TEST(MetadataPickle, LongNamesManyChunksAndManyDimensionsPassOurCheck) {
+  for (const size_t ndim : {1, 3, 12, 64}) {
+    for (const size_t length : {1, 100, 300, 20000}) {
+      const size_t chunks = length > 1000 ? 200 : 5000;
+      Dims shape(ndim, 1), parts(ndim, 1);
+      shape[0] = parts[0] = static_cast<int64_t>(chunks);
+      Checkpoint checkpoint(2);
+      checkpoint.files[1][0] = std::string(length, 'f');
+      checkpoint.tensor(std::string(length, 'x'), shape, grid(shape, parts));
+      for (auto& table : checkpoint.tables()) {
+        for (size_t at = 0; at < table.size(); at += 4) table[at + 3] = -1;  // the shortest of all
+      }
+      SCOPED_TRACE(std::to_string(ndim) + " dimensions, names of " + std::to_string(length));
+      expect_sound(checkpoint.metadata());
+    }
+  }
+}
+
+TEST(MetadataPickle, PathsOfLongNamesPassOurCheck) {
+  Checkpoint checkpoint;
+  KeyPathsBuilder builder;
+  for (int i = 0; i < 2000; ++i) {
+    const std::string name = std::string(500, 'n') + std::to_string(i);
+    checkpoint.object(name);
+    builder.name(name, 1);
+    builder.text(std::string(400, 'p'));
+  }
+  const std::string block = builder.pack();
+  expect_sound(checkpoint.metadata({bytes(block)}));
+}
+
+// AddressSanitizer sees a bound that is too low.
+TEST(MetadataPickle, StaysWithinItsBoundWithNumbersAtTheirLongest) {
+  constexpr int64_t kHuge = (int64_t{1} << 62) - 1;
+  for (const size_t ndim : {1, 4, 64}) {
+    Checkpoint checkpoint(1);
+    for (int key = 0; key < 50; ++key) {
+      Dims shape(ndim, kHuge);
+      std::vector<BoxOf> boxes(40, {Dims(ndim, kHuge), Dims(ndim, kHuge)});
+      for (size_t i = 0; i < boxes.size(); ++i) boxes[i].offset[0] -= static_cast<int64_t>(i) + 100 * key;
+      checkpoint.tensor(std::to_string(key), shape, boxes);
+    }
+    for (size_t at = 0; at < checkpoint.tables()[0].size(); at += 4) {
+      checkpoint.tables()[0][at + 1] = checkpoint.tables()[0][at + 2] = kHuge;
+    }
+    expect_sound(checkpoint.metadata());
+  }
+}
+
+TEST(MetadataPickle, PlacesThatMakeNoSenseAreRefused) {
+  const auto refused = [](size_t word, int64_t value) {
+    Checkpoint checkpoint(2);
+    checkpoint.tensor("a", {4}, grid({4}, {2})).object("b");
+    checkpoint.tables()[1][word] = value;
+    try {
+      checkpoint.metadata();
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("rank 1"), std::string::npos) << error.what();
+      return error.kind == Error::Kind::invalid;
+    }
+    return false;
+  };
+  EXPECT_TRUE(refused(0, -1));
+  EXPECT_TRUE(refused(0, 1));
+  EXPECT_TRUE(refused(1, -1));
+  EXPECT_TRUE(refused(1, int64_t{1} << 62));
+  EXPECT_TRUE(refused(2, -1));
+  EXPECT_TRUE(refused(3, -2));
+  EXPECT_TRUE(refused(3, int64_t{1} << 32));
+  Checkpoint lacking(2);
+  lacking.tensor("a", {4}, grid({4}, {2}));
+  lacking.tables()[1].clear();
+  EXPECT_THROW(lacking.metadata(), Error);
+  lacking.tables()[1].resize(3);
+  EXPECT_THROW(lacking.metadata(), Error);
+}
+
+std::string number(int64_t value) {
+  std::vector<std::byte> out(64);
+  PickleOut pickle(out.data());
+  const uint64_t begin = pickle.written();
+  pickle.number(value);
+  return {reinterpret_cast<const char*>(out.data()) + begin, pickle.written() - begin};
+}
+
+TEST(PickleOut, NumbersAreAsShortAsPicklesHaveThem) {
+  using namespace std::string_literals;
+  EXPECT_EQ(number(0), "K\0"s);
+  EXPECT_EQ(number(255), "K\xff"s);
+  EXPECT_EQ(number(256), "M\0\1"s);
+  EXPECT_EQ(number(65536), "J\0\0\1\0"s);
+  EXPECT_EQ(number(-1), "J\xff\xff\xff\xff"s);
+  EXPECT_EQ(number(int64_t{1} << 31), "\x8a\5\0\0\0\x80\0"s);
+  EXPECT_EQ(number((int64_t{1} << 39) - 1), "\x8a\5\xff\xff\xff\xff\x7f"s);
+  EXPECT_EQ(number(int64_t{1} << 39), "\x8a\6\0\0\0\0\x80\0"s);
+  EXPECT_EQ(number(-(int64_t{1} << 39)), "\x8a\5\0\0\0\0\x80"s);
+  EXPECT_EQ(number(INT64_MAX), "\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"s);
+  EXPECT_EQ(number(INT64_MIN), "\x8a\x08\0\0\0\0\0\0\0\x80"s);
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::metadata

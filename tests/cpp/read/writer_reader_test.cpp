@@ -1,0 +1,540 @@
+// What is written is what is read, on every way that bytes may take.
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <set>
+
+#include "base/error.h"
+#include "data_files.h"
+#include "format/archive.h"
+
+namespace vescale_ckpt::read {
+namespace {
+
+constexpr uint64_t kCell = format::kChecksumBlock;
+constexpr uint64_t kLarge = 2 << 20;  // from here on a tensor travels from its own memory
+constexpr uint64_t kOddPlace = 24;    // where no direct transfer can start
+
+class WriterReader : public AccessTest {
+ protected:
+  io::EngineOptions options() const { return small_options(GetParam()); }
+  bool direct() const { return access() == io::Access::direct; }
+};
+
+INSTANTIATE_TEST_SUITE_P(Each, WriterReader, ::testing::ValuesIn(every_access()), access_test_name);
+
+// Tensors of many sizes around the borders of blocks, cells, slots and of what is large.
+const std::vector<Tensor>& assorted() {
+  static const std::vector<Tensor> tensors = [] {
+    std::vector<Tensor> tensors;
+    const auto add = [&](uint64_t place, std::initializer_list<uint64_t> sizes) {
+      for (const uint64_t bytes : sizes) tensors.push_back(Tensor::of_bytes(bytes, place, 1 + tensors.size()));
+    };
+    add(kTorchPlace, {0, 1, 64, kBlock - 65, kBlock, kCell - 704, kCell + 1, kLarge - 1, kLarge});
+    add(kTorchPlace, {kLarge + kBlock - kTorchPlace, 7, kLarge + kCell - kTorchPlace - 1});  // that end on a border
+    add(kTorchPlace, {kSlotBytes, 2 * kSlotBytes + 5001, kLarge + 1, 100});
+    add(kOddPlace, {kLarge - 1, kLarge, 9, kSlotBytes + kBlock + 1, 0, 0, kCell});
+    return tensors;
+  }();
+  return tensors;
+}
+
+void expect_read_back(const std::string& path, const std::vector<Tensor>& tensors,
+                      const std::vector<write::PlacedRecord>& records, uint64_t place,
+                      const io::EngineOptions& options) {
+  std::vector<Memory> targets;
+  std::vector<ReadItem> items;
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    targets.emplace_back(tensors[i].memory.size(), place);
+    items.push_back(tensors[i].item(0, records[i], targets.back().data()));
+    bytes += tensors[i].memory.size();
+  }
+  const auto report = read_items(path, items, options);
+  EXPECT_TRUE(report->unread.empty());
+  EXPECT_EQ(report->needed_bytes, bytes);
+  EXPECT_EQ(report->unverified_bytes, 0u);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    ASSERT_TRUE(targets[i].text() == tensors[i].memory.text()) << "tensor " << i << " of " << targets[i].size();
+  }
+}
+
+// The table at the end of the file, from the file's own bytes.
+void expect_true_table(const WrittenFile& file, const std::vector<write::RecordSource>& sources) {
+  const std::string content = read_file(file.path);
+  const std::span bytes(reinterpret_cast<const std::byte*>(content.data()), content.size());
+  const auto footer =
+      format::ChecksumTable::parse_footer(bytes.last(format::ChecksumTable::kFooterBytes), bytes.size());
+  ASSERT_TRUE(footer);
+  const auto table = format::ChecksumTable::parse(bytes.subspan(footer->table_offset, footer->table_bytes), *footer);
+  ASSERT_TRUE(table);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const format::ChecksumTable::Row* row = table->find(file.records[i].offset);
+    ASSERT_NE(row, nullptr);
+    EXPECT_EQ(row->body_offset, file.records[i].offset + sources[i].framing->prologue().size());
+    EXPECT_EQ(row->body_bytes, sources[i].bytes);
+    EXPECT_EQ(row->crc, file.records[i].crc);
+    uint64_t at = row->body_offset;
+    for (const uint32_t block : table->blocks(*row)) {
+      const uint64_t next = std::min(align_down(at, kCell) + kCell, row->body_offset + row->body_bytes);
+      ASSERT_EQ(block, crc32(0, content.data() + at, next - at)) << "block at " << at << " of record " << i;
+      at = next;
+    }
+    EXPECT_EQ(at, row->body_offset + row->body_bytes);
+  }
+}
+
+TEST_P(WriterReader, RoundTripsTensorsOfEverySize) {
+  const std::vector<Tensor>& tensors = assorted();
+  const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options());
+  ASSERT_EQ(file.records.size(), tensors.size());
+  drop_cache(file.path);
+  expect_read_back(file.path, tensors, file.records, kTorchPlace, options());
+  drop_cache(file.path);
+  expect_read_back(file.path, tensors, file.records, kOddPlace, options());
+  expect_slots_back(options());
+
+  expect_true_table(file, sources_of(tensors));
+
+  // Each record is what torch.save would have written.
+  const std::string content = read_file(file.path);
+  expect_read_back(file.path, tensors, file.records, kTorchPlace, options());  // from the page cache now
+  uint64_t end = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto& [offset, length, crc] = file.records[i];
+    const write::RecordSource source = tensors[i].source();
+    ASSERT_GE(offset, end) << "records overlap";
+    ASSERT_EQ(length, source.framing->total_bytes());
+    EXPECT_EQ(crc, crc32(0, source.data, source.bytes));
+    const std::string_view record = std::string_view(content).substr(offset, length);
+    EXPECT_EQ(format::check_archive({reinterpret_cast<const std::byte*>(record.data()), record.size()}), "") << i;
+    const uint64_t body = offset + source.framing->prologue().size();
+    EXPECT_EQ(body % (source.bytes >= kLarge ? kBlock : 64), source.bytes >= kLarge ? kTorchPlace : 0) << i;
+    end = offset + length;
+  }
+
+  // Offsets depend on sizes alone, not on the way that bytes take.
+  static const std::vector<write::PlacedRecord> first = file.records;
+  for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(file.records[i].offset, first[i].offset);
+}
+
+// Large tensors whose first and last bytes lie in cells of their own, or share them with whole blocks.
+TEST_P(WriterReader, ChecksumsBlocksAcrossCellBorders) {
+  const uint64_t framing = Tensor::of_bytes(kLarge).source().framing->total_bytes() - kLarge;
+  std::set<std::pair<uint64_t, uint64_t>> met;  // bytes of the first and the last cell
+  for (const uint64_t first : {kBlock - kTorchPlace, 3 * kBlock - kTorchPlace}) {
+    for (const uint64_t last : {uint64_t{1}, kBlock - 1, kBlock, kBlock + 1, kCell}) {
+      // So long that the large one's body starts `first` bytes before the end of a cell.
+      const Tensor filler = Tensor::of_bytes(kCell - align_up(first, kBlock) - framing - 704, kTorchPlace, 1);
+      const Tensor large = Tensor::of_bytes(first + kLarge + last, met.size() % 2 == 0 ? kTorchPlace : kOddPlace, 2);
+      const std::vector<write::RecordSource> sources = {filler.source(), large.source()};
+      const std::string name = std::to_string(first) + "_" + std::to_string(last);
+      const WrittenFile file = write_data_file(path(name), sources, options());
+      expect_true_table(file, sources);
+      const uint64_t body = file.records[1].offset + 704;
+      met.emplace(kCell - body % kCell, last);
+    }
+  }
+  EXPECT_EQ(met.size(), 10u) << "the layout has changed: choose other sizes";
+  EXPECT_TRUE(met.contains({kBlock - kTorchPlace, 1}));
+}
+
+TEST_P(WriterReader, GoesInPlaceWhereItCan) {
+  for (const uint64_t place : {kTorchPlace, kOddPlace}) {
+    const Tensor tensor = Tensor::of_bytes(5 << 20, place);
+    const WrittenFile file = write_data_file(path("file" + std::to_string(place)), {tensor.source()}, options());
+    const uint64_t body = file.records[0].offset + tensor.source().framing->prologue().size();
+    const uint64_t interior = align_down(body + tensor.memory.size(), kBlock) - align_up(body, kBlock);
+    const bool congruent = !direct() || place == kTorchPlace;
+    EXPECT_EQ(file.in_place, congruent ? interior : 0);
+    EXPECT_LE(file.slots, (congruent ? 0 : interior) + 3 * kBlock);
+    if (access() != io::Access::uncached) {  // which not every kernel has
+      EXPECT_EQ(file.by_access[static_cast<size_t>(access())], file.in_place + file.slots);
+    }
+
+    drop_cache(file.path);
+    const Memory target(tensor.memory.size(), place);
+    const auto report = read_items(file.path, {tensor.item(0, file.records[0], target.data())}, options());
+    EXPECT_EQ(report->stats.in_place, !direct() ? tensor.memory.size() : congruent ? interior : 0);
+    if (access() != io::Access::uncached) {
+      EXPECT_EQ(report->stats.by_access[static_cast<size_t>(access())], report->stats.in_place + report->stats.slots);
+    }
+    EXPECT_TRUE(target.text() == tensor.memory.text());
+  }
+}
+
+// Memory that is not laid out as the file wants it: transposed, expanded, every other row.
+TEST_P(WriterReader, PacksStridedTensors) {
+  struct Layout {
+    Sizes sizes, strides;
+  };
+  const Memory memory(4 << 20, kOddPlace);
+  fill_random(memory.bytes(), 1);
+  std::vector<Tensor> expected;
+  std::vector<write::RecordSource> sources;
+  for (const auto& [sizes, strides] : {Layout{{700, 1001}, {1, 700}},             // transposed
+                                       Layout{{1400, 700}, {0, 1}},               // expanded
+                                       Layout{{500, 1000}, {2000, 1}},            // every other row
+                                       Layout{{3, 5, 7}, {1, 40, 3}},             // small
+                                       Layout{{9, 300, 200}, {200, 2000, 1}}}) {  // permuted
+    Tensor& tensor = expected.emplace_back("float32", sizes);
+    write::RecordSource& source = sources.emplace_back(tensor.source());
+    source.data = memory.data();
+    source.strided.emplace(4, sizes, Sizes(sizes.size(), 0), sizes, strides);
+    source.strided->gather(tensor.memory.data(), 0, tensor.memory.size(), memory.data());
+  }
+  const WrittenFile file = write_data_file(path("file"), sources, options());
+  EXPECT_EQ(file.in_place, 0u);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(file.records[i].crc, crc32(0, expected[i].memory.data(), expected[i].memory.size())) << i;
+  }
+  expect_read_back(file.path, expected, file.records, kTorchPlace, options());
+}
+
+// Boxes of chunks, into contiguous and into transposed memory, checked by blocks, by whole records, or not at all.
+TEST_P(WriterReader, ReadsBoxes) {
+  std::vector<Tensor> tensors;
+  tensors.emplace_back("float32", Sizes{5, 200, 600});  // 2.4 MB
+  tensors.emplace_back("int16", Sizes{7, 11});
+  tensors.emplace_back("float64", Sizes{400000});      // 3 MB
+  tensors.emplace_back("uint8", Sizes{3, 900, 1000});  // 2.7 MB
+  tensors.emplace_back("complex128", Sizes{4, 1, 6, 5});
+  std::mt19937 random(1);
+  const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); };
+  for (const bool checksums : {true, false}) {
+    const WrittenFile file =
+        write_data_file(path(checksums ? "with" : "without"), sources_of(tensors), options(), checksums);
+    for (const bool verify : {true, false}) {
+      std::vector<ReadItem> items;
+      std::vector<Memory> targets, expected;
+      const auto ask = [&](size_t which, const Sizes& offsets, const Sizes& sizes, bool transposed) {
+        const Tensor& tensor = tensors[which];
+        const uint32_t item_bytes = format::dtypes()[tensor.dtype].item_bytes;
+        Sizes strides = row_major(sizes);
+        if (transposed) {
+          int64_t stride = 1;
+          for (size_t dim = 0; dim < sizes.size(); stride *= sizes[dim++]) strides[dim] = stride;
+        }
+        // The expected bytes, in the order of the target's memory.
+        Memory box = tensor.box(offsets, sizes);
+        Memory& want = expected.emplace_back(box.size());
+        io::Box(item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides)
+            .scatter(box.data(), 0, box.size(), want.data());
+        targets.emplace_back(box.size(), random() % 2 == 0 ? kTorchPlace : kOddPlace);
+        items.push_back(tensor.box_item(0, file.records[which], offsets, sizes, targets.back().data(), strides));
+      };
+      for (size_t which = 0; which < tensors.size(); ++which) {
+        for (const bool transposed : {false, true, false}) {
+          Sizes offsets, sizes;
+          for (const int64_t limit : tensors[which].sizes) {
+            sizes.push_back(1 + below(limit));
+            offsets.push_back(below(limit - sizes.back() + 1));
+          }
+          ask(which, offsets, sizes, transposed);
+        }
+      }
+      ask(0, {0, 10, 0}, {5, 0, 600}, false);    // nothing
+      ask(0, {2, 0, 0}, {1, 200, 600}, false);   // dense
+      ask(2, {100}, {350000}, false);            // dense, and large enough to go in place
+      ask(3, {1, 0, 0}, {2, 900, 1000}, false);  // the same of another
+      ask(4, {0, 0, 0, 0}, {4, 1, 6, 5}, true);  // whole
+      drop_cache(file.path);
+      const auto report = read_items(file.path, items, options(), verify);
+      EXPECT_TRUE(report->unread.empty());
+      for (size_t i = 0; i < items.size(); ++i) {
+        ASSERT_TRUE(targets[i].text() == expected[i].text())
+            << "item " << i << (checksums ? " with" : " without") << " table" << (verify ? ", verified" : "");
+      }
+
+      // Each alone, so that nobody else makes it come by a slot.
+      for (size_t i = 0; i < items.size(); ++i) {
+        std::memset(targets[i].data(), 0, targets[i].size());
+        read_items(file.path, {items[i]}, options(), verify);
+        ASSERT_TRUE(targets[i].text() == expected[i].text())
+            << "item " << i << " alone" << (checksums ? " with" : " without") << " table"
+            << (verify ? ", verified" : "");
+      }
+    }
+  }
+}
+
+TEST_P(WriterReader, ReadsOnlyWhatABoxNeeds) {
+  const Tensor tensor("float32", {4, 1 << 20});  // 16 MB in rows of 4 MB
+  const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options());
+  drop_cache(file.path);
+  const Memory target(1 << 20);
+  const auto report =
+      read_items(file.path, {tensor.box_item(0, file.records[0], {2, 1000}, {1, 1 << 18}, target.data())}, options());
+  EXPECT_TRUE(target.text() == tensor.box({2, 1000}, {1, 1 << 18}).text());
+  EXPECT_LE(report->stats.in_place + report->stats.slots, (1u << 20) + 2 * kCell);
+}
+
+TEST_P(WriterReader, WorksWithoutChecksums) {
+  const std::vector<Tensor>& tensors = assorted();
+  const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options(), false);
+  EXPECT_EQ(file.bytes % kBlock, 0u);
+  std::vector<Memory> targets;
+  std::vector<ReadItem> items;
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_EQ(file.records[i].crc, 0u);
+    targets.emplace_back(tensors[i].memory.size());
+    items.push_back(tensors[i].item(0, file.records[i], targets.back().data()));
+    bytes += targets.back().size();
+  }
+  const auto report = read_items(file.path, items, options());
+  EXPECT_EQ(report->unverified_bytes, bytes);
+  EXPECT_TRUE(report->unread.empty());
+  for (size_t i = 0; i < tensors.size(); ++i) ASSERT_TRUE(targets[i].text() == tensors[i].memory.text()) << i;
+}
+
+// Tensors, more tensors, then bytes as they are, in one file.
+TEST_P(WriterReader, WritesInSeveralGroups) {
+  std::vector<Tensor> first, second;
+  for (const uint64_t bytes : {uint64_t{10}, kLarge, kLarge + 77}) first.push_back(Tensor::of_bytes(bytes));
+  for (const uint64_t bytes : {kLarge + 5, uint64_t{0}, uint64_t{3}}) second.push_back(Tensor::of_bytes(bytes));
+  const uint64_t lengths[] = {0, 1, 5000, 0, kLarge + 9};
+  std::vector<Memory> objects;
+  std::vector<write::RecordSource> sources;
+  for (const uint64_t length : lengths) {
+    fill_random(objects.emplace_back(length, kOddPlace).bytes(), length);
+    sources.push_back({nullptr, objects.back().data(), length, std::nullopt});
+  }
+
+  write::FileWriter writer(path("file"), 0, options(), true);
+  std::vector<write::PlacedRecord> placed = writer.write({});
+  EXPECT_TRUE(placed.empty());
+  for (const std::vector<Tensor>* group : {&first, &second}) {
+    std::vector<write::RecordSource> rows;
+    for (const Tensor& tensor : *group) rows.push_back(tensor.source());
+    for (const write::PlacedRecord& record : writer.write(rows)) placed.push_back(record);
+  }
+  const std::vector<write::PlacedRecord> placed_objects = writer.write(sources);
+  writer.finish(true);
+
+  std::vector<Tensor> all = std::move(first);
+  for (Tensor& tensor : second) all.push_back(std::move(tensor));
+  expect_read_back(path("file"), all, placed, kTorchPlace, options());
+
+  std::vector<ByteRange> ranges;
+  std::vector<Memory> found;
+  std::vector<std::byte*> targets;
+  for (const write::PlacedRecord& object : placed_objects) {
+    ranges.push_back({0, object.offset, object.length});
+    targets.push_back(found.emplace_back(object.length).data());
+  }
+  read_ranges(std::vector{path("file")}, ranges, targets, options());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    EXPECT_EQ(placed_objects[i].length, lengths[i]);
+    EXPECT_TRUE(found[i].text() == objects[i].text()) << i;
+  }
+}
+
+// The checksum of bytes that are no tensor, small or large.
+TEST_P(WriterReader, ChecksumsLargeObjects) {
+  const Memory object(6 * kSlotBytes + 9, kOddPlace);
+  fill_random(object.bytes(), 1);
+  const uint32_t crc = crc32(0, object.data(), object.size());
+  for (int round = 0; round < 3; ++round) {
+    const WrittenFile file = write_data_file(path(std::to_string(round)),
+                                             {write::RecordSource{nullptr, object.data(), object.size(), std::nullopt}},
+                                             small_options(GetParam(), 4));
+    EXPECT_EQ(file.records[0].crc, crc);
+  }
+}
+
+class DefaultSlots : public AccessTest {};
+
+INSTANTIATE_TEST_SUITE_P(Each, DefaultSlots, ::testing::Values(io::Access::direct), access_test_name);
+
+TEST_P(DefaultSlots, RoundTripTensorsAroundTheirSize) {
+  io::EngineOptions options;
+  options.widest = access();
+  static const std::vector<Tensor> tensors = [] {
+    std::vector<Tensor> tensors;
+    const uint64_t slot = io::EngineOptions().slot_bytes;
+    for (const uint64_t bytes : {uint64_t{12345}, slot - 3 * kBlock, slot - 1, slot + kBlock + 1}) {
+      tensors.push_back(Tensor::of_bytes(bytes));
+    }
+    return tensors;
+  }();
+  const WrittenFile file = write_data_file(path("file"), sources_of(tensors), options);
+  drop_cache(file.path);
+  expect_read_back(file.path, tensors, file.records, kTorchPlace, options);
+}
+
+// Small records up to the last byte of a slot, then a large one, whose beginning goes with them.
+TEST_P(DefaultSlots, TakeSmallRecordsToTheLastByte) {
+  io::EngineOptions options;
+  options.widest = access();
+  options.slot_bytes = 4 << 20;
+  options.threads = 2;
+  const uint64_t framing = Tensor::of_bytes(kLarge - 1).source().framing->total_bytes() - kLarge + 1;
+  const uint64_t room = options.slot_bytes - 4 * kBlock;  // docs/format.md
+  for (const uint64_t total : {room - kBlock, room - 64, room, room + 64, options.slot_bytes - 64}) {
+    std::vector<Tensor> tensors;
+    tensors.push_back(Tensor::of_bytes(kLarge - 64 - framing, kTorchPlace, 1));
+    tensors.push_back(Tensor::of_bytes(total - 64 * ((kLarge - 64 + 63) / 64) - framing, kTorchPlace, 2));
+    tensors.push_back(Tensor::of_bytes(kLarge, kTorchPlace, 3));
+    const WrittenFile file = write_data_file(path(std::to_string(total)), sources_of(tensors), options);
+    drop_cache(file.path);
+    expect_read_back(file.path, tensors, file.records, kTorchPlace, options);
+  }
+}
+
+class Ranges : public ScratchTest {};
+
+TEST_F(Ranges, AreReadTogether) {
+  const Memory content(3 << 20);
+  fill_random(content.bytes(), 1);
+  write_file(path("a"), content.text());
+  write_file(path("b"), content.text().substr(0, 5000));
+  const std::vector<std::string> paths = {path("a"), path("b")};
+  std::mt19937 random(1);
+  io::EngineOptions options;
+  options.slot_bytes = 1 << 20;
+  for (int round = 0; round < 20; ++round) {
+    std::vector<ByteRange> ranges;
+    std::vector<Memory> found;
+    std::vector<std::byte*> targets;
+    for (int i = 0; i < 30; ++i) {
+      const uint32_t file = random() % 2;
+      const uint64_t limit = file == 0 ? content.size() : 5000;
+      const uint64_t offset = random() % (limit + 1);
+      const uint64_t most = std::min<uint64_t>(limit - offset, random() % 10 == 0 ? limit : 3000);
+      ranges.push_back({file, offset, random() % (most + 1)});
+      targets.push_back(found.emplace_back(ranges.back().length).data());
+    }
+    read_ranges(paths, ranges, targets, options);
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      ASSERT_TRUE(found[i].text() == content.text().substr(ranges[i].offset, ranges[i].length)) << i;
+    }
+  }
+}
+
+TEST_F(Ranges, ThatLeaveTheirFileAreNamed) {
+  write_file(path("a"), std::string(1000, 'x'));
+  const std::vector<std::string> paths = {path("a"), path("missing")};
+  Memory target(2000);
+  const std::vector<std::byte*> targets(3, target.data());
+  const auto item_of_error = [&](const std::vector<ByteRange>& ranges, Error::Kind kind) {
+    try {
+      read_ranges(paths, ranges, targets, io::EngineOptions());
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, kind) << error.what();
+      return error.item;
+    }
+    return int64_t{-2};
+  };
+  constexpr uint64_t kMost = uint64_t{1} << 63;
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 900, 101}, {0, 0, 5}}, Error::Kind::corrupt), 1);
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 1001, 0}, {0, 0, 5}}, Error::Kind::corrupt), 1);
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 500, kMost - 1}, {0, 0, 5}}, Error::Kind::corrupt), 1);
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, kMost - 1, kMost - 1}, {0, 0, 5}}, Error::Kind::corrupt), 1);
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 0, 5}, {1, 0, 0}}, Error::Kind::io), 2);
+  const ArmedFault fault(Call::read, EIO);
+  EXPECT_EQ(item_of_error({{0, 10, 20}, {0, 900, 100}}, Error::Kind::io), 0);
+}
+
+// Places behind 4 GiB, in files with holes: only their last pages take room on the disk.
+class FarOffsets : public AccessTest {
+ protected:
+  static void put(int fd, uint64_t offset, std::string_view bytes) {
+    ASSERT_EQ(system::write(fd, bytes.data(), bytes.size(), offset, 0), static_cast<int64_t>(bytes.size()));
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Each, FarOffsets, ::testing::Values(io::Access::direct), access_test_name);
+
+TEST_P(FarOffsets, OfRecords) {
+  constexpr uint64_t kFar = (uint64_t{5} << 30) + 4096 + 192;
+  const Tensor tensor("float32", {900, 1000});
+  const io::EngineOptions options = small_options(GetParam());
+  const WrittenFile near = write_data_file(path("near"), {tensor.source()}, options);
+  const int fd = system::open(path("far").c_str(), O_RDWR | O_CREAT, 0600);
+  put(fd, kFar, read_file(near.path).substr(near.records[0].offset, near.records[0].length));
+  system::close(fd);
+  const write::PlacedRecord far{kFar, near.records[0].length, near.records[0].crc};
+  const Memory whole(tensor.memory.size()), box(100 * 1000 * 4);
+  read_items(path("far"), {tensor.item(0, far, whole.data())}, options);
+  EXPECT_TRUE(whole.text() == tensor.memory.text());
+  read_items(path("far"), {tensor.box_item(0, far, {800, 0}, {100, 1000}, box.data())}, options);
+  EXPECT_TRUE(box.text() == tensor.box({800, 0}, {100, 1000}).text());
+}
+
+// A record of more than 4 GiB, all zeros but its last row, with a checksum table.
+TEST_P(FarOffsets, WithinRecords) {
+  const Sizes sizes{(int64_t{1} << 32) / 4096 + 3, 4096};
+  const format::TensorRecord record(format::dtypes()[dtype_code("uint8")], sizes);
+  constexpr uint64_t kRecord = 4096 + 64 * 3;
+  const uint64_t body = kRecord + record.prologue().size(), last_row = body + record.body_bytes() - 4096;
+  const Memory row(4096);
+  fill_random(row.bytes(), 1);
+
+  std::vector<uint32_t> blocks;
+  const Memory zeros(format::kChecksumBlock);
+  std::memset(zeros.data(), 0, zeros.size());
+  const uint32_t whole_block = crc32(0, zeros.data(), zeros.size());
+  for (uint64_t at = body; at < body + record.body_bytes();) {
+    const uint64_t next = std::min(align_down(at, kCell) + kCell, body + record.body_bytes());
+    const uint64_t empty = std::min(next, std::max(at, last_row)) - at;
+    const uint32_t crc = empty == kCell ? whole_block : crc32(0, zeros.data(), empty);
+    blocks.push_back(next == at + empty ? crc : crc32(crc, row.data() + (at + empty - last_row), next - at - empty));
+    at = next;
+  }
+  format::ChecksumTable table;
+  table.add(kRecord, body, record.body_bytes(), 0, blocks);
+
+  const int fd = system::open(path("far").c_str(), O_RDWR | O_CREAT, 0600);
+  put(fd, kRecord, record.prologue());
+  put(fd, last_row, row.text());
+  std::string epilogue(record.epilogue_bytes(), '\0');
+  record.write_epilogue(0, reinterpret_cast<std::byte*>(epilogue.data()));
+  put(fd, body + record.body_bytes(), epilogue);
+  const uint64_t end = align_up(kRecord + record.total_bytes(), kBlock);
+  put(fd, end, table.serialize(end));
+  system::close(fd);
+
+  const Memory target(2 * 4096);
+  const Sizes offsets{sizes[0] - 2, 0}, box_sizes{2, 4096};
+  const ReadItem item{0,
+                      kRecord,
+                      record.total_bytes(),
+                      dtype_code("uint8"),
+                      sizes,
+                      io::Box(1, sizes, offsets, box_sizes, row_major(box_sizes)),
+                      target.data()};
+  const auto report = read_items(path("far"), {item}, small_options(GetParam()));
+  EXPECT_EQ(report->unverified_bytes, 0u);
+  EXPECT_EQ(target.text().substr(0, 4096), zeros.text().substr(0, 4096));
+  EXPECT_EQ(target.text().substr(4096), row.text());
+}
+
+class ManyFiles : public ScratchTest {};
+
+// More than are held open at a time.
+TEST_F(ManyFiles, AreReadInTurns) {
+  const io::EngineOptions options = small_options(io::Access::buffered);
+  const Tensor tensor("int32", {3});
+  const WrittenFile file = write_data_file(path("file"), {tensor.source()}, options);
+  std::vector<std::string> paths;
+  std::vector<ReadItem> items;
+  std::vector<Memory> targets;
+  for (uint32_t number = 0; number < 300; ++number) {
+    paths.push_back(path(std::to_string(number)));
+    std::filesystem::create_hard_link(file.path, paths.back());
+    items.push_back(tensor.item(number, file.records[0], targets.emplace_back(12).data()));
+  }
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{200, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  EXPECT_NO_THROW(EXPECT_TRUE(read_tensors(paths, items, true, options)->unread.empty()));
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  for (const Memory& target : targets) EXPECT_EQ(target.text(), tensor.memory.text());
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::read

@@ -1,0 +1,191 @@
+#include "state/inventory.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "plan/ranks.h"
+
+namespace vescale_ckpt::state {
+namespace {
+
+constexpr size_t kHeader = 6;  // words
+
+// Words, so that they are aligned as memory from Python is.
+using Packed = std::vector<int64_t>;
+
+Packed packed(const InventoryBuilder& builder, int64_t node = 0) {
+  const std::vector<std::byte> bytes = builder.pack(node);
+  Packed words(bytes.size() / 8);
+  EXPECT_EQ(bytes.size() % 8, 0u);
+  std::memcpy(words.data(), bytes.data(), bytes.size());
+  return words;
+}
+
+InventoryBuilder sample() {
+  InventoryBuilder builder;
+  const plan::Dims shape = {6, 4}, offset = {2, 0}, size = {2, 4}, none;
+  builder.add({"weight", ItemKind::shard, 3, kRequiresGrad, 16, shape, offset, size});
+  builder.add({"step", ItemKind::tensor, 0, 0, 4, none, none, none});
+  builder.add({"", ItemKind::object, 0, 0, 77, none, none, none});
+  return builder;
+}
+
+std::string refusal(std::span<const std::byte> bytes) {
+  try {
+    const Inventory inventory(bytes);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::invalid);
+    return error.what();
+  }
+  return "";
+}
+
+std::string refusal(const Packed& words) {
+  return refusal(std::as_bytes(std::span(words)));
+}
+
+TEST(Inventory, HoldsWhatWasAdded) {
+  const Packed words = packed(sample(), 7);
+  const Inventory inventory(std::as_bytes(std::span(words)));
+  ASSERT_EQ(inventory.size(), 3u);
+  EXPECT_EQ(inventory.node(), 7);
+  const Item weight = inventory[0], step = inventory[1], object = inventory[2];
+  EXPECT_EQ(weight.name, "weight");
+  EXPECT_EQ(weight.kind, ItemKind::shard);
+  EXPECT_EQ(weight.dtype, 3);
+  EXPECT_EQ(weight.flags, kRequiresGrad);
+  EXPECT_EQ(weight.bytes, 16u);
+  EXPECT_EQ(plan::Dims(weight.shape.begin(), weight.shape.end()), plan::Dims({6, 4}));
+  EXPECT_EQ(plan::Dims(weight.offset.begin(), weight.offset.end()), plan::Dims({2, 0}));
+  EXPECT_EQ(plan::Dims(weight.size.begin(), weight.size.end()), plan::Dims({2, 4}));
+  EXPECT_EQ(step.name, "step");
+  EXPECT_EQ(step.kind, ItemKind::tensor);
+  EXPECT_TRUE(step.shape.empty());
+  EXPECT_EQ(object.name, "");
+  EXPECT_EQ(object.kind, ItemKind::object);
+  EXPECT_EQ(object.bytes, 77u);
+}
+
+TEST(Inventory, MayBeOfNothing) {
+  const Packed words = packed(InventoryBuilder());
+  EXPECT_EQ(words.size(), kHeader);
+  EXPECT_EQ(Inventory(std::as_bytes(std::span(words))).size(), 0u);
+}
+
+TEST(Inventory, EqualNamesMakeEqualBlocks) {
+  InventoryBuilder other;
+  const plan::Dims shape = {9}, offset = {0};
+  other.add({"weight", ItemKind::tensor, 3, 0, 18, shape, offset, shape});
+  other.add({"step", ItemKind::object, 0, 0, 0, {}, {}, {}});
+  other.add({"", ItemKind::object, 0, 0, 0, {}, {}, {}});
+  InventoryBuilder joined;  // the same letters, cut elsewhere
+  joined.add({"weights", ItemKind::object, 0, 0, 0, {}, {}, {}});
+  joined.add({"tep", ItemKind::object, 0, 0, 0, {}, {}, {}});
+  joined.add({"", ItemKind::object, 0, 0, 0, {}, {}, {}});
+  const Packed a = packed(sample()), b = packed(other), c = packed(joined);
+  const auto names = [](const Packed& words) {
+    const auto block = Inventory(std::as_bytes(std::span(words))).names_block();
+    return std::string(reinterpret_cast<const char*>(block.data()), block.size());
+  };
+  EXPECT_EQ(names(a), names(b));
+  EXPECT_NE(names(a), names(c));
+}
+
+TEST(Inventory, RefusesEveryTruncation) {
+  const Packed words = packed(sample());
+  const auto bytes = std::as_bytes(std::span(words));
+  EXPECT_EQ(refusal(bytes), "");
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    // A copy of exactly that length, so that a sanitizer sees every read past it.
+    std::vector<int64_t> copy((length + 7) / 8);
+    if (length > 0) std::memcpy(copy.data(), bytes.data(), length);
+    EXPECT_NE(refusal(std::as_bytes(std::span(copy)).first(length)), "") << length;
+  }
+}
+
+TEST(Inventory, RefusesBytesBehindItsEnd) {
+  Packed words = packed(sample());
+  words.push_back(0);
+  EXPECT_NE(refusal(words), "");
+}
+
+TEST(Inventory, RefusesUnalignedBytes) {
+  Packed words = packed(sample());
+  const size_t bytes = words.size() * 8;
+  words.push_back(0);
+  auto* begin = reinterpret_cast<std::byte*>(words.data());
+  std::memmove(begin + 4, begin, bytes);
+  EXPECT_NE(refusal(std::span<const std::byte>(begin + 4, bytes)), "");
+}
+
+TEST(Inventory, RefusesLyingHeaders) {
+  const Packed good = packed(sample());
+  for (const size_t word : {0u, 1u, 2u, 3u}) {  // magic, items, words of rows, bytes of names
+    for (const int64_t lie : {int64_t{-1}, good[word] + 1, good[word] - 1, good[word] + 8, good[word] - 8,
+                              int64_t{1} << 32, INT64_MAX, INT64_MIN, INT64_MAX / 8}) {
+      Packed words = good;
+      words[word] = lie;
+      // A few bytes of names more or less may be padding; what the names say they cannot be.
+      if (word == 3 && (lie + 7) / 8 == (good[3] + 7) / 8 && lie >= good[3]) continue;
+      EXPECT_NE(refusal(words), "") << word << " " << lie;
+    }
+  }
+}
+
+TEST(Inventory, RefusesLyingRows) {
+  const Packed good = packed(sample());
+  const auto refused = [&](size_t word, uint64_t value) {
+    Packed words = good;
+    words[kHeader + word] = static_cast<int64_t>(value);
+    return refusal(words);
+  };
+  const uint64_t head = static_cast<uint64_t>(good[kHeader]);
+  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF}) | 3), "");                               // kind
+  EXPECT_NE(refused(0, (head & ~uint64_t{0xFF00}) | format::dtypes().size() << 8), "");  // dtype
+  for (const uint64_t ndim : {0u, 1u, 3u, 65u, UINT32_MAX}) {
+    EXPECT_NE(refused(0, (head & UINT32_MAX) | ndim << 32), "") << ndim;
+  }
+  EXPECT_NE(refused(1, UINT64_MAX), "");                 // bytes
+  EXPECT_NE(refused(10, uint64_t{1} << 32), "");         // an object with dims
+  EXPECT_EQ(refused(2, static_cast<uint64_t>(-5)), "");  // shapes are judged where ranks are compared
+}
+
+TEST(Inventory, RefusesLyingNames) {
+  const Packed good = packed(sample());
+  const size_t ends = kHeader + static_cast<size_t>(good[2]);
+  for (const size_t item : {0u, 1u, 2u}) {
+    for (const uint32_t lie : {UINT32_MAX, 11u}) {
+      Packed words = good;
+      std::memcpy(reinterpret_cast<char*>(words.data() + ends) + item * 4, &lie, 4);
+      EXPECT_NE(refusal(words), "") << item << " " << lie;
+    }
+  }
+  Packed words = good;
+  const uint32_t backwards = 5;  // "step" ends before "weight" does
+  std::memcpy(reinterpret_cast<char*>(words.data() + ends) + 4, &backwards, 4);
+  EXPECT_NE(refusal(words), "");
+}
+
+TEST(Inventory, AWordChangedAnywhereIsRefusedOrHarmless) {
+  const Packed good = packed(sample());
+  for (size_t word = 0; word < good.size(); ++word) {
+    for (unsigned bit = 0; bit < 64; ++bit) {
+      Packed words = good;
+      words[word] ^= int64_t{1} << bit;
+      if (!refusal(words).empty()) continue;
+      const Inventory inventory(std::as_bytes(std::span(words)));
+      for (size_t i = 0; i < inventory.size(); ++i) {  // all within the words: a sanitizer would tell
+        const Item item = inventory[i];
+        volatile int64_t sum = static_cast<int64_t>(item.name.size());
+        for (const char letter : item.name) sum = sum + letter;
+        for (const auto dims : {item.shape, item.offset, item.size}) {
+          for (const int64_t value : dims) sum = sum ^ value;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::state

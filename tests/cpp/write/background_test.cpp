@@ -1,0 +1,159 @@
+// Writing behind a trainer's back: slowly, at low priority, watched and cancelled from other threads.
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include "base/error.h"
+#include "data_files.h"
+
+namespace vescale_ckpt::write {
+namespace {
+
+int priority() {
+  return ::getpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)));
+}
+
+TEST(Niceness, IsOfTheWorkersAlone) {
+  const int before = priority();
+  const auto caller = std::this_thread::get_id();
+  for (const unsigned count : {0u, 1u, 3u}) {
+    std::atomic<unsigned> workers{0};
+    run_workers(
+        count,
+        [&](const std::atomic<bool>&) {
+          ++workers;
+          EXPECT_NE(std::this_thread::get_id(), caller);
+          EXPECT_EQ(priority(), std::min(19, before + 3));
+        },
+        3);
+    EXPECT_EQ(workers, std::max(1u, count));
+    EXPECT_EQ(priority(), before);
+  }
+}
+
+TEST(Niceness, EndsAtTheLowest) {
+  const auto lowest = [](const std::atomic<bool>&) { EXPECT_EQ(priority(), 19); };
+  const auto nested = [&](const std::atomic<bool>&) { run_workers(1, lowest, 19); };
+  run_workers(1, nested, 19);
+}
+
+TEST(Niceness, CarriesErrorsToTheCaller) {
+  EXPECT_THROW(run_workers(2, [](const std::atomic<bool>&) { throw Error::invalid("no"); }, 1), Error);
+}
+
+class Background : public AccessTest {
+ protected:
+  io::EngineOptions options() const { return small_options(GetParam()); }
+
+  // A first transfer passes at once; the next would take years.
+  io::EngineOptions crawling() const {
+    io::EngineOptions crawling = options();
+    crawling.bytes_per_second = 1;
+    return crawling;
+  }
+
+  static const std::vector<Tensor>& tensors() {
+    static const std::vector<Tensor> tensors = [] {
+      std::vector<Tensor> tensors;
+      for (uint64_t i = 0; i < 3; ++i) tensors.push_back(Tensor::of_bytes(2 * kSlotBytes + i, kTorchPlace, i));
+      return tensors;
+    }();
+    return tensors;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Each, Background, ::testing::Values(io::Access::direct, io::Access::buffered),
+                         access_test_name);
+
+void expect_cancelled(const std::function<void()>& call) {
+  try {
+    call();
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind, Error::Kind::cancelled) << error.what();
+  }
+}
+
+TEST_P(Background, WritesTheSameFileSlowlyAndNicely) {
+  const WrittenFile plain = write_data_file(path("plain"), sources_of(tensors()), options());
+  io::EngineOptions nice = options();
+  nice.niceness = 10;
+  nice.bytes_per_second = uint64_t{1} << 40;
+  const WrittenFile background = write_data_file(path("nice"), sources_of(tensors()), nice);
+  EXPECT_TRUE(read_file(background.path) == read_file(plain.path));
+}
+
+TEST_P(Background, TellsHowFarItIs) {
+  FileWriter writer(path("file"), 32 << 20, options(), true);
+  EXPECT_EQ(writer.progress(), 0u);
+  writer.write(sources_of(tensors()));
+  uint64_t bytes = 0;
+  for (const Tensor& tensor : tensors()) bytes += tensor.memory.size();
+  EXPECT_GT(writer.progress(), bytes);
+  EXPECT_LE(writer.progress(), writer.finish(false));
+}
+
+TEST_P(Background, IsCancelledWhileItWaitsForItsTurn) {
+  {
+    FileWriter writer(path("file"), 32 << 20, crawling(), true);
+    std::jthread other([&] {
+      while (writer.progress() == 0) std::this_thread::yield();
+      writer.cancel();
+    });
+    expect_cancelled([&] { writer.write(sources_of(tensors())); });
+    EXPECT_GT(writer.progress(), 0u);
+    expect_cancelled([&] { writer.finish(false); });
+  }
+  EXPECT_TRUE(files().empty());
+  expect_slots_back(options());
+}
+
+TEST_P(Background, IsCancelledBeforeItBegins) {
+  FileWriter writer(path("file"), 32 << 20, options(), true);
+  writer.cancel();
+  expect_cancelled([&] { writer.write(sources_of(tensors())); });
+  EXPECT_EQ(writer.progress(), 0u);
+}
+
+TEST_P(Background, IsLimitedOverAllCallsOfOneFile) {
+  std::vector<Tensor> small;
+  small.push_back(Tensor::of_bytes(1000));
+  FileWriter writer(path("file"), 1 << 20, crawling(), true);
+  writer.write(sources_of(small));
+  std::jthread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // long enough for a write that does not wait
+    writer.cancel();
+  });
+  expect_cancelled([&] { writer.write(sources_of(small)); });
+}
+
+// A worker that waits for its turn must not keep the others' error from the caller.
+TEST_P(Background, AnErrorEndsTheWaitOfOthers) {
+  const ArmedFault fault(Call::write, EIO);
+  FileWriter writer(path("file"), 32 << 20, crawling(), true);
+  try {
+    writer.write(sources_of(tensors()));
+    FAIL() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code, EIO);
+  }
+}
+
+TEST_F(ScratchTest, RefusesANicenessThatIsNone) {
+  for (const int niceness : {-1, 20}) {
+    io::EngineOptions options;
+    options.niceness = niceness;
+    EXPECT_THROW(FileWriter(path("file"), 1 << 20, options, true), Error);
+    EXPECT_TRUE(files().empty());
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::write

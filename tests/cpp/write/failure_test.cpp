@@ -1,0 +1,243 @@
+// Any system call may fail at any time: the error reaches the caller, nothing is left behind, and the next one works.
+#include <cerrno>
+#include <optional>
+#include <thread>
+
+#include "base/error.h"
+#include "data_files.h"
+
+namespace vescale_ckpt::write {
+namespace {
+
+class Failure : public AccessTest {
+ protected:
+  io::EngineOptions options() const { return small_options(GetParam()); }
+
+  // Small ones, and a large one that takes several transfers.
+  static const std::vector<Tensor>& tensors() {
+    static const std::vector<Tensor> tensors = [] {
+      std::vector<Tensor> tensors;
+      tensors.push_back(Tensor::of_bytes(1000));
+      tensors.push_back(Tensor::of_bytes(2 * kSlotBytes + 777));
+      tensors.push_back(Tensor::of_bytes(33, 24));
+      return tensors;
+    }();
+    return tensors;
+  }
+
+  WrittenFile write(const std::string& name) const {
+    WrittenFile file{path(name), {}};
+    FileWriter writer(file.path, 6 << 20, options(), true);
+    file.records = writer.write(sources_of(tensors()));
+    file.bytes = writer.finish(true);
+    return file;
+  }
+
+  void expect_readable(const WrittenFile& file) const {
+    std::vector<Memory> targets;
+    std::vector<read::ReadItem> items;
+    for (size_t i = 0; i < tensors().size(); ++i) {
+      items.push_back(tensors()[i].item(0, file.records[i], targets.emplace_back(tensors()[i].memory.size()).data()));
+    }
+    EXPECT_TRUE(read_items(file.path, items, options())->unread.empty());
+    for (size_t i = 0; i < items.size(); ++i) EXPECT_TRUE(targets[i].text() == tensors()[i].memory.text());
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Each, Failure, ::testing::Values(io::Access::direct, io::Access::buffered), access_test_name);
+
+// The n-th call of each kind fails, for every n that is reached.
+TEST_P(Failure, OfAnyCallEndsAWriteCleanly) {
+  for (const Call call : {Call::open, Call::allocate, Call::write, Call::truncate, Call::sync, Call::unlink}) {
+    uint64_t failures = 0;
+    for (uint64_t nth = 0;; ++nth) {
+      ASSERT_LT(nth, 100u);
+      std::optional<WrittenFile> file;
+      uint64_t calls = 0;
+      {
+        const ArmedFault fault(call, EIO, nth);
+        try {
+          file = write("file");
+        } catch (const Error& error) {
+          ++failures;
+          EXPECT_EQ(error.code, EIO) << error.what();
+          EXPECT_EQ(error.kind, Error::Kind::io);
+          EXPECT_EQ(error.path, path("file"));
+          EXPECT_TRUE(files().empty()) << "after " << error.what();
+        }
+        calls = system::calls_seen(call);
+      }
+      expect_slots_back(options());
+      if (file) {
+        expect_readable(*file);
+        std::filesystem::remove(file->path);
+      }
+      if (calls <= nth) break;  // it was not reached: all calls had their turn
+    }
+    EXPECT_EQ(failures > 0, call != Call::unlink) << "call " << static_cast<int>(call);
+  }
+  expect_readable(write("next"));
+}
+
+// One slot for all, and a tensor that needs it: a worker that fails may hold the piece that the others wait for, its
+// inside, without which the end cannot be written.
+TEST_P(Failure, OfAWriteWakesWhoWaits) {
+  io::EngineOptions tight = options();
+  tight.arena_bytes = kSlotBytes;
+  const Tensor large = Tensor::of_bytes(2 << 20, 24);
+  for (int round = 0; round < 12; ++round) {
+    bool written = false;
+    for (uint64_t nth = 0; !written; ++nth) {
+      ASSERT_LT(nth, 100u);
+      const ArmedFault fault(Call::write, EIO, nth);
+      try {
+        write_data_file(path("file"), {large.source()}, tight);
+        written = true;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code, EIO);
+        EXPECT_TRUE(files().empty());
+      }
+      expect_slots_back(tight);
+    }
+    std::filesystem::remove(path("file"));
+  }
+}
+
+TEST_P(Failure, OfAFullDiskSaysSo) {
+  for (const Call call : {Call::allocate, Call::write}) {
+    const ArmedFault fault(call, ENOSPC, 0, 1000);
+    try {
+      write("file");
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::full);
+      EXPECT_EQ(error.code, ENOSPC);
+    }
+    EXPECT_TRUE(files().empty());
+  }
+}
+
+TEST_P(Failure, OfAnyCallEndsAReadCleanly) {
+  const WrittenFile file = write("file");
+  std::vector<Memory> targets;
+  std::vector<read::ReadItem> items;
+  for (size_t i = 0; i < tensors().size(); ++i) {
+    targets.emplace_back(tensors()[i].memory.size());
+    items.push_back(tensors()[i].item(0, file.records[i], targets[i].data()));
+  }
+  items.push_back(tensors()[1].box_item(0, file.records[1], {99}, {1 << 21}, targets[1].data()));
+  // All of the records, then a part of one, which needs the table.
+  for (const auto& rows : {std::vector(items.begin(), items.end() - 1), std::vector(items.end() - 1, items.end())}) {
+    for (const Call call : {Call::open, Call::read}) {
+      uint64_t failures = 0;
+      for (uint64_t nth = 0;; ++nth) {
+        ASSERT_LT(nth, 100u);
+        if (access() == io::Access::direct) drop_cache(file.path);
+        const ArmedFault fault(call, EIO, nth);
+        try {
+          read_items(file.path, rows, options());
+        } catch (const Error& error) {
+          ++failures;
+          EXPECT_EQ(error.code, EIO) << error.what();
+          EXPECT_EQ(error.path, file.path);
+        }
+        expect_slots_back(options());
+        if (system::calls_seen(call) <= nth) break;
+      }
+      EXPECT_GT(failures, 0u);
+    }
+  }
+  expect_readable(file);
+}
+
+// Transfers that come in pieces, interrupted, and refused the way they went, are not failures.
+TEST_P(Failure, OfNoKindIsSlowness) {
+  for (const int code : {0, EINTR, EAGAIN, EINVAL, EOPNOTSUPP}) {
+    if ((code == EINVAL || code == EOPNOTSUPP) && access() == io::Access::buffered) continue;  // there is no other way
+    const uint64_t times = code == EINVAL || code == EOPNOTSUPP ? 1 : 7;
+    WrittenFile file;
+    {
+      const ArmedFault fault(Call::write, code, 1, times);
+      file = write("file" + std::to_string(code));
+      EXPECT_GE(system::calls_seen(Call::write), 2u);
+    }
+    if (access() == io::Access::direct) drop_cache(file.path);
+    const ArmedFault fault(Call::read, code, 0, times);
+    expect_readable(file);
+  }
+}
+
+// Which item a failed read belongs to.
+TEST_P(Failure, OfAReadNamesItsItem) {
+  const WrittenFile file = write("file");
+  for (size_t i = 0; i < tensors().size(); ++i) {
+    const Memory target(tensors()[i].memory.size());
+    std::vector<read::ReadItem> items(3, tensors()[i].item(0, file.records[i], target.data()));
+    const ArmedFault fault(Call::read, EIO);
+    try {
+      read_items(file.path, items, options());
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.item, 0);
+    }
+  }
+}
+
+// A writer that is given up removes its file; one that never began leaves what was there.
+TEST_P(Failure, ToFinishRemovesTheFile) {
+  {
+    FileWriter writer(path("file"), 1 << 20, options(), true);
+    writer.write(sources_of(tensors()));
+    EXPECT_EQ(files(), (std::set<std::string>{"file"}));
+  }
+  EXPECT_TRUE(files().empty());
+  write_file(path("file"), "somebody else's");
+  EXPECT_THROW(FileWriter(path("file"), 1 << 20, options(), true), Error);
+  EXPECT_EQ(read_file(path("file")), "somebody else's");
+}
+
+// One slot, many threads, several files at a time: slow, but within the budget and to the end.
+TEST_P(Failure, OfMemoryToGrowIsNoFailure) {
+  io::EngineOptions tight = options();
+  tight.threads = 6;
+  tight.arena_bytes = kSlotBytes;
+  std::vector<WrittenFile> written(3);
+  {
+    std::vector<std::jthread> threads;
+    for (size_t i = 0; i < written.size(); ++i) {
+      threads.emplace_back([&, i] {
+        written[i] = write_data_file(path(std::to_string(i)), sources_of(tensors()), tight);
+        std::vector<Memory> targets;
+        std::vector<read::ReadItem> items;
+        for (size_t j = 0; j < tensors().size(); ++j) {
+          targets.emplace_back(tensors()[j].memory.size(), 24);
+          items.push_back(tensors()[j].item(0, written[i].records[j], targets.back().data()));
+        }
+        read_items(written[i].path, items, tight);
+        for (size_t j = 0; j < items.size(); ++j) EXPECT_TRUE(targets[j].text() == tensors()[j].memory.text());
+      });
+    }
+  }
+  expect_slots_back(tight);
+  EXPECT_EQ(shared_arena(tight.slot_bytes, tight.arena_bytes).allocated_bytes(), kSlotBytes);
+}
+
+// Settings that the layout cannot work with are refused before a byte is written.
+class Settings : public ScratchTest {};
+
+TEST_F(Settings, OfSlotsThatMakeNoSenseAreRefused) {
+  for (const uint64_t bytes : {uint64_t{0}, kBlock, uint64_t{1} << 20, kSlotBytes + 1, kSlotBytes + kBlock}) {
+    io::EngineOptions options;
+    options.slot_bytes = bytes;
+    try {
+      FileWriter(path("file"), 1 << 20, options, true);
+      ADD_FAILURE() << "slots of " << bytes;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::invalid);
+    }
+    EXPECT_TRUE(files().empty());
+  }
+}
+
+}  // namespace
+}  // namespace vescale_ckpt::write
