@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from background import change_all, many_kinds
 from damage import in_child, load, no_snapshot_is_left, only_named_files, same, state
 from torch import nn
 
@@ -45,37 +46,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(StagedPart, "write", late)
     yield event
     event.set()
-
-
-def many_kinds(k: int) -> dict[str, Any]:
-    """Everything that copies may get wrong: strides, shared memory, lazy values, objects that are changed in place."""
-    base = torch.arange(300_000, dtype=torch.float32).add_(k)
-    return {
-        **state(k),
-        "base": base,
-        "view": base[1000:250_000].view(249, 1000),
-        "overlapping": base[200_000:],
-        "transposed": base[:90_000].view(300, 300).t(),
-        "same": base,
-        "conjugate": torch.complex(base[:99], base[1:100]).conj(),
-        "bool": base > 1000 + k,
-        "float16": base[:5].half(),
-        "many": [torch.full((3,), float(k + i)) for i in range(300)],
-        "list": [k, [k + 1]],
-    }
-
-
-def change_all(values: Any) -> None:
-    """In place."""
-    if isinstance(values, torch.Tensor):
-        values.zero_() if values.dtype is not torch.bool else values.logical_not_()
-    elif isinstance(values, dict):
-        for item in values.values():
-            change_all(item)
-    elif isinstance(values, list):
-        for item in values:
-            change_all(item)
-        values.append("changed")
 
 
 @pytest.mark.parametrize("budget", [None, 1 << 20, 1])

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from background import change_all
 from damage import fork, only_named_files, save, state
-from test_async_save import change_all
-from test_kill import Shared, kill, old_or_new, wait_until
+from kills import Shared, kill, wait_until
+from test_kill import old_or_new
 
 import vescale_ckpt
 

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from background import state_of_rank, whole_state
 from damage import load, only_named_files, same, save
 from rank_pool import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
 from vescale_ckpt._engine import _C
@@ -25,24 +24,6 @@ from vescale_ckpt._write.snapshot import StagedPart
 from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError
 
 BOUND = 60.0  # seconds after which something counts as hung
-ROWS, COLUMNS = 2048, 400  # large enough to be sent alone
-
-
-def whole_state(k: int) -> dict[str, Any]:
-    return {
-        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).add_(k).view(ROWS, COLUMNS),
-        "replicated": torch.full((700_000,), float(k)),
-        "small": torch.full((100,), float(k)),
-        "step": k,
-    }
-
-
-def state_of_rank(k: int) -> dict[str, Any]:
-    values = whole_state(k)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    local = values["rows"].chunk(dist.get_world_size())[dist.get_rank()].clone()
-    values["rows"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    return values
 
 
 def loads(directory: str | Path, k: int) -> bool:

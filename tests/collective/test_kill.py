@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
 import os
 import random
 import signal
@@ -22,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import State, fork, load, only_named_files, outcome, same, save, state
+from kills import Shared, kill, wait_until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -30,33 +29,6 @@ from vescale_ckpt._dcp.storage_writer import StorageWriter
 
 KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60"))
 BOUND = 120.0  # seconds after which a process counts as hung
-
-
-class Shared:
-    """Numbers that children write and their parent reads: each by one store, so that none is torn by a kill."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.numbers = (ctypes.c_int64 * count).from_buffer(mmap.mmap(-1, 8 * count))
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self.numbers[index] = value
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.numbers[index])
-
-
-def wait_until(numbers: Shared, exceed: int, what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while min(numbers[i] for i in range(numbers.count)) <= exceed:
-        assert time.monotonic() < deadline, f"{what}: not within {BOUND:.0f} s"
-        time.sleep(0.0005)
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it ended before: {status}"
 
 
 def await_end(pid: int, what: str) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from background import change_all, many_kinds, state_of_rank, whole_state
 from damage import load, no_snapshot_is_left, same, state
 from rank_pool import run_ranks
-from test_async_ranks import state_of_rank, whole_state
-from test_async_save import change_all, many_kinds
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.api import CheckpointException

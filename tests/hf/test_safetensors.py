@@ -22,7 +22,7 @@ import safetensors as stock
 import safetensors.torch as stock_torch
 import torch
 from damage import fork, in_child, same
-from test_kill import Shared, kill, wait_until
+from kills import Shared, kill, wait_until
 
 from vescale_ckpt import safetensors
 from vescale_ckpt._engine import _C

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import fork, same
+from kills import Shared, kill, wait_until
 from rank_pool import run_ranks
 from states import layouts
-from test_kill import Shared, kill, wait_until
 from test_safetensors import all_dtypes
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from background import held
 from damage import blank, in_child, same, small_state
 from rank_pool import run_ranks
 from test_manager import BOUND, Child, restored, save_steps, steps_in
@@ -28,28 +29,10 @@ from vescale_ckpt._collective.background import Lane
 from vescale_ckpt._dcp.save_planner import SavePlanner
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.groups import PerGroup
-from vescale_ckpt._write.snapshot import StagedPart
 from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, SaveFailedError, StorageFullError
 from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.manager import CheckpointManager
 from vescale_ckpt.manager.running_save import RunningSave
-
-
-@contextlib.contextmanager
-def held() -> Iterator[threading.Event]:
-    """Background writing waits for this event."""
-    event = threading.Event()
-    write = StagedPart.write
-
-    def late(part: StagedPart) -> Any:
-        assert event.wait(BOUND)
-        return write(part)
-
-    with mock.patch.object(StagedPart, "write", late):
-        try:
-            yield event
-        finally:
-            event.set()
 
 
 @contextlib.contextmanager

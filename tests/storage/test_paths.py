@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from background import held
 from damage import blank, same, small_state
-from test_manager_async import held
 
 import vescale_ckpt
 from vescale_ckpt import verify

@@ -9,7 +9,7 @@ PART_ROW = 4  #: of a rank's part of a save: item, dim (-1: the whole box), star
 PLACE_ROW = 4  #: of where a part was written: file, offset, length, CRC-32 (-1: none)
 OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
 
-OBJECT, TENSOR, SHARD = range(3)  # kinds of items of an inventory (csrc/plan/inventory.h)
+OBJECT, TENSOR, SHARD = range(3)  # kinds of items of an inventory (csrc/state/inventory.h)
 
 #: More bytes than a tensor or a file has. Sizes and offsets are less, so that two of them add up in 64 bits.
 MOST_BYTES = 1 << 62

@@ -1,4 +1,4 @@
-"""Makes the rows of a state's inventory (csrc/state/inventory.h), and the sources that say where each lies in memory."""
+"""Makes the rows of a state's inventory (csrc/state/inventory.h), and the sources: where each lies in memory."""
 
 from __future__ import annotations
 
