@@ -7,7 +7,6 @@
 #include "error.h"
 #include "format/json.h"
 #include "format/safetensors_checksums.h"
-#include "io/crc32.h"
 
 namespace vescale_ckpt::format {
 namespace {
@@ -380,14 +379,7 @@ std::span<const uint32_t> SafetensorsHeader::blocks(const Tensor& tensor) const 
 }
 
 uint32_t SafetensorsHeader::crc(const Tensor& tensor) const {
-  uint32_t crc = 0;
-  uint64_t at = tensor.begin;
-  for (const uint32_t block : blocks(tensor)) {
-    const uint64_t next = std::min(tensor.end, io::align_down(at, kChecksumBlock) + kChecksumBlock);
-    crc = at == tensor.begin ? block : io::crc32_combine(crc, block, next - at);
-    at = next;
-  }
-  return crc;
+  return joined_crc(tensor.begin, tensor.end, blocks(tensor));
 }
 
 }  // namespace vescale_ckpt::format

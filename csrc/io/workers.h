@@ -31,6 +31,15 @@ class WorkQueue {
     changed_.notify_one();
   }
 
+  // Before all that is ready.
+  void push_first(T item) {
+    {
+      const std::lock_guard lock(mutex_);
+      ready_.push_front(std::move(item));
+    }
+    changed_.notify_one();
+  }
+
   // False if nothing is ready.
   bool try_take(T& item) {
     const std::lock_guard lock(mutex_);
