@@ -31,6 +31,15 @@ class WorkQueue {
     changed_.notify_one();
   }
 
+  // Before all that is ready.
+  void push_first(T item) {
+    {
+      const std::lock_guard lock(mutex_);
+      ready_.push_front(std::move(item));
+    }
+    changed_.notify_one();
+  }
+
   // Waits for an item; false when all expected items were taken or the queue was closed.
   bool take(T& item) {
     std::unique_lock lock(mutex_);

@@ -32,6 +32,17 @@ static_assert(sizeof(ChecksumTable::Row) == 40 && std::is_trivially_copyable_v<C
 
 }  // namespace
 
+uint32_t joined_crc(uint64_t begin, uint64_t end, std::span<const uint32_t> blocks) {
+  uint32_t crc = 0;
+  uint64_t at = begin;
+  for (const uint32_t block : blocks) {
+    const uint64_t next = std::min(end, (at / kChecksumBlock + 1) * kChecksumBlock);
+    crc = at == begin ? block : crc32_combine(crc, block, next - at);
+    at = next;
+  }
+  return crc;
+}
+
 void ChecksumTable::add(uint64_t record_offset, uint64_t body_offset, uint64_t body_bytes, uint32_t crc,
                         std::span<const uint32_t> blocks) {
   rows_.push_back({record_offset, body_offset, body_bytes, blocks_.size(), crc, 0});

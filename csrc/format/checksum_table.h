@@ -21,6 +21,9 @@ constexpr uint64_t cells(uint64_t begin, uint64_t end) {
   return begin >= end ? 0 : (end - 1) / kChecksumBlock - begin / kChecksumBlock + 1;
 }
 
+// The checksum of a tensor that lies in [begin, end) of a file, from those of all its blocks.
+uint32_t joined_crc(uint64_t begin, uint64_t end, std::span<const uint32_t> blocks);
+
 class ChecksumTable {
  public:
   struct Row {

@@ -380,14 +380,7 @@ std::span<const uint32_t> SafetensorsHeader::blocks(const Tensor& tensor) const 
 }
 
 uint32_t SafetensorsHeader::crc(const Tensor& tensor) const {
-  uint32_t crc = 0;
-  uint64_t at = tensor.begin;
-  for (const uint32_t block : blocks(tensor)) {
-    const uint64_t next = std::min(tensor.end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
-    crc = at == tensor.begin ? block : crc32_combine(crc, block, next - at);
-    at = next;
-  }
-  return crc;
+  return format::joined_crc(tensor.begin, tensor.end, blocks(tensor));
 }
 
 }  // namespace vescale_ckpt::hf

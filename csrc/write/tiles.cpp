@@ -3,91 +3,103 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <utility>
+#include <string>
+#include <vector>
 
 #include "base/crc32.h"
+#include "base/error.h"
 #include "base/memory.h"
-#include "write/writer.h"
 
 namespace vescale_ckpt::write {
 namespace {
 
 // Runs of a box that are shorter go through the page cache, many for one segment.
 constexpr uint64_t kLongRun = 512 << 10;
-// What follows one another in a file and is shorter, too: one call instead of one for each end and the middle.
+// What follows one another in a shared file and is shorter, too: one call instead of one for each end and the middle.
 constexpr uint64_t kShortExtent = 64 << 10;
 
 class Tiles {
  public:
   Tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,
         io::TransferControl& control, io::TransferStats& stats)
-      : edges_(edges), options_(options), control_(control), stats_(stats) {
+      : shared_(edges == TileEdges::shared), options_(options), control_(control), stats_(stats) {
     for (const TileSource& source : sources) add(source);
     close_extent();
   }
 
-  // What shares blocks with others comes first: many small writes, which the disk does while the rest is sent.
+  // Edges come first: many small writes, which the disk does while the rest is sent.
   void run() {
-    const auto edge = [this](const Segment& segment) { return segment.kind != Kind::scattered && by_cache(segment); };
-    std::ranges::stable_partition(segments_, edge);
-    edges_left_ = static_cast<size_t>(std::ranges::count_if(segments_, edge));
     queue_.expect(segments_.size());
-    for (size_t index = 0; index < segments_.size(); ++index) queue_.push(index);
+    for (const bool edges : {true, false}) {
+      for (size_t index = 0; index < segments_.size(); ++index) {
+        const Segment& segment = segments_[index];
+        if ((segment.way == Way::edge) != edges || segment.awaited != 0) continue;
+        if (edges) ++edges_left_;
+        queue_.push(index);
+      }
+    }
     io::run_transfers(
         queue_, options_, [this](size_t index) { return needs_slot(segments_[index]); },
         [this](size_t index, io::Flight& flight) { prepare(segments_[index], flight); },
         [this](io::Flight& flight) {
           stats_.count(flight, flight.transfer.size + flight.moved_before);
           flight.transfer.file->nudge_writeback(flight.transfer.offset, flight.transfer.size);
-          if (flight.item != nullptr && --edges_left_ == 0) write_back();
+          const bool edge = static_cast<const Segment*>(flight.item)->way == Way::edge;
+          if (edge && --edges_left_ == 0) write_back();
         },
         &control_);
   }
 
  private:
-  // Bytes [begin, end) of a source's tensor: one run of the file.
+  // Bytes [begin, end) of a file that are of one source: of its prologue, its tensor or its epilogue.
   struct Part {
     const TileSource* source;
     uint64_t begin, end;
-    uint64_t offset() const { return source->place.begin + begin; }  // in the file
     uint64_t bytes() const { return end - begin; }
+    uint64_t body() const { return begin - source->place.begin; }  // where in the tensor
+    bool is_epilogue() const { return begin >= source->place.end; }
   };
 
-  enum class Kind {
-    packed,     // parts, one behind another
-    interior,   // the inside of one part, aligned
-    scattered,  // the short runs of one source's box that lie in its only part
+  enum class Way {
+    blocks,  // whole blocks that nobody else writes to
+    edge,    // as they are, through the page cache
+    runs,    // the short runs of one source's box that lie in the segment's only part
   };
 
-  // One transfer: a range of a file. Shared and not of whole blocks: through the page cache.
+  // One transfer: a range of a file.
   struct Segment {
-    Kind kind = Kind::packed;
     uint64_t begin = 0, end = 0;
     size_t first_part = 0, parts = 0;
+    Way way = Way::blocks;
+    // An epilogue follows a tensor with pieces in other segments: how many of them are still to be checksummed.
+    uint32_t awaited = 0;
+    size_t waiter = 0;  // the segment that waits for this one; 0: none, for the first has none to wait for
   };
 
-  // --- Layout. What follows one another in a file without a gap is an extent.
+  // --- Layout. What lies one behind another in a file is an extent: without a gap where others write to the file.
 
   void add(const TileSource& source) {
+    const TensorPlace& place = source.place;
     const io::Box* box = source.box;
+    if (source.apart) close_extent();
+    add_run({&source, source.begin(), place.begin});
     if (box == nullptr) {
-      add_run({&source, 0, source.place.end - source.place.begin});
+      add_run({&source, place.begin, place.end});
     } else if (box->run_bytes() == box->end() - box->begin()) {
-      add_run({&source, box->begin(), box->end()});
+      add_run({&source, place.begin + box->begin(), place.begin + box->end()});
     } else if (box->run_bytes() >= kLongRun) {
-      box->ranges(0, [&](uint64_t begin, uint64_t end) { add_run({&source, begin, end}); });
+      box->ranges(0, [&](uint64_t begin, uint64_t end) { add_run({&source, place.begin + begin, place.begin + end}); });
     } else {
       add_scattered(source);
     }
+    add_run({&source, place.end, source.end()});
   }
 
   void add_run(const Part& run) {
     if (run.bytes() == 0) return;
     if (!extent_.empty()) {
       const Part& last = extent_.back();
-      if (last.source->place.file != run.source->place.file || last.offset() + last.bytes() != run.offset()) {
-        close_extent();
-      }
+      if (last.source->place.file != run.source->place.file || (shared_ && last.end != run.begin)) close_extent();
     }
     extent_.push_back(run);
   }
@@ -96,44 +108,43 @@ class Tiles {
     Part part{&source, 0, 0};
     const auto close = [&] {
       if (part.bytes() == 0) return;
-      segments_.push_back({Kind::scattered, part.offset(), part.offset() + part.bytes(), parts_.size(), 1});
+      segments_.push_back({part.begin, part.end, parts_.size(), 1, Way::runs});
       parts_.push_back(part);
     };
     source.box->ranges(0, [&](uint64_t begin, uint64_t end) {
-      if (end - part.begin > options_.slot_bytes || part.bytes() == 0) {
+      if (source.place.begin + end - part.begin > options_.slot_bytes || part.bytes() == 0) {
         close();
-        part.begin = begin;
+        part.begin = source.place.begin + begin;
       }
-      part.end = end;
+      part.end = source.place.begin + end;
     });
     close();
   }
 
   void close_extent() {
     if (extent_.empty()) return;
-    const uint64_t begin = extent_.front().offset(), end = extent_.back().offset() + extent_.back().bytes();
-    const bool shared = edges_ == TileEdges::shared;
-    whole_ = shared && end - begin < kShortExtent;
-    head_end_ = shared ? align_up(begin, kBlock) : 0;
-    tail_begin_ = shared ? align_down(end, kBlock) : UINT64_MAX;
-    open_segment(shared ? begin : align_down(begin, kBlock));
+    const uint64_t begin = extent_.front().begin, end = extent_.back().end;
+    whole_ = shared_ && end - begin < kShortExtent;
+    head_end_ = shared_ ? align_up(begin, kBlock) : 0;
+    tail_begin_ = shared_ ? align_down(end, kBlock) : UINT64_MAX;
+    open_segment(shared_ ? begin : align_down(begin, kBlock));
     for (const Part& run : extent_) {
       if (whole_ || run.bytes() < io::kLargeBody) {
         add_packed(run);
         continue;
       }
-      const uint64_t at = run.offset() - run.begin;  // the tensor, in the file
-      const uint64_t interior = align_up(run.offset(), kBlock), interior_end = align_down(at + run.end, kBlock);
-      add_packed({run.source, run.begin, interior - at});
+      // The head of a large run goes with what is before it, the tail with what is behind it, the rest in pieces that
+      // end on multiples of the slot size.
+      const uint64_t interior = align_up(run.begin, kBlock), interior_end = align_down(run.end, kBlock);
+      add_packed({run.source, run.begin, interior});
       close_segment(interior);
       for (uint64_t next = interior; next < interior_end;) {
         const uint64_t stop = std::min(align_down(next, options_.slot_bytes) + options_.slot_bytes, interior_end);
-        segment_.kind = Kind::interior;
-        take_part({run.source, next - at, stop - at});
+        take_part({run.source, next, stop});
         close_segment(stop);
         next = stop;
       }
-      add_packed({run.source, interior_end - at, run.end});
+      add_packed({run.source, interior_end, run.end});
     }
     close_segment(end);
     extent_.clear();
@@ -142,10 +153,10 @@ class Tiles {
   void add_packed(Part part) {
     while (part.bytes() != 0) {
       const uint64_t limit = segment_limit();
-      const uint64_t stop = std::min(part.end, part.begin + (limit - part.offset()));
+      const uint64_t stop = std::min(part.end, limit);
       take_part({part.source, part.begin, stop});
       part.begin = stop;
-      if (part.offset() == limit) close_segment(limit);
+      if (stop == limit) close_segment(limit);
     }
   }
 
@@ -160,6 +171,12 @@ class Tiles {
   void take_part(const Part& part) {
     parts_.push_back(part);
     ++segment_.parts;
+    const TensorPlace& place = part.source->place;
+    if (place.blocks.empty()) return;
+    if (part.begin == place.begin) body_segment_ = segments_.size();
+    if (!part.is_epilogue()) return;
+    segment_.awaited = static_cast<uint32_t>(segments_.size() - body_segment_);
+    for (; body_segment_ < segments_.size(); ++body_segment_) segments_[body_segment_].waiter = segments_.size();
   }
 
   void open_segment(uint64_t begin) {
@@ -169,7 +186,8 @@ class Tiles {
   }
 
   void close_segment(uint64_t end) {
-    segment_.end = edges_ == TileEdges::ours ? align_up(end, kBlock) : end;
+    segment_.end = shared_ ? end : align_up(end, kBlock);
+    if (whole_ || segment_.begin % kBlock != 0 || segment_.end % kBlock != 0) segment_.way = Way::edge;
     const uint64_t next = segment_.end;
     if (segment_.parts != 0) segments_.push_back(segment_);
     open_segment(next);
@@ -181,23 +199,23 @@ class Tiles {
     return std::span(parts_).subspan(segment.first_part, segment.parts);
   }
 
-  // Whether a part's bytes lie one behind another in memory, too, and where.
+  // Where a part's bytes lie one behind another in memory, too; null if they do not, or are to be made.
   static const std::byte* contiguous(const Part& part) {
     const TileSource& source = *part.source;
-    if (source.box == nullptr) return source.data + part.begin;
-    return source.box->dense() ? source.data + (part.begin - source.box->begin()) : nullptr;
+    if (part.begin < source.place.begin) {
+      return reinterpret_cast<const std::byte*>(source.framing->prologue().data()) + (part.begin - source.begin());
+    }
+    if (part.is_epilogue()) return nullptr;
+    if (source.box == nullptr) return source.data + part.body();
+    return source.box->dense() ? source.data + (part.body() - source.box->begin()) : nullptr;
   }
 
   bool needs_slot(const Segment& segment) const {
     const Part& part = parts_[segment.first_part];
-    if (segment.kind == Kind::scattered) return !part.source->box->runs_are_dense();
+    if (segment.way == Way::runs) return !part.source->box->runs_are_dense();
     const std::byte* data = contiguous(part);
     return segment.parts != 1 || data == nullptr || part.bytes() != segment.end - segment.begin ||
-           !(by_cache(segment) || can_send(*part.source->place.file, data));
-  }
-
-  bool by_cache(const Segment& segment) const {
-    return edges_ == TileEdges::shared && (segment.begin % kBlock != 0 || segment.end % kBlock != 0 || whole_);
+           !(segment.way == Way::edge || can_send(*part.source->place.file, data));
   }
 
   static bool can_send(const io::File& file, const std::byte* data) {
@@ -214,69 +232,75 @@ class Tiles {
   }
 
   void prepare(const Segment& segment, io::Flight& flight) {
-    const std::span<const Part> parts = parts_of(segment);
+    const Part& first = parts_[segment.first_part];
+    flight.item = &segment;
     flight.transfer.call = Call::write;
-    flight.transfer.file = parts[0].source->place.file;
+    flight.transfer.file = first.source->place.file;
     flight.transfer.offset = segment.begin;
     flight.transfer.size = flight.transfer.needed = segment.end - segment.begin;
-    flight.transfer.part_of_block = by_cache(segment);
-    if (flight.transfer.part_of_block && segment.kind != Kind::scattered) flight.item = &segment;
-    if (segment.kind == Kind::scattered) {
-      send_runs(parts[0], flight);
-    } else if (!flight.slot) {
-      flight.transfer.data = const_cast<std::byte*>(contiguous(parts[0]));
-      checksum(parts[0].source->place, parts[0].begin, flight.transfer.data, parts[0].bytes(), nullptr);
-    } else {
+    flight.transfer.part_of_block = segment.way != Way::blocks;
+    if (segment.way == Way::runs) {
+      send_runs(first, flight);
+    } else if (flight.slot) {
       flight.transfer.data = flight.slot->data();
       fill(segment, flight.slot->data());
+    } else {
+      flight.transfer.data = const_cast<std::byte*>(contiguous(first));
+      checksum(first.source->place, first.begin, flight.transfer.data, first.bytes(), nullptr);
     }
+    if (segment.waiter == 0) return;
+    const std::atomic_ref awaited(segments_[segment.waiter].awaited);
+    if (awaited.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_.push_first(segment.waiter);
   }
 
   void fill(const Segment& segment, std::byte* slot) {
-    uint64_t at = segment.begin;  // only before the first part and behind the last one is something else
+    uint64_t at = segment.begin;
     for (const Part& part : parts_of(segment)) {
-      std::byte* out = slot + (part.offset() - segment.begin);
-      std::memset(slot + (at - segment.begin), 0, part.offset() - at);
-      if (const std::byte* data = contiguous(part)) {
-        checksum(part.source->place, part.begin, data, part.bytes(), out);
+      const TileSource& source = *part.source;
+      std::byte* out = slot + (part.begin - segment.begin);
+      std::memset(slot + (at - segment.begin), 0, part.begin - at);
+      at = part.end;
+      if (part.is_epilogue()) {
+        source.framing->write_epilogue(format::joined_crc(source.place.begin, source.place.end, source.place.blocks),
+                                       out);
+      } else if (const std::byte* data = contiguous(part)) {
+        checksum(source.place, part.begin, data, part.bytes(), out);
       } else {
-        part.source->box->gather(out, part.begin, part.end, part.source->data);
-        checksum(part.source->place, part.begin, out, part.bytes(), nullptr);
+        source.box->gather(out, part.body(), part.body() + part.bytes(), source.data);
+        checksum(source.place, part.begin, out, part.bytes(), nullptr);
       }
-      at = part.offset() + part.bytes();
     }
     std::memset(slot + (at - segment.begin), 0, segment.end - at);
   }
 
-  // All runs but the last are written here: through the page cache that is a copy.
+  // All runs but the last are written here: through the page cache that is a copy, which has no use for a channel.
   void send_runs(const Part& part, io::Flight& flight) {
     const TileSource& source = *part.source;
+    const uint64_t begin = part.body(), end = begin + part.bytes();
     io::Transfer& last = flight.transfer;
     last.size = 0;
-    last.part_of_block = true;
-    if (flight.slot) source.box->gather(flight.slot->data(), part.begin, part.end, source.data);
-    source.box->runs(part.begin, part.end, [&](uint64_t begin, int64_t memory, uint64_t bytes) {
-      const std::byte* data = flight.slot ? flight.slot->data() + (begin - part.begin) : source.data + memory;
-      checksum(source.place, begin, data, bytes, nullptr);
+    if (flight.slot) source.box->gather(flight.slot->data(), begin, end, source.data);
+    source.box->runs(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
+      const std::byte* data = flight.slot ? flight.slot->data() + (at - begin) : source.data + memory;
+      checksum(source.place, source.place.begin + at, data, bytes, nullptr);
       if (last.size != 0) {
         io::write_exactly(*last.file, last.offset, {last.data, last.size});
         flight.moved_before += last.size;
       }
-      last.offset = source.place.begin + begin;
+      last.offset = source.place.begin + at;
       last.data = const_cast<std::byte*>(data);
       last.size = last.needed = bytes;
     });
   }
 
-  // Adds bytes of a tensor, from `begin` on, to the checksums of its blocks, copying them on the way if there is where
-  // to.
-  static void checksum(const TensorPlace& place, uint64_t begin, const std::byte* data, uint64_t bytes,
-                       std::byte* out) {
-    if (place.blocks.empty()) {
+  // Adds a tensor's bytes, which lie at `at` in the file, to the checksums of its blocks, copying them on the way if
+  // there is where to. A prologue has no checksums.
+  static void checksum(const TensorPlace& place, uint64_t at, const std::byte* data, uint64_t bytes, std::byte* out) {
+    if (place.blocks.empty() || at < place.begin) {
       if (out != nullptr) std::memcpy(out, data, bytes);
       return;
     }
-    for (uint64_t at = place.begin + begin, end = at + bytes; at < end;) {
+    for (const uint64_t end = at + bytes; at < end;) {
       const uint64_t block_end = std::min(place.end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
       const uint64_t next = std::min(end, block_end), size = next - at;
       const uint32_t crc = out != nullptr ? copy_crc32(out, data, size, 0) : crc32(0, data, size);
@@ -289,14 +313,17 @@ class Tiles {
     }
   }
 
-  const TileEdges edges_;
+  const bool shared_;
   const io::EngineOptions& options_;
   io::TransferControl& control_;
   io::TransferStats& stats_;
+  // While it is laid out.
   std::vector<Part> extent_;
-  bool whole_ = false;  // the extent goes through the page cache
+  bool whole_ = false;  // the extent is one edge
   uint64_t head_end_ = 0, tail_begin_ = 0;
   Segment segment_;
+  size_t body_segment_ = 0;  // where the latest tensor begins
+  // As it was laid out.
   std::vector<Part> parts_;
   std::vector<Segment> segments_;
   std::atomic<size_t> edges_left_{0};
@@ -304,6 +331,19 @@ class Tiles {
 };
 
 }  // namespace
+
+const io::EngineOptions& usable_for_writing(const io::EngineOptions& options) {
+  if (options.slot_bytes % format::kChecksumBlock != 0 ||
+      options.slot_bytes < io::kLargeBody + format::kChecksumBlock) {
+    throw Error::invalid("slots of " + std::to_string(options.slot_bytes) + " bytes: a multiple of " +
+                         std::to_string(format::kChecksumBlock) + " from " +
+                         std::to_string(io::kLargeBody + format::kChecksumBlock) + " on is wanted");
+  }
+  if (options.niceness < 0 || options.niceness > 19) {
+    throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
+  }
+  return options;
+}
 
 void write_tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,
                  io::TransferControl& control, io::TransferStats& stats) {

@@ -1,21 +1,23 @@
-// Ranges of tensors that lie in files without a gap, as safetensors wants them: whole files of one writer, or what one
-// of several writers has of files that they share. Segments are cut where it suits the disk, so one may hold the end of
-// one tensor and the start of the next, or only a few rows of a column shard.
+// Writes tensors to their places in files, by segments: ranges of a file of at most one slot, cut where it suits the
+// disk. A segment may hold many small tensors, the end of one and the start of the next, a piece of a large one, or
+// only a few rows of a column shard.
 //
+// A large tensor's whole blocks travel from its own memory where its address allows; what is left passes through slots.
 // A block that another writer may share is written through the page cache, and only the bytes that are ours: nothing is
-// read, so nothing that others write meanwhile is undone. All else goes as FileWriter's records do.
+// read, so nothing that others write meanwhile is undone.
 //
 // Checksums of blocks are put together from pieces in any order, by any thread or rank: what a piece contributes is its
 // CRC-32 moved to its place in its block (crc32_combine with what follows it), and a block's CRC-32 is the exclusive or
-// of them.
+// of them. A record's epilogue holds its tensor's CRC-32, so a segment with an epilogue waits for the segments that
+// hold other pieces of that tensor.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "format/checksum_table.h"
+#include "format/torch_record.h"
 #include "io/box.h"
 #include "io/file.h"
 #include "io/transfer_control.h"
@@ -23,6 +25,10 @@
 #include "io/transfer_stats.h"
 
 namespace vescale_ckpt::write {
+
+// The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
+// Error(invalid) otherwise.
+const io::EngineOptions& usable_for_writing(const io::EngineOptions& options);
 
 // Where a tensor lies in a file, and what is contributed to the checksums of its blocks: for each cell of the file that
 // is written to, from the first of them on; zeros before the first piece. No blocks: no checksums.
@@ -38,10 +44,17 @@ struct TileSource {
   TensorPlace place;
   const std::byte* data = nullptr;  // of the first element
   const io::Box* box = nullptr;
+  // What stands before the tensor and behind it, if anything. Epilogues are not cut, so a record that is not large is
+  // set apart where a slot does not hold it with what is before it.
+  const format::TensorRecord* framing = nullptr;
+  bool apart = false;  // begins a segment, on a block of its own
+
+  uint64_t begin() const { return place.begin - (framing != nullptr ? framing->prologue().size() : 0); }
+  uint64_t end() const { return place.end + (framing != nullptr ? framing->epilogue_bytes() : 0); }
 };
 
 enum class TileEdges {
-  ours,    // nobody else writes to the files: blocks are filled up with zeros
+  ours,    // nobody else writes to the files: blocks are filled up, and gaps filled, with zeros
   shared,  // others write to the same files, and perhaps to the same blocks
 };
 

@@ -7,7 +7,6 @@
 // One FileWriter is driven by one thread, which it multiplies itself; others may look on and cancel.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -18,9 +17,11 @@
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
 #include "io/box.h"
+#include "io/file.h"
 #include "io/transfer_control.h"
 #include "io/transfer_loop.h"
 #include "io/transfer_stats.h"
+#include "write/tiles.h"
 
 namespace vescale_ckpt::write {
 
@@ -40,10 +41,6 @@ struct PlacedRecord {
   uint64_t length;
   uint32_t crc;  // of the tensor's bytes, or of the object's; 0 without checksums
 };
-
-// The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
-// Error(invalid) otherwise.
-const io::EngineOptions& usable_for_writing(const io::EngineOptions& options);
 
 class FileWriter {
  public:
@@ -78,13 +75,10 @@ class FileWriter {
   bool checksums() const { return checksums_; }
 
  private:
-  struct Part;
-  struct Segment;
-  struct Record;
-  class Group;
-
-  // Whether a block of the file may be written from `data` itself.
-  bool can_send(const std::byte* data) const;
+  std::vector<TileSource> lay_out(std::span<const RecordSource> sources) const;
+  // Writes the tiles. Returns the checksums of all their blocks, of which each tile is given its own; zeros without
+  // checksums.
+  std::vector<uint32_t> send(std::span<TileSource> tiles);
   uint64_t seal(uint64_t length, bool sync);
 
   const io::EngineOptions options_;

@@ -195,6 +195,20 @@ TEST_P(SharedWriterTest, AllAtOnceFillTheFileAndPutItsChecksumsTogether) {
   }
 }
 
+TEST_P(SharedWriterTest, SendsOnlyEdgesAndShortPiecesThroughThePageCache) {
+  constexpr uint64_t kItems = 700'000;
+  const std::vector<int64_t> layout = {0, 64,      int64_t{dtype_}, 1, kItems, 0, kItems,  // then one of three numbers
+                                       0, 8 << 20, int64_t{dtype_}, 1, 3,      0, 3};
+  const Memory large(kItems * kItem), small(3 * kItem);
+  const auto at = [](const Memory& memory) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data())); };
+  SharedWriter writer({path("file")}, layout, options_);
+  writer.write(std::vector<int64_t>{dtype_, at(large), 1, kItems, 1, dtype_, at(small), 1, 3, 1},
+               std::vector<int64_t>{0, 1});
+  writer.finish(false);
+  EXPECT_EQ(writer.stats().bytes(), (kItems + 3) * kItem);
+  EXPECT_GE(writer.stats().by_access[static_cast<size_t>(access())], kItems * kItem - 2 * kBlock);
+}
+
 TEST_P(SharedWriterTest, FailsWithTheErrorOfAnyCall) {
   for (const Call call : {Call::open, Call::write, Call::sync}) {
     const ArmedFault fault(call, ENOSPC, call == Call::write ? 3 : 0, 1000);
