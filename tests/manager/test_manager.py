@@ -27,13 +27,14 @@ from damage import blank, data_files, flipped, fork, in_child, records, same, sm
 from rank_pool import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import api, verify
+from vescale_ckpt import api
 from vescale_ckpt._collective.handle import SaveHandle
 from vescale_ckpt._dcp.load_planner import LoadPlanner
 from vescale_ckpt._dcp.storage_reader import StorageReader
 from vescale_ckpt._engine import _C
 from vescale_ckpt._native import commit, steps
 from vescale_ckpt._native.steps import SavedOrder
+from vescale_ckpt._read.verify import verify
 from vescale_ckpt._storage import locks
 from vescale_ckpt._write.snapshot import StagedPart
 from vescale_ckpt.errors import (

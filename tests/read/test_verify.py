@@ -32,9 +32,9 @@ from rank_pool import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 
 import vescale_ckpt
-from vescale_ckpt import verify
 from vescale_ckpt._dcp.storage_reader import StorageReader
 from vescale_ckpt._engine import _C
+from vescale_ckpt._read.verify import verify
 from vescale_ckpt.reports import VerifyReport
 
 

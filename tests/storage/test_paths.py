@@ -14,9 +14,9 @@ from background import held
 from damage import blank, same, small_state
 
 import vescale_ckpt
-from vescale_ckpt import verify
 from vescale_ckpt._dcp.storage_reader import StorageReader
 from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt._read.verify import verify
 from vescale_ckpt._storage.directory import local_path
 from vescale_ckpt.manager.manager import CheckpointManager
 from vescale_ckpt.safetensors import load_file, safe_open, save_file

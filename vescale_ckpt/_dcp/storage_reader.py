@@ -29,10 +29,10 @@ from .._read.filling import Filling
 from .._read.no_checkpoint import explained
 from .._read.packed import load_packed
 from .._read.records import ReadOptions, RecordReader
+from .._read.seen_files import SeenFiles
 from .._share.begin import SharedReading
 from .._storage.directory import directory_at, local_path
 from .._storage.locks import FileLock
-from .._storage.seen_files import SeenFiles
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path

@@ -39,13 +39,11 @@ from .._engine.errors import named_errors, named_system_errors, translate
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import MOST_BYTES, PLACE_ROW, SHARD, TENSOR, int_table, words
 from .._engine.torch_private import StorageInfo
-from .._native import metadata_file
-from .._native.names import check_relative
 from .._ranks.message import pack, unpack
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import Piece
 from .._storage import file_kinds
-from .._storage.directory import directory_at, is_file, stat_of
+from .._storage.directory import check_relative, directory_at, is_file, stat_of
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from . import header as hf_header
 from . import names as hf_names
@@ -54,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = hf_names.SUFFIX
 INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # as of headers
@@ -63,25 +62,12 @@ _OPENERS = 8  # headers are small and far apart: what takes time is waiting
 OnError = Callable[[CheckpointError], None]
 
 
-def is_one(path: str) -> bool:
-    """Whether `path` is a checkpoint of this kind, by its names alone."""
-    if metadata_file.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
-        return False
-    try:
-        names = directory_at(path).names()
-        return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names) and not metadata_file.metadata_ranks(path)
-    except NotADirectoryError:
-        return is_file(path)
-    except OSError:
-        return False
-
-
 def mark(path: str) -> str:
     """Tells one checkpoint from another that other ranks may see, cheaply: by names and the index's length. Raises
     OSError."""
     if is_file(path):
         return f"{os.path.basename(path)}:{stat_of(path).size}"
-    names = sorted(name for name in directory_at(path).names() if name.endswith((SUFFIX, INDEX_SUFFIX)))
+    names = sorted(name for name in directory_at(path).names() if name.endswith(SUFFIXES))
     sizes = [directory_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
     return json.dumps([names, sizes])
 

@@ -9,11 +9,10 @@ import os
 
 from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
-from .._native.names import new_token
 from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
-from .._storage.pending import Pending
+from .._storage.pending import Pending, new_token
 from .commit import IndexOf, check_replaceable, replace_model
 from .names import INDEX_NAME, file_names, is_model_file, is_temporary_index, temporary_name, token_of
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-from pathlib import PurePosixPath
 
 from .._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
+from .._storage.place import PLACE_PREFIX
 from ..errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
-PLACE_PREFIX = METADATA_NAME + ".tmp.place."  #: of what the coordinator leaves to prove that ranks share a directory
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
@@ -37,12 +35,6 @@ def is_metadata_file(name: str) -> bool:
 def rank_of_metadata(name: str) -> int | None:
     """Which `metadata_name` was given for that name of a metadata file."""
     return None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
-
-
-def new_token() -> str:
-    """What tells the data files of one save of a rank from all others: ranks need not agree on names, because metadata
-    carries them."""
-    return secrets.token_hex(4)
 
 
 def data_name(rank: int, token: str, part: int | None = None) -> str:
@@ -80,18 +72,6 @@ def may_be_in_use(temporary: str) -> bool:
 def is_of_a_save(name: str) -> bool:
     """Whether a save that died may have left a file of that name."""
     return is_data_file(name) or is_temporary_file(name) or name == INDEX_NAME
-
-
-def check_relative(name: object, key: str) -> str:
-    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory."""
-    if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
-        raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise UntrustedCheckpointError(
-            f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
-        )
-    return name
 
 
 def checked_place(info: object, key: str) -> StorageInfo:

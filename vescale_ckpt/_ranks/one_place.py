@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 
 from .._engine import _C
-from .._native.names import PLACE_PREFIX
 from .._storage import place
 from .._storage.directory import directory_at, stat_of
+from .._storage.place import PLACE_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 

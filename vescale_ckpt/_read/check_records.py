@@ -19,7 +19,8 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
-from .._native.names import check_relative, checked_place, crc_of
+from .._native.names import checked_place, crc_of
+from .._storage.directory import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 from .contents import Contents

@@ -15,20 +15,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.torch_private import StorageInfo
-from .._hf import contents
+from .._hf import contents as hf_contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.metadata_file import (
+    has_metadata,
     index_bytes,
     metadata_bytes,
     metadata_mark,
+    metadata_ranks,
     read_index,
     read_metadata,
     read_metadata_of,
 )
 from .._native.names import INDEX_NAME, METADATA_NAME, checked_place
 from .._ranks.message import pack, unpack
-from .._storage.directory import directory_at
+from .._storage.directory import directory_at, is_file
 from ..errors import CorruptCheckpointError
 from .no_checkpoint import explained
 
@@ -112,10 +114,23 @@ class Contents:
         return {}
 
 
+def is_safetensors(path: str) -> bool:
+    """Whether `path` is a checkpoint of safetensors files, by its names alone."""
+    if has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+        return False
+    try:
+        names = directory_at(path).names()
+        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not metadata_ranks(path)
+    except NotADirectoryError:
+        return is_file(path)
+    except OSError:
+        return False
+
+
 def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> Contents:
     """Of the checkpoint at `path`, or of the part of it that `rank` saved without collectives. Raises `CheckpointError`
     if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
-    if rank is None and contents.is_one(path):
+    if rank is None and is_safetensors(path):
         return of_safetensors(path, SafetensorsContents.read(path, verify))
     index = read_index(path, rank) if by_index else None
     if index is None:
@@ -126,15 +141,15 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
 
 def mark(path: str) -> str:
     """Tells the contents of a checkpoint from those of another, cheaply; empty if there is none. Raises OSError."""
-    if contents.is_one(path):
-        return contents.mark(path)
+    if is_safetensors(path):
+        return hf_contents.mark(path)
     return metadata_mark(path)
 
 
 def packed(path: str, verify: bool) -> bytes:
     """The contents for readers of other ranks: the index, or all metadata if there is none. Empty if it is better that
     each reads what it needs of it."""
-    if contents.is_one(path):
+    if is_safetensors(path):
         return pack(b"", b"", SafetensorsContents.read(path, verify).pack())
     with suppress(OSError):
         if directory_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:

@@ -14,14 +14,13 @@ from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import int_table
-from .._native.names import check_relative
-from .._storage.directory import stat_of
-from .._storage.seen_files import SeenFiles
+from .._storage.directory import check_relative, stat_of
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import LoadStats
 from ..settings import DirectIO
 from .contents import Contents
 from .non_contiguous_records import tensor_in_archive
+from .seen_files import SeenFiles
 
 _PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
 

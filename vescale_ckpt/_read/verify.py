@@ -7,16 +7,15 @@ import os
 
 from .. import settings
 from .._engine import _C
-from .._hf import contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
-from .._native.names import check_relative, index_name, metadata_name
-from .._storage.directory import directory_at, local_path, stat_of
+from .._native.names import index_name, metadata_name
+from .._storage.directory import check_relative, directory_at, local_path, stat_of
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
 from .check_records import as_damage, check_records, check_tables, list_records
-from .contents import Contents, of_safetensors
+from .contents import Contents, is_safetensors, of_safetensors
 from .no_checkpoint import explained
 
 
@@ -39,7 +38,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     settings.check()
     directory = local_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
-    if contents.is_one(directory):
+    if is_safetensors(directory):
         _verify_safetensors(directory, report)
         _tell_what_is_unchecked(report)
         return report

@@ -15,6 +15,7 @@ import shutil
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
@@ -354,3 +355,15 @@ def _path_of_url(text: str, scheme: str) -> str:
     if "\0" in path or not path:
         raise ValueError(f"{text} names no path")
     return path
+
+
+def check_relative(name: object, key: str) -> str:
+    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory."""
+    if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
+        raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise UntrustedCheckpointError(
+            f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
+        )
+    return name

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -212,6 +213,11 @@ def put_back(path: str) -> None:
             _C.sync_directory(os.path.dirname(path) or ".")
         logger.warning("%s was being replaced when the conversion died: what was there is back", path)
         return
+
+
+def new_token() -> str:
+    """A part of the names of one set of files that tells them from those of every other writer."""
+    return secrets.token_hex(4)
 
 
 def temporary_name(path: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+#: Of the names of such marks. They count as temporary files of a checkpoint's metadata, so that clean-ups find them.
+PLACE_PREFIX = ".metadata.tmp.place."
+
 
 def leave(directory: str, name: str) -> None:
     """Makes an empty file that was not there. Not durable. Raises OSError."""

@@ -11,10 +11,10 @@ from .._engine import _C
 from .._engine.errors import check_space, named_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import words
-from .._native.names import data_name, new_token
+from .._native.names import data_name
 from .._storage.directory import directory_at
 from .._storage.locks import FileLock
-from .._storage.pending import make_locked
+from .._storage.pending import make_locked, new_token
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .rank_files import FileOptions, RankFiles

@@ -20,16 +20,16 @@ from .._engine.gc import garbage_collector_paused
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._native import metadata_file
-from .._native.names import METADATA_NAME, check_relative, checked_place, crc_of
+from .._native.names import METADATA_NAME, checked_place, crc_of
 from .._read.by_items import ItemLoad
 from .._read.contents import Contents
 from .._read.filling import Filling
 from .._read.match import not_all_there
 from .._read.no_checkpoint import explained
 from .._read.records import ReadOptions, RecordReader
+from .._read.seen_files import SeenFiles
 from .._state.structure import Path, structure_of
-from .._storage.directory import directory_at, local_path
-from .._storage.seen_files import SeenFiles
+from .._storage.directory import check_relative, directory_at, local_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from .source import Read, TensorInfo, parts_of
 

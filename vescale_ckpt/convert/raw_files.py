@@ -12,7 +12,7 @@ from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
-from .._storage.seen_files import SeenFiles
+from .._read.seen_files import SeenFiles
 from ..errors import CorruptCheckpointError
 from .source import Read, TensorInfo
 

@@ -13,8 +13,8 @@ from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._hf.contents import Box, SafetensorsContents
 from .._read.match import not_all_there
+from .._read.seen_files import SeenFiles
 from .._state.structure import Path
-from .._storage.seen_files import SeenFiles
 from .source import Read, TensorInfo, parts_of
 
 

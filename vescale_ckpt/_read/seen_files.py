@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 
 from .._native.names import is_data_file
+from .._storage.directory import stat_of
 from ..errors import CheckpointError
-from .directory import stat_of
 
 _Identity = tuple[int, ...]
 
