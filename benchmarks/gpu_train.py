@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt import CheckpointManager
 
 from .figures import record
 

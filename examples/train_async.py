@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt import CheckpointManager
 
 
 def say(text: str) -> None:

@@ -14,7 +14,7 @@ from damage import state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt._write.snapshot import StagedPart
+from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 120.0  # seconds
 ROWS, COLUMNS = 2048, 400  # large enough to be sent alone
@@ -72,13 +72,13 @@ def state_of_rank(k: int) -> dict[str, Any]:
 def held() -> Iterator[threading.Event]:
     """Background writing waits for this event."""
     event = threading.Event()
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         assert event.wait(BOUND)
         return write(part)
 
-    with mock.patch.object(StagedPart, "write", late):
+    with mock.patch.object(StagedPlan, "write", late):
         try:
             yield event
         finally:

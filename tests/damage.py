@@ -41,13 +41,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from vescale_ckpt._engine import _C
 from vescale_ckpt._native import metadata_file
-from vescale_ckpt.errors import CheckpointError
 
 State = dict[str, Any]
 

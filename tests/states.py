@@ -10,10 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 
 KiB = 1 << 10

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from . import settings
 from ._collective.agree_plan import CollectivePlan
-from ._collective.background import ON_BUSY, Lane, OnBusy
+from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
 from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
@@ -26,12 +26,12 @@ from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import check_format
 from ._engine import _C
-from ._engine.gc import garbage_collector_paused
+from ._engine.gc import gc_paused
 from ._engine.rows import words
 from ._hf.shard_size import shard_bytes
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
-from ._ranks.store_clerk import PATIENCE
+from ._ranks.store_clerk import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number
@@ -116,9 +116,9 @@ def save(
     shard_bytes(max_shard_size)
     where = local_path(path)  # whatever the working directory is later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
-    lane = Lane.of(process_group)
-    with lane.lock:
-        if on_busy != "wait" and not lane.all_free(process_group, timeout):
+    queue = BackgroundQueue.of(process_group)
+    with queue.lock:
+        if on_busy != "wait" and not queue.all_free(process_group, timeout):
             busy = SaveInProgressError(f"saving to {os.fspath(path)}: the save before this one goes on")
             if on_busy == "raise":
                 raise busy
@@ -126,11 +126,11 @@ def save(
             return SaveHandle.of_skipped(busy)
         limit = settings.timeout(timeout)
         began = time.monotonic()
-        lane.wait_until_done(limit)
-        failed_before = lane.take_failure()
+        queue.wait_until_done(limit)
+        failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
             # Its ranks waited in vain, and may do so again: the call has one timeout for both.
-            limit = max(limit - (time.monotonic() - began), min(limit, PATIENCE))
+            limit = max(limit - (time.monotonic() - began), min(limit, GRACE_SECONDS))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
@@ -142,7 +142,7 @@ def save(
         else:
             save = CollectiveNativeSave(exchange, planner, where, doing, overwrite)
         try:
-            with garbage_collector_paused():
+            with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
                 if packed and async_checkpoint:
                     save.stage(guard)
@@ -151,7 +151,7 @@ def save(
         finally:
             save.let_go_of_state()
         if packed and async_checkpoint:
-            return lane.go_on(save)
+            return queue.go_on(save)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
         assert save.stats is not None
@@ -285,10 +285,10 @@ def prepare(
     check_is_mapping(state, "prepare")
     checked_flag("async_checkpoint", async_checkpoint)
     planner = _planners.of(process_group)
-    lane = Lane.of(process_group)
-    with lane.lock:
+    queue = BackgroundQueue.of(process_group)
+    with queue.lock:
         limit = settings.timeout(timeout)
-        lane.wait_until_done(limit)
+        queue.wait_until_done(limit)
         plan = CollectivePlan(Exchange.of(process_group, limit), planner, "preparing to save")
         failure: Exception | None = None
         try:

@@ -21,7 +21,7 @@ import torch
 from . import settings
 from ._engine import _C
 from ._engine.errors import check_space, named_errors
-from ._engine.gc import garbage_collector_paused
+from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
 from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
@@ -58,7 +58,7 @@ def save_file(
     `StorageFullError`, `CheckpointError`.
     """
     path = local_path(filename)
-    with garbage_collector_paused():
+    with gc_paused():
         _check_tensors(tensors)
         watch = WatchedState(tensors)
         texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
@@ -202,7 +202,7 @@ class _Opened:
         return self._on_device([host])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:
-        with garbage_collector_paused():
+        with gc_paused():
             read = (tensor for group in self._groups() for tensor in self.read(group))
             return dict(zip(self.number, read, strict=True))
 

@@ -131,7 +131,7 @@ void File::write_back() {
   ::sync_file_range(plain_, 0, 0, SYNC_FILE_RANGE_WRITE);
 }
 
-void File::nudge_writeback(uint64_t offset, uint64_t size) {
+void File::start_writeback(uint64_t offset, uint64_t size) {
   if (access() != Access::buffered) return;
   ::sync_file_range(plain_, static_cast<off_t>(offset), static_cast<off_t>(size), SYNC_FILE_RANGE_WRITE);
 }

@@ -42,7 +42,7 @@ class File {
   void truncate(uint64_t size);
   void sync();
   // Starts write-back of buffered data so that the final sync is short; no effect otherwise.
-  void nudge_writeback(uint64_t offset, uint64_t size);
+  void start_writeback(uint64_t offset, uint64_t size);
   // The same for all that is in the page cache, however the rest of the file travels.
   void write_back();
 

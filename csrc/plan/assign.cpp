@@ -76,7 +76,7 @@ class Assigner {
   std::span<const uint32_t> nodes_;
   const PlanOptions& options_;
   HolderSets sets_;
-  std::vector<Contested> sized_, weightless_;
+  std::vector<SharedPiece> sized_, weightless_;
 };
 
 void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers) {

@@ -62,7 +62,7 @@ Balance::Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t le
       loads_(std::move(loads)),
       least_piece_bytes_(static_cast<int64_t>(std::clamp<uint64_t>(least_piece_bytes, 1, INT64_MAX))) {}
 
-Balance::Cut Balance::cut_along(const Contested& box, int32_t dim) const {
+Balance::Cut Balance::cut_along(const SharedPiece& box, int32_t dim) const {
   if (dim < 0) return {-1, 1, box.bytes, 1};
   int64_t runs = 1;  // that a piece lies in
   for (const int64_t length : box.size.first(static_cast<size_t>(dim))) runs *= length;
@@ -73,7 +73,7 @@ Balance::Cut Balance::cut_along(const Contested& box, int32_t dim) const {
 }
 
 // Those that give at least two pieces, from large rows in few runs of memory to small rows in many.
-std::vector<Balance::Cut> Balance::cuts_of(const Contested& box) const {
+std::vector<Balance::Cut> Balance::cuts_of(const SharedPiece& box) const {
   std::vector<Cut> cuts;
   int64_t longest = 1;
   for (size_t dim = 0; dim < box.size.size(); ++dim) {
@@ -85,7 +85,7 @@ std::vector<Balance::Cut> Balance::cuts_of(const Contested& box) const {
   return cuts;
 }
 
-void Balance::place(std::span<const Contested> boxes) {
+void Balance::place(std::span<const SharedPiece> boxes) {
   std::vector<int64_t> bytes(sets_.size());
   std::vector<uint32_t> sorted(boxes.size());
   std::iota(sorted.begin(), sorted.end(), 0);
@@ -94,7 +94,7 @@ void Balance::place(std::span<const Contested> boxes) {
     return boxes[a].bytes != boxes[b].bytes ? boxes[a].bytes > boxes[b].bytes : a < b;
   });
   std::vector<size_t> begins(sets_.size() + 1);  // of each set's boxes in `sorted`
-  for (const Contested& box : boxes) {
+  for (const SharedPiece& box : boxes) {
     bytes[box.set] += box.bytes;
     ++begins[box.set + 1];
   }
@@ -120,10 +120,10 @@ void Balance::place(std::span<const Contested> boxes) {
   }
 }
 
-void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> boxes,
+void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece> boxes,
                         std::span<const uint32_t> sorted) {
   const std::span<const uint32_t> ranks = sets_[set];
-  const int64_t level = water_level(ranks, loads_, bytes), slack = level / kSlack;
+  const int64_t level = fill_level(ranks, loads_, bytes), slack = level / kSlack;
   std::vector<int64_t> rooms;
   rooms.reserve(ranks.size());
   for (const uint32_t rank : ranks) rooms.push_back(level - loads_[rank]);
@@ -135,7 +135,7 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> 
   };
   std::vector<uint32_t> too_large;  // for any room; poured into what the others leave, like sand between stones
   for (const uint32_t i : sorted) {
-    const Contested& box = boxes[i];
+    const SharedPiece& box = boxes[i];
     begin(i);
     const size_t member = room.most();
     if (room[member] + slack < box.bytes && !cuts_of(box).empty()) {
@@ -147,7 +147,7 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> 
     end(i, -1);
   }
   for (const uint32_t i : too_large) {
-    const Contested& box = boxes[i];
+    const SharedPiece& box = boxes[i];
     begin(i);
     end(i, split(box, ranks, room, slack));
   }
@@ -156,7 +156,7 @@ void Balance::place_set(uint32_t set, int64_t bytes, std::span<const Contested> 
 
 // Returns the dimension that it was split along. Later ones are worth their many runs of memory only if they lower the
 // highest rank by more than the slack, not counting what larger sets can put elsewhere.
-int32_t Balance::split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
+int32_t Balance::split(const SharedPiece& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack) {
   int64_t least_excess = INT64_MAX;
   std::vector<Share> best;
   Cut best_cut{};

@@ -21,7 +21,7 @@ struct Shares {
   std::span<const Share> list;
 };
 
-struct Contested {
+struct SharedPiece {
   uint32_t set;                   // the ranks that hold it
   int64_t bytes;                  // more than 0
   std::span<const int64_t> size;  // it may be split along these dimensions; empty if it cannot be
@@ -36,7 +36,7 @@ class Balance {
   // rank above the even level by more than 1/200 of it is split over the gaps that the others leave. Ties go to the box
   // that comes first and to the lowest rank. A box is split along its first dimension longer than one, where each piece
   // is one run of memory; along a longer one behind it if the rows of those before are too large to come out even.
-  void place(std::span<const Contested> boxes);
+  void place(std::span<const SharedPiece> boxes);
 
   Shares shares(size_t box) const {
     return {places_[box].dim, {shares_.data() + places_[box].begin, places_[box].count}};
@@ -55,12 +55,12 @@ class Balance {
     int32_t dim;
   };
 
-  void place_set(uint32_t set, int64_t bytes, std::span<const Contested> boxes, std::span<const uint32_t> sorted);
+  void place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece> boxes, std::span<const uint32_t> sorted);
   // Appends to shares_.
-  int32_t split(const Contested& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
+  int32_t split(const SharedPiece& box, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
   static std::vector<Share> fill(const Cut& cut, std::span<const uint32_t> ranks, MostRoom& room, int64_t slack);
-  Cut cut_along(const Contested& box, int32_t dim) const;
-  std::vector<Cut> cuts_of(const Contested& box) const;
+  Cut cut_along(const SharedPiece& box, int32_t dim) const;
+  std::vector<Cut> cuts_of(const SharedPiece& box) const;
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;

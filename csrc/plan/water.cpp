@@ -12,7 +12,7 @@ constexpr int64_t kSettled = 1000;  // a turn that moves less than this part of 
 
 }  // namespace
 
-int64_t water_level(std::span<const uint32_t> set, std::span<const int64_t> loads, int64_t bytes) {
+int64_t fill_level(std::span<const uint32_t> set, std::span<const int64_t> loads, int64_t bytes) {
   std::vector<int64_t> sorted;
   sorted.reserve(set.size());
   for (const uint32_t rank : set) sorted.push_back(loads[rank]);
@@ -40,7 +40,7 @@ std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> orde
       const std::span<const uint32_t> ranks = sets[set];
       int64_t* part = poured.data() + sets.begin(set);
       for (size_t i = 0; i < ranks.size(); ++i) loads[ranks[i]] -= part[i];
-      const int64_t level = water_level(ranks, loads, bytes[set]);
+      const int64_t level = fill_level(ranks, loads, bytes[set]);
       int64_t left = bytes[set];
       for (size_t i = 0; i < ranks.size(); ++i) {
         const int64_t now = std::min(left, std::max<int64_t>(0, level - loads[ranks[i]]));

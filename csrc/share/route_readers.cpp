@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kTolerance = 2 << 20;
 
 // How much each rank of a set has to read in all, if those with least are filled up evenly with `total`.
-uint64_t water_level(uint64_t total, std::span<const uint32_t> set, std::span<const uint64_t> bytes) {
+uint64_t fill_level(uint64_t total, std::span<const uint32_t> set, std::span<const uint64_t> bytes) {
   std::vector<uint64_t> loads;
   for (const uint32_t rank : set) loads.push_back(bytes[rank]);
   std::ranges::sort(loads);
@@ -31,7 +31,7 @@ void share(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<
            std::span<uint64_t> bytes) {
   uint64_t total = 0;
   for (const size_t number : group) total += pieces[number].bytes;
-  const uint64_t level = water_level(total, set, bytes);
+  const uint64_t level = fill_level(total, set, bytes);
   size_t current = 0;
   const auto room = [&] { return level - std::min(level, bytes[set[current]]); };
   for (const size_t number : group) {

@@ -43,7 +43,7 @@ class Tiles {
         [this](size_t index, io::Flight& flight) { prepare(segments_[index], flight); },
         [this](io::Flight& flight) {
           stats_.count(flight, flight.transfer.size + flight.moved_before);
-          flight.transfer.file->nudge_writeback(flight.transfer.offset, flight.transfer.size);
+          flight.transfer.file->start_writeback(flight.transfer.offset, flight.transfer.size);
           const bool edge = static_cast<const Segment*>(flight.item)->way == Way::edge;
           if (edge && --edges_left_ == 0) write_back();
         },

@@ -13,11 +13,9 @@ from states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import vescale_ckpt
-from vescale_ckpt import load
+from vescale_ckpt import CheckpointError, MissingKeysError, UntrustedCheckpointError, load, save
 from vescale_ckpt._state.key_selection import suggested
-from vescale_ckpt.api import save
 from vescale_ckpt.convert.plan import dtype_named
-from vescale_ckpt.errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 
 MODEL = torch.nn.Linear(3, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())

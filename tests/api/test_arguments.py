@@ -18,15 +18,21 @@ from states import error_in
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt import load, settings
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
-from vescale_ckpt._read.verify import verify
-from vescale_ckpt.api import prepare, save
-from vescale_ckpt.convert.run import convert
-from vescale_ckpt.errors import CheckpointError, LoadFailedError, SaveFailedError
+from vescale_ckpt import (
+    CheckpointError,
+    LoadFailedError,
+    LoadPlanner,
+    SaveFailedError,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    convert,
+    load,
+    prepare,
+    save,
+    settings,
+    verify,
+)
 
 STATE = {"weight": torch.arange(6.0), "step": 3}
 FLAG = "True or False is wanted"

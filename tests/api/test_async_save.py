@@ -23,11 +23,17 @@ from damage import in_child, load, no_snapshot_is_left, only_named_files, same, 
 from torch import nn
 
 import vescale_ckpt
-from vescale_ckpt._collective.handle import SaveHandle, settled
-from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt import (
+    CheckpointError,
+    SaveFailedError,
+    SaveHandle,
+    SaveInProgressError,
+    SavePlanner,
+    StorageFullError,
+)
+from vescale_ckpt._collective.handle import settled
 from vescale_ckpt._engine import _C
-from vescale_ckpt._write.snapshot import StagedPart
-from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError, StorageFullError
+from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 60.0  # seconds after which something counts as hung
 SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "200"))
@@ -37,13 +43,13 @@ SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "200"))
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Background writing waits for this event."""
     event = threading.Event()
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         assert event.wait(BOUND)
         return write(part)
 
-    monkeypatch.setattr(StagedPart, "write", late)
+    monkeypatch.setattr(StagedPlan, "write", late)
     yield event
     event.set()
 
@@ -331,15 +337,15 @@ TRAINER = """
     import os, sys, threading, torch, vescale_ckpt
     sys.path.insert(0, {tests!r})
     from damage import state
-    from vescale_ckpt import lane
-    from vescale_ckpt.staged_part import StagedPart
-    lane._SECONDS_TO_GIVE_UP = 0.5
-    write = StagedPart.write
+    from vescale_ckpt._collective import background
+    from vescale_ckpt._write.snapshot import StagedPlan
+    background._SECONDS_TO_GIVE_UP = 0.5
+    write = StagedPlan.write
     def late(part):
         threading.Event().wait({seconds})
         return write(part)
     vescale_ckpt.save({path!r}, state(1))
-    StagedPart.write = late
+    StagedPlan.write = late
     vescale_ckpt.save({path!r}, state(2), async_checkpoint=True)
 """
 

@@ -23,14 +23,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.stager import Stager
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
-from vescale_ckpt._read.verify import verify
-from vescale_ckpt.convert.run import convert
-from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt import (
+    CheckpointManager,
+    LoadPlanner,
+    Stager,
+    StorageReader,
+    StorageWriter,
+    convert,
+    safetensors,
+    verify,
+)
 
 BOUND = 60.0
 

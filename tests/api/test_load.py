@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._native import metadata_file
-from vescale_ckpt._state.flatten import nested
-from vescale_ckpt._state.key_selection import Selection, renamed, renaming
-from vescale_ckpt.errors import (
+from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleStateError,
+    LoadPlanner,
     Mismatch,
     MissingKeysError,
     UntrustedCheckpointError,
-    _rebuild,
 )
+from vescale_ckpt._native import metadata_file
+from vescale_ckpt._state.flatten import nested
+from vescale_ckpt._state.key_selection import Selection, renamed, renaming
+from vescale_ckpt.errors import _rebuild
 
 
 @pytest.fixture(params=["ours", "stock"])

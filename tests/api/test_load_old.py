@@ -25,9 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, MissingKeysError, StorageWriter
 from vescale_ckpt._state.application import saved_form
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, MissingKeysError
 
 # --- FSDP1, whose shards are ShardedTensors, or DTensors if it was given a mesh
 

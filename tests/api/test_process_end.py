@@ -22,10 +22,9 @@ from damage import blank, same, small_state
 from rank_pool import _forks
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt._engine import _C
-from vescale_ckpt._write.snapshot import StagedPart
-from vescale_ckpt.errors import CheckpointError
-from vescale_ckpt.manager.manager import CheckpointManager
+from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 120.0
 
@@ -38,15 +37,15 @@ def whole(directory: Path, k: int) -> bool:
 
 def save_in_background(directory: Path) -> None:
     """A save that does not begin to write before the process ends."""
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         deadline = time.monotonic() + BOUND
         while not multiprocessing.util._exiting and time.monotonic() < deadline:  # type: ignore[attr-defined]
             time.sleep(0.001)
         return write(part)
 
-    StagedPart.write = late  # type: ignore[method-assign]
+    StagedPlan.write = late  # type: ignore[method-assign]
     handle = vescale_ckpt.save(directory, small_state(1), async_checkpoint=True)
     assert not handle.done()
 
@@ -60,13 +59,13 @@ def manage_in_background(directory: Path) -> None:
     saver = CheckpointManager(directory, max_to_keep=1)
     saver.save(1, small_state(1))
     saver.wait()
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         time.sleep(0.05)
         return write(part)
 
-    StagedPart.write = late  # type: ignore[method-assign]
+    StagedPlan.write = late  # type: ignore[method-assign]
     saver.save(2, small_state(2))
 
 

@@ -42,10 +42,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 # Even, uneven, fewer rows than ranks, nothing at all, more dimensions, and parts that cross blocks of checksums.
 SHAPES = [(16, 8), (5, 7), (1, 3), (2, 2), (0, 4), (3, 5, 4), (1030, 700)]

@@ -38,7 +38,7 @@ from states import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt.errors import CheckpointError
+from vescale_ckpt import CheckpointError
 
 # --- Structures, dtypes, shapes
 

@@ -19,9 +19,9 @@ from damage import load, only_named_files, same, save
 from rank_pool import run_ranks
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, SaveFailedError, SaveInProgressError
 from vescale_ckpt._engine import _C
-from vescale_ckpt._write.snapshot import StagedPart
-from vescale_ckpt.errors import CheckpointError, SaveFailedError, SaveInProgressError
+from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 60.0  # seconds after which something counts as hung
 
@@ -42,7 +42,7 @@ class _Unwilling:
 def _failing(phase: str) -> Any:
     """On this rank."""
     if phase == "stage":
-        with mock.patch.object(StagedPart, "__init__", side_effect=RuntimeError("no copy today")):
+        with mock.patch.object(StagedPlan, "__init__", side_effect=RuntimeError("no copy today")):
             yield
         return
     calls = {"open": "open", "write": "write", "sync": "sync", "commit": "rename"}
@@ -104,13 +104,13 @@ def _dies(directory: str, who: int) -> Any:
     if rank == 0:
         save(directory, whole_state(1))
     dist.barrier()
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def last_act(part: StagedPart) -> Any:
+    def last_act(part: StagedPlan) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
         return write(part)
 
-    with mock.patch.object(StagedPart, "write", last_act) if rank == who else contextlib.nullcontext():
+    with mock.patch.object(StagedPlan, "write", last_act) if rank == who else contextlib.nullcontext():
         handle = vescale_ckpt.save(directory, state_of_rank(2), async_checkpoint=True)
         error = handle.exception(BOUND)
     return f"{type(error).__name__}: {error}"
@@ -127,13 +127,13 @@ def test_a_rank_that_dies_is_named(checkpoint: Path, who: int) -> None:
 def _busy(directory: str, on_busy: Any) -> list[str]:
     """Only rank 1's save goes on when the next one begins."""
     release = threading.Event()
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         assert release.wait(BOUND)
         return write(part)
 
-    patch = mock.patch.object(StagedPart, "write", late) if dist.get_rank() == 1 else contextlib.nullcontext()
+    patch = mock.patch.object(StagedPlan, "write", late) if dist.get_rank() == 1 else contextlib.nullcontext()
     with patch:
         first = vescale_ckpt.save(directory, state_of_rank(1), async_checkpoint=True)
         told = []

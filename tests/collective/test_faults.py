@@ -38,12 +38,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadPlanner,
+    SavePlanner,
+    StorageFullError,
+    StorageReader,
+    StorageWriter,
+)
 from vescale_ckpt._engine import _C
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageFullError
 
 MiB = 1 << 20
 SAVE_CALLS = ("open", "write", "allocate", "truncate", "sync", "sync_directory", "rename", "space")

@@ -24,8 +24,7 @@ from kills import Shared, kill, wait_until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import SavePlanner, StorageWriter
 
 KILLS = int(os.environ.get("VESCALE_CKPT_TEST_KILLS", "60"))
 BOUND = 120.0  # seconds after which a process counts as hung

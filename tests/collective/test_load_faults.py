@@ -25,15 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank, StorageReader
 from vescale_ckpt._dcp.fill_planner import FillPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
 from vescale_ckpt._engine import _C
 from vescale_ckpt._share import routes
 from vescale_ckpt._share.rounds import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
-from vescale_ckpt._state.per_rank import PerRank
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError
 
 RANKS = 3
 FOREVER = 30.0  # seconds; the timeout of each step where nobody is late

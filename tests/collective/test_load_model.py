@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import LoadPlanner, StorageReader
 
 RANKS = 4
 FIRST_SEED = int(os.environ.get("LOAD_MODEL_SEED", "1000"))  # for longer runs by hand

@@ -22,17 +22,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._read import packed
-from vescale_ckpt._state.application import saved_form
-from vescale_ckpt._state.per_rank import PerRank
-from vescale_ckpt.errors import (
+from vescale_ckpt import (
     CheckpointError,
     CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
     LoadFailedError,
     MissingKeysError,
+    PerRank,
 )
+from vescale_ckpt._read import packed
+from vescale_ckpt._state.application import saved_form
 
 FOREVER = 30.0
 

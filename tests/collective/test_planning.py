@@ -23,13 +23,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import api
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
-from vescale_ckpt._state.per_rank import PerRank
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, LoadFailedError, SaveFailedError
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    LoadFailedError,
+    LoadPlanner,
+    PerRank,
+    SaveFailedError,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    api,
+)
 
 BOUND = 120.0  # seconds after which a run of ranks counts as hung
 WAYS = ("dcp", "ours")

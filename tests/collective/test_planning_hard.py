@@ -32,16 +32,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    LoadPlanner,
+    PerRank,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._state.per_rank import PerRank
 from vescale_ckpt._write.data_files import DataFiles
 from vescale_ckpt._write.native_save import NativeSave
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError
 
 ERRORS = (CheckpointError, CheckpointException)
 

@@ -16,9 +16,8 @@ from rank_pool import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt import CheckpointTimeoutError, SavePlanner, StorageFullError
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt.errors import CheckpointTimeoutError, StorageFullError
 
 TIMEOUT = 2.0  # seconds
 FOREVER = 10 * RUN_TIMEOUT
@@ -105,10 +104,10 @@ def _no_store(directory: Path) -> Any:
     path = directory / "c"
     vescale_ckpt.save(path, _state(1))
     if dist.get_rank() == 0:
-        from vescale_ckpt._ranks.rendezvous import RollCall
+        from vescale_ckpt._ranks.rendezvous import Rendezvous
         from vescale_ckpt._ranks.store_clerk import StoreGoneError
 
-        with mock.patch.object(RollCall, "may_commit", side_effect=StoreGoneError()):
+        with mock.patch.object(Rendezvous, "may_commit", side_effect=StoreGoneError()):
             error = _error_of_save(path)
     else:
         error = _error_of_save(path)

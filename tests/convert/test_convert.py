@@ -22,6 +22,16 @@ from damage import fork, same
 from rank_pool import RanksFailedError, run_ranks
 
 import vescale_ckpt
+from vescale_ckpt import (
+    CheckpointError,
+    ConvertReport,
+    CorruptCheckpointError,
+    MissingKeysError,
+    SaveFailedError,
+    StorageFullError,
+    UntrustedCheckpointError,
+    convert,
+)
 from vescale_ckpt import safetensors as ours_safetensors
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.flatten import flatten
@@ -29,16 +39,7 @@ from vescale_ckpt.cli import main
 from vescale_ckpt.convert import pipeline, run
 from vescale_ckpt.convert.formats import Format, open_source
 from vescale_ckpt.convert.plan import cut
-from vescale_ckpt.convert.run import ConvertReport, convert
 from vescale_ckpt.convert.source import Read
-from vescale_ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    MissingKeysError,
-    SaveFailedError,
-    StorageFullError,
-    UntrustedCheckpointError,
-)
 
 Tensors = dict[str, torch.Tensor]
 

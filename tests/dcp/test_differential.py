@@ -42,15 +42,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    UntrustedCheckpointError,
+)
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._engine.rows import int_table
-from vescale_ckpt.errors import CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
 
 
 def stock_save(path: Path | str, state: dict[str, Any], **options: Any) -> None:

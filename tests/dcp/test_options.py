@@ -32,13 +32,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    IncompatibleStateError,
+    LoadPlanner,
+    LoadStats,
+    SavePlanner,
+    SaveStats,
+    StorageReader,
+    StorageWriter,
+)
 from vescale_ckpt._engine import _C
-from vescale_ckpt.errors import CheckpointError, IncompatibleStateError
-from vescale_ckpt.reports import LoadStats, SaveStats
 
 # --- Ways to and from the disk
 

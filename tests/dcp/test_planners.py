@@ -19,11 +19,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AbstractSavePlanner
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner, item_targets
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
-from vescale_ckpt.errors import CheckpointError, IncompatibleStateError, MissingKeysError
+from vescale_ckpt import (
+    CheckpointError,
+    IncompatibleStateError,
+    LoadPlanner,
+    MissingKeysError,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from vescale_ckpt._dcp.load_planner import item_targets
 
 
 def save_with(path: Path, state: dict[str, Any], planner: AbstractSavePlanner) -> None:

@@ -20,11 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.stager import Stager
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, SavePlanner, Stager, StorageWriter
 from vescale_ckpt._engine import _C
-from vescale_ckpt.errors import CheckpointError
 
 BOUND = 60.0
 

@@ -13,23 +13,23 @@ import torch.distributed.checkpoint as dcp
 from rank_pool import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    CorruptCheckpointError,
+    IncompatibleStateError,
+    LoadPlanner,
+    MissingKeysError,
+    SaveFailedError,
+    StorageFullError,
+    StorageReader,
+    UntrustedCheckpointError,
+)
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.errors import named_errors
 from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._engine.rows import int_table
-from vescale_ckpt.errors import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    CorruptCheckpointError,
-    IncompatibleStateError,
-    MissingKeysError,
-    SaveFailedError,
-    StorageFullError,
-    UntrustedCheckpointError,
-)
 
 ERRORS: dict[str, CheckpointError] = {
     "base": CheckpointError("what happened", key="a", number=7),

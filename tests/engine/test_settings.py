@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vescale_ckpt import settings
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import StorageReader, StorageWriter, settings
 from vescale_ckpt._engine.options import engine_options
 
 NUMBERS = [name for name, setting in settings.SETTINGS.items() if isinstance(setting.default, int)]

@@ -19,12 +19,12 @@ import safetensors.torch as stock_torch
 import torch
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._hf import commit
 from vescale_ckpt._hf import names as hf_names
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.pending import Pending, temporary_name
-from vescale_ckpt.errors import CheckpointError
 
 State = dict[str, torch.Tensor]
 

@@ -24,16 +24,16 @@ import torch
 from damage import fork, in_child, same
 from kills import Shared, kill, wait_until
 
-from vescale_ckpt import safetensors
-from vescale_ckpt._engine import _C
-from vescale_ckpt._storage import locks
-from vescale_ckpt.errors import (
+from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
     MissingKeysError,
     StorageFullError,
     UntrustedCheckpointError,
+    safetensors,
 )
+from vescale_ckpt._engine import _C
+from vescale_ckpt._storage import locks
 
 State = dict[str, torch.Tensor]
 

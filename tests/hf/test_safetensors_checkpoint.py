@@ -26,17 +26,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._hf import contents
-from vescale_ckpt.errors import (
+from vescale_ckpt import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleStateError,
+    LoadPlanner,
     MissingKeysError,
+    StorageReader,
     UntrustedCheckpointError,
+    safetensors,
 )
+from vescale_ckpt._hf import contents
 from vescale_ckpt.simulate.models import entries_in_checkpoint
 
 FOREVER = 60.0

@@ -26,14 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, convert, safetensors
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import leftovers
 from vescale_ckpt.convert.formats import Format
-from vescale_ckpt.convert.run import convert
-from vescale_ckpt.errors import CheckpointError, StorageFullError
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]

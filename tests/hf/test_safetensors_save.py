@@ -31,16 +31,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    PerRank,
+    SaveFailedError,
+    SavePlanner,
+    StorageFullError,
+    StorageWriter,
+    safetensors,
+)
 from vescale_ckpt._engine import _C
 from vescale_ckpt._hf import folder as hf_folder
 from vescale_ckpt._hf import names as hf_names
 from vescale_ckpt._hf.shard_size import shard_bytes
-from vescale_ckpt._state.per_rank import PerRank
 from vescale_ckpt._storage import leftovers, locks
-from vescale_ckpt.errors import CheckpointError, SaveFailedError, StorageFullError
 
 State = dict[str, torch.Tensor]
 

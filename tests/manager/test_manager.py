@@ -27,25 +27,25 @@ from damage import blank, data_files, flipped, fork, in_child, records, same, sm
 from rank_pool import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import api
-from vescale_ckpt._collective.handle import SaveHandle
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._engine import _C
-from vescale_ckpt._native import commit, steps
-from vescale_ckpt._native.steps import SavedOrder
-from vescale_ckpt._read.verify import verify
-from vescale_ckpt._storage import locks
-from vescale_ckpt._write.snapshot import StagedPart
-from vescale_ckpt.errors import (
+from vescale_ckpt import (
     CheckpointError,
+    CheckpointManager,
     CorruptCheckpointError,
     IncompatibleStateError,
     LoadFailedError,
+    LoadPlanner,
     MissingKeysError,
+    SaveHandle,
+    StorageReader,
+    api,
+    verify,
 )
+from vescale_ckpt._engine import _C
+from vescale_ckpt._native import commit, steps
+from vescale_ckpt._native.steps import SavedOrder
+from vescale_ckpt._storage import locks
+from vescale_ckpt._write.snapshot import StagedPlan
 from vescale_ckpt.manager import clean_up, manager, schedule, step_directories
-from vescale_ckpt.manager.manager import CheckpointManager
 
 BOUND = 60.0  # seconds after which something hangs
 
@@ -698,13 +698,13 @@ def save_slowly(directory: Path, step: int, pause: Callable[[], None]) -> None:
 
 
 def begin_to_save(directory: Path, step: int, pause: Callable[[], None]) -> None:
-    write = StagedPart.write
+    write = StagedPlan.write
 
-    def late(part: StagedPart) -> Any:
+    def late(part: StagedPlan) -> Any:
         pause()
         return write(part)
 
-    StagedPart.write = late  # type: ignore[method-assign]
+    StagedPlan.write = late  # type: ignore[method-assign]
     save_steps(directory, step)
 
 

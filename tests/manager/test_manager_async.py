@@ -23,15 +23,20 @@ from rank_pool import run_ranks
 from test_manager import BOUND, Child, restored, save_steps, steps_in
 
 import vescale_ckpt
-from vescale_ckpt import api
+from vescale_ckpt import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointTimeoutError,
+    SaveFailedError,
+    SavePlanner,
+    StorageFullError,
+    api,
+)
 from vescale_ckpt._collective import background
-from vescale_ckpt._collective.background import Lane
-from vescale_ckpt._dcp.save_planner import SavePlanner
+from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.groups import PerGroup
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, SaveFailedError, StorageFullError
 from vescale_ckpt.manager import manager
-from vescale_ckpt.manager.manager import CheckpointManager
 from vescale_ckpt.manager.running_save import RunningSave
 
 
@@ -193,7 +198,7 @@ def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
 
 def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
     one, other = CheckpointManager(checkpoint / "one"), CheckpointManager(checkpoint / "other")
-    with one, held() as event, let_go_by(Lane, "wait_until_done", event):
+    with one, held() as event, let_go_by(BackgroundQueue, "wait_until_done", event):
         one.save(1, small_state(1))
         handle = other.save(1, small_state(1))  # waits for that of `one`
         assert one.steps() == [1] and handle is not None
@@ -403,7 +408,7 @@ def save_out_of_step(directory: Path) -> str:
 
 def test_the_last_save_waits_for_the_one_before(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
-        with held() as event, let_go_by(Lane, "wait_until_done", event):
+        with held() as event, let_go_by(BackgroundQueue, "wait_until_done", event):
             saver.save(1, small_state(1))
             os.kill(os.getpid(), signal.SIGTERM)
             handle = saver.save(2, small_state(2))

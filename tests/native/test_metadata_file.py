@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from vescale_ckpt._native import metadata_file
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 

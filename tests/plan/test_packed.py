@@ -10,11 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, save
 from vescale_ckpt._state import describe
-from vescale_ckpt.api import save
 
 
 class Counting:

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import vescale_ckpt
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import SavePlanner, StorageWriter
 from vescale_ckpt._plan import replicas
 from vescale_ckpt._state.describe import Describer
 

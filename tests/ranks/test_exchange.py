@@ -22,16 +22,10 @@ import torch.distributed as dist
 from rank_pool import TIMEOUT as RUN_TIMEOUT
 from rank_pool import run_ranks
 
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.node import node_of_this_process
-from vescale_ckpt.errors import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    RankFailedError,
-    SaveFailedError,
-    StorageFullError,
-)
 
 TIMEOUT = 2.0  # seconds after which ranks give up where the tests want them to; all that come at once come within it
 FOREVER = 10 * RUN_TIMEOUT  # a rank that waited so long would have been killed: what comes, comes of itself
@@ -586,7 +580,7 @@ def test_interrupt_stays_an_interrupt_on_its_own_rank() -> None:
 
 _PROGRAM = """
 import sys, torch.distributed as dist
-from vescale_ckpt.exchange import Exchange
+from vescale_ckpt._ranks.exchange import Exchange
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 for number in range(10):

@@ -20,9 +20,8 @@ import torch
 from network import FAULTS, Fault, Network, why_not
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
 from vescale_ckpt._ranks.rendezvous import GRACE
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError
-from vescale_ckpt.manager.manager import CheckpointManager
 
 TIMEOUT = 2.0  # seconds
 LOAD_OF_THE_MACHINE = 15.0  # seconds that tests allow on top: to tell what ends from what hangs

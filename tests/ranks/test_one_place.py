@@ -20,15 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
-from vescale_ckpt import api
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageFullError, StorageWriter, api
 from vescale_ckpt._native import names
 from vescale_ckpt._native.commit import remove_leftovers
 from vescale_ckpt._ranks import one_place
 from vescale_ckpt._ranks.one_place import PlaceToken, SeparateDirectoriesError
-from vescale_ckpt.errors import CheckpointError, StorageFullError
-from vescale_ckpt.manager.manager import CheckpointManager
 
 
 class PlansItems(SavePlanner):

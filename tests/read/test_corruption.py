@@ -36,9 +36,7 @@ from damage import (
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, UntrustedCheckpointError
 
 BLOCK = 256 << 10  # what a checksum of our table covers
 TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}

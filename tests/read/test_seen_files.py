@@ -21,14 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
 from vescale_ckpt._read import packed
 from vescale_ckpt._read.records import RecordReader
 from vescale_ckpt._state import objects
 from vescale_ckpt.convert import dcp_source, raw_files
-from vescale_ckpt.errors import CheckpointError
 
 
 def state(number: int) -> dict[str, Any]:

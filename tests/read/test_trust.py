@@ -48,13 +48,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    UntrustedCheckpointError,
+)
 from vescale_ckpt._engine.torch_private import MemoryFormatEncoding, StorageInfo
 from vescale_ckpt._native import metadata_file
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 
 MiB = 1 << 20
 ENOUGH = 150 * MiB  # of memory for any small checkpoint, whatever it says of itself
@@ -141,7 +145,7 @@ def test_nothing_in_metadata_runs(checkpoint: Path, mark: Path, name: str, proto
         "collections|OrderedDict.fromkeys",
         "pathlib|Path.cwd",
         "copyreg|_reconstructor",
-        "vescale_ckpt.metadata_file|_MetadataUnpickler",
+        "vescale_ckpt._native.metadata_file|_MetadataUnpickler",
     ],
 )
 def test_only_the_names_that_metadata_is_made_of_may_be_imported(name: str) -> None:

@@ -32,10 +32,8 @@ from rank_pool import run_ranks
 from torch.distributed.checkpoint import FileSystemWriter
 
 import vescale_ckpt
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import StorageReader, VerifyReport, verify
 from vescale_ckpt._engine import _C
-from vescale_ckpt._read.verify import verify
-from vescale_ckpt.reports import VerifyReport
 
 
 @pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])

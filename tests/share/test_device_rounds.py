@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
 from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.nccl import DeviceGroup
 from vescale_ckpt._share import device_buffer
 from vescale_ckpt._share.device_buffer import DeviceBuffer
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError
 
 FOREVER = 60.0
 

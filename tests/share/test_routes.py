@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, LoadFailedError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._share import node_buffer, rounds, routes
 from vescale_ckpt._share.node_buffer import NodeBuffer
-from vescale_ckpt.errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointError, LoadFailedError
 
 FOREVER = 60.0
 

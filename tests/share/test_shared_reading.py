@@ -28,8 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
 from vescale_ckpt._native import metadata_file
@@ -37,8 +36,6 @@ from vescale_ckpt._ranks.node import ranks_of_this_node
 from vescale_ckpt._read.records import Record
 from vescale_ckpt._share import routes
 from vescale_ckpt._share.begin import SharedReading
-from vescale_ckpt._state.per_rank import PerRank
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
 
 FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import vescale_ckpt
+from vescale_ckpt import CheckpointError, IncompatibleStateError, MissingKeysError
 from vescale_ckpt._state.application import saved_form
-from vescale_ckpt.errors import CheckpointError, IncompatibleStateError, MissingKeysError
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.rows import int_table
@@ -35,7 +36,6 @@ from vescale_ckpt._engine.tensor_checks import as_host_tensor
 from vescale_ckpt._plan.plan_cache import what_changed
 from vescale_ckpt._state.describe import Describer, Description
 from vescale_ckpt._state.tensor_table import ready_tensors, tensor_table
-from vescale_ckpt.errors import CheckpointError
 
 
 class Item(NamedTuple):

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import assert_same
 
+from vescale_ckpt import CheckpointError, UntrustedCheckpointError
 from vescale_ckpt._state import objects
-from vescale_ckpt.errors import CheckpointError, UntrustedCheckpointError
 
 
 class Code:

@@ -20,11 +20,11 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state import shard_boxes
 from vescale_ckpt._state.shard_boxes import Piece, local_shape, pieces, pieces_of
-from vescale_ckpt.errors import CheckpointError
 
 Mesh = tuple[int, ...]
 

@@ -12,15 +12,17 @@ import torch.distributed.checkpoint as dcp
 from states import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from vescale_ckpt import load
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    UntrustedCheckpointError,
+    convert,
+    load,
+    save,
+)
 from vescale_ckpt._state.structure import Structure
-from vescale_ckpt.api import save
-from vescale_ckpt.convert.run import convert
-from vescale_ckpt.errors import UntrustedCheckpointError
 
 
 class Color(enum.Enum):

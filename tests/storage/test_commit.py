@@ -38,16 +38,19 @@ from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadPlanner,
+    SavePlanner,
+    SaveStats,
+    StorageReader,
+    StorageWriter,
+)
 from vescale_ckpt._engine import _C
 from vescale_ckpt._native import commit, names
 from vescale_ckpt._storage import locks
 from vescale_ckpt._write.data_files import DataFiles
-from vescale_ckpt.errors import CheckpointError, CorruptCheckpointError
-from vescale_ckpt.reports import SaveStats
 
 # --- What a save touches
 

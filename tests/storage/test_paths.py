@@ -14,11 +14,9 @@ from background import held
 from damage import blank, same, small_state
 
 import vescale_ckpt
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
-from vescale_ckpt._read.verify import verify
+from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
+from vescale_ckpt._collective.background import BackgroundQueue
 from vescale_ckpt._storage.directory import local_path
-from vescale_ckpt.manager.manager import CheckpointManager
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
 
 
@@ -51,7 +49,7 @@ def test_an_asynchronous_save_goes_where_it_was_sent(here_and_there: tuple[Path,
 
 def test_a_save_that_waits_for_another_goes_where_it_was_sent(here_and_there: tuple[Path, Path]) -> None:
     here, there = here_and_there
-    wait = vescale_ckpt.lane.Lane.wait_until_done
+    wait = BackgroundQueue.wait_until_done
     with held() as event, pytest.MonkeyPatch.context() as patch:
         first = vescale_ckpt.save("first", small_state(1), async_checkpoint=True)
         waiting = threading.Event()
@@ -60,7 +58,7 @@ def test_a_save_that_waits_for_another_goes_where_it_was_sent(here_and_there: tu
             waiting.set()
             wait(*args)
 
-        patch.setattr(vescale_ckpt.lane.Lane, "wait_until_done", noted)
+        patch.setattr(BackgroundQueue, "wait_until_done", noted)
         other = threading.Thread(target=vescale_ckpt.save, args=("second", small_state(2)))
         other.start()
         assert waiting.wait(60)

@@ -21,15 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._dcp.load_planner import LoadPlanner
-from vescale_ckpt._dcp.save_planner import SavePlanner
-from vescale_ckpt._dcp.stager import Stager
-from vescale_ckpt._dcp.storage_reader import StorageReader
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, Gate, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
 from vescale_ckpt._engine import _C
 from vescale_ckpt._write.data_files import DataFile
-from vescale_ckpt._write.optimizer_gate import Gate
-from vescale_ckpt.errors import CheckpointError
 
 BOUND = 60.0
 

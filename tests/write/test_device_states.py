@@ -21,12 +21,10 @@ from damage import load, no_snapshot_is_left, same
 from torch import nn
 
 import vescale_ckpt
-from vescale_ckpt._dcp.stager import Stager
-from vescale_ckpt._dcp.storage_writer import StorageWriter
+from vescale_ckpt import CheckpointError, Stager, StorageWriter
 from vescale_ckpt._engine import _C
 from vescale_ckpt._state.tensor_table import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
 from vescale_ckpt._write import snapshot
-from vescale_ckpt.errors import CheckpointError
 
 MiB = 1 << 20
 BOUND = 60.0
@@ -203,15 +201,15 @@ def test_a_change_past_the_gate_is_refused_on_devices_too(
     checkpoint: Path, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(200, 30)
-    held = snapshot.StagedPart.write
+    held = snapshot.StagedPlan.write
     values = model.state_dict()
 
-    def late(part: snapshot.StagedPart) -> Any:
+    def late(part: snapshot.StagedPlan) -> Any:
         with torch.no_grad():
             model.weight.add_(1)
         return held(part)
 
-    monkeypatch.setattr(snapshot.StagedPart, "write", late)
+    monkeypatch.setattr(snapshot.StagedPlan, "write", late)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True, gate=optimizer)
     with pytest.raises(CheckpointError, match="weight was changed while it was copied"):

@@ -31,7 +31,7 @@ OnBusy = Literal["wait", "skip", "raise"]
 ON_BUSY: tuple[OnBusy, ...] = get_args(OnBusy)
 
 
-class Lane:
+class BackgroundQueue:
     """At most one save at a time. Used by one thread at a time, which holds `lock` while a save begins."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Lane:
         self._rank = 0
 
     @staticmethod
-    def of(process_group: dist.ProcessGroup | None) -> Lane:
+    def of(process_group: dist.ProcessGroup | None) -> BackgroundQueue:
         return _lanes.of(process_group)
 
     @property
@@ -122,24 +122,24 @@ def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
     return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
 
 
-_lanes = PerGroup(Lane)
-_going_on: WeakSet[Lane] = WeakSet()
+_lanes = PerGroup(BackgroundQueue)
+_going_on: WeakSet[BackgroundQueue] = WeakSet()
 
 
 def _finish_before_exit() -> None:
     """The process ends: its last save is worth some waiting, but not for ever."""
     patience = int(settings.lenient("exit_timeout"))
     deadline = time.monotonic() + patience
-    for lane in list(_going_on):
-        thread = lane._thread
+    for queue in list(_going_on):
+        thread = queue._thread
         if thread is None:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
-        if lane.busy:
-            logger.error("the save to %s is given up, because the process ends: nothing is committed", lane._path)
-            if patience == 0 and lane._last is not None:  # as it was asked for: no failure
-                lane._last.notice.asked = True
-            lane.abandon()
+        if queue.busy:
+            logger.error("the save to %s is given up, because the process ends: nothing is committed", queue._path)
+            if patience == 0 and queue._last is not None:  # as it was asked for: no failure
+                queue._last.notice.asked = True
+            queue.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
 
 

@@ -13,7 +13,7 @@ from .._hf.header import checked_metadata
 from .._hf.shard_size import shard_bytes
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
-from .._state.shared_memory import empty_twins, tied_names
+from .._state.shared_memory import empty_duplicates, tied_names
 from .._write.export_files import ExportFiles, ExportSave, Targets
 from .agree_plan import CollectivePlan
 from .save import CollectiveSave
@@ -85,7 +85,7 @@ class CollectiveExport(CollectiveSave):
         values = super()._describe(plan, _without_empty_name(values))
         if plan.description is not None:
             self._tied = tied_names(plan.description)
-            if left_out := self._tied.keys() | empty_twins(plan.description):
+            if left_out := self._tied.keys() | empty_duplicates(plan.description):
                 plan.leave_out(left_out)
         return values
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
 from .._dcp.storage_reader import StorageReader
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._ranks.exchange import Exchange, digest
 from .._read.contents import Contents
 from .._read.contents import packed as packed_contents
@@ -181,7 +181,7 @@ class CollectiveLoad:
             return self._reader.read_metadata(rank=self._exchange.rank)
 
     def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
-        with garbage_collector_paused():
+        with gc_paused():
             planner, own = self._together(plan, "plan")
         fit = self._fit_of_all(own)
         error = fit.error()
@@ -200,7 +200,7 @@ class CollectiveLoad:
         return _Fit.unpack(self._exchange.broadcast(merged, self._phase("share differences")))
 
     def _read(self, planner: FillPlanner) -> LoadStats:
-        with garbage_collector_paused():
+        with gc_paused():
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
         sharing = None
         if self._broadcast is not False and self._exchange.size > 1:

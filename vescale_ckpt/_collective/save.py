@@ -23,7 +23,7 @@ from .._write.local_plan import write_packed
 from .._write.native_save import new_save_id
 from .._write.optimizer_gate import Gate
 from .._write.rank_files import FileOptions, RankFiles
-from .._write.snapshot import StagedPart
+from .._write.snapshot import StagedPlan
 from ..reports import SaveStats
 from .agree_plan import CollectivePlan
 
@@ -53,7 +53,7 @@ class CollectiveSave(ABC):
         self.placement = planner.placement
         self.save_id = new_save_id()
         self.error: BaseException | None = None
-        self.part: StagedPart | None = None
+        self.part: StagedPlan | None = None
         self.stats: SaveStats | None = None  # of this rank, when it has written
         self._doing = doing
         self._items: PackedItems | None = None
@@ -92,7 +92,7 @@ class CollectiveSave(ABC):
         """Copies what this rank will write: afterwards the state may change, as far as no gate guards it."""
         assert self._items is not None
         try:
-            self.part = StagedPart(self._files(), self._items, gate)
+            self.part = StagedPlan(self._files(), self._items, gate)
         except Exception as error:
             self.error = error
 

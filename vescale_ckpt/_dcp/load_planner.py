@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._engine import _C
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.overrides import is_method_of
 from .._engine.tensor_checks import is_plain_tensor
 from .._plan.read_plan import PackedReads
@@ -72,7 +72,7 @@ class LoadPlanner(DefaultLoadPlanner):
         state = {name: value for name, value in self.__dict__.items() if name not in made_by_a_load}
         return {**state, "_reads": None, "_kept_plan": None, "_kept_for": None}
 
-    @garbage_collector_paused()
+    @gc_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -103,7 +103,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._index = None
         return metadata.state_dict_metadata
 
-    @garbage_collector_paused()
+    @gc_paused()
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         if self._index is not None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from .._engine import _C
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.overrides import is_method_of
 from .._engine.rows import NO_LIMIT, PART_ROW, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
@@ -94,7 +94,7 @@ class SavePlanner(DefaultSavePlanner):
 
     # --- DCP's calls, in the order in which they come
 
-    @garbage_collector_paused()
+    @gc_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
@@ -113,7 +113,7 @@ class SavePlanner(DefaultSavePlanner):
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
 
-    @garbage_collector_paused()
+    @gc_paused()
     def create_local_plan(self) -> SavePlan:
         self._description = self.describe() if self.packs() else None
         if self._description is None:
@@ -121,7 +121,7 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = self.local_plan(self._description)
         return self.plan
 
-    @garbage_collector_paused()
+    @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
         if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
@@ -145,7 +145,7 @@ class SavePlanner(DefaultSavePlanner):
         self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
 
-    @garbage_collector_paused()
+    @gc_paused()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if isinstance(new_plan, PackedSavePlan):
             assert self._description is not None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import settings
 from .._engine import _C, torch_private
 from .._engine.dtypes import DTYPE_CODES, dtype_code
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
@@ -40,7 +40,7 @@ class Stager(AsyncStager):
             raise ValueError(f"budget_bytes={budget_bytes}: at least 1 is wanted")
         self.budget_bytes = budget_bytes
 
-    @garbage_collector_paused()
+    @gc_paused()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state on the host. Raises `CheckpointError` with the key of what cannot be copied or was
         changed meanwhile. And if the budget does not hold it: nothing was saved then, and `vescale_ckpt.save` would do,

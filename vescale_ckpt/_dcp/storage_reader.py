@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from .. import settings
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._native import metadata_file
 from .._native.names import metadata_name
@@ -243,7 +243,7 @@ class StorageReader(DcpStorageReader):
         )
         filling = Filling(RecordReader(self.contents, options, self._seen))
         try:
-            with garbage_collector_paused():
+            with gc_paused():
                 items = plan.items
                 if (
                     isinstance(items, PackedReads)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .. import settings
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._hf.header import checked_metadata
 from .._hf.shard_size import shard_bytes
@@ -139,14 +139,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        with garbage_collector_paused():
+        with gc_paused():
             results, self.last_stats = self._this_save.write(plan, planner)
             future.set_result(results)  # type: ignore[arg-type]  # looks like a list
         if isinstance(planner, OurSavePlanner):
             planner.forget_state()  # planners live on, and a staged state takes as much memory as the model
         return future
 
-    @garbage_collector_paused()
+    @gc_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         try:
             self._this_save.commit(metadata, results)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def garbage_collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Nestable; the collector is left as it was found. Other threads share the pause, which is harmless."""
     was_on = gc.isenabled()
     gc.disable()

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._engine import _C
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.rows import MOST_BYTES
 from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
 from .._storage.directory import directory_at, is_folder
@@ -155,7 +155,7 @@ def loads(data: bytes, path: str) -> Metadata:
     `CorruptCheckpointError` if the bytes are no metadata.
     """
     check(data, path)
-    with garbage_collector_paused():
+    with gc_paused():
         try:
             metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         except UntrustedCheckpointError:
@@ -166,7 +166,7 @@ def loads(data: bytes, path: str) -> Metadata:
             ) from error
     if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
         raise CorruptCheckpointError(f"{path} holds no checkpoint metadata", key=None, file=path)
-    with garbage_collector_paused():
+    with gc_paused():
         try:
             for key, stored in metadata.state_dict_metadata.items():
                 _check_entry(key, stored)
@@ -290,7 +290,7 @@ class _MetadataPickler(pickle.Pickler):
 def dumps(metadata: Metadata) -> bytes:
     """The bytes of a `.metadata` file that torch ≥ 2.3 reads."""
     buffer = io.BytesIO()
-    with garbage_collector_paused():
+    with gc_paused():
         _MetadataPickler(buffer).dump(metadata)
     pickled = buffer.getvalue()
     return pickled + _trailer(pickled, len(pickled))

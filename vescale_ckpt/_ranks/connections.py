@@ -30,8 +30,8 @@ import torch.distributed as dist
 from .._engine.torch_private import Store
 from . import nccl
 from .nccl import Device, DeviceGroup
-from .rendezvous import Notes, RollCall, Verdict
-from .store_clerk import PATIENCE, StoreGoneError
+from .rendezvous import FailureReport, Notes, Rendezvous
+from .store_clerk import GRACE_SECONDS, StoreGoneError
 
 FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
@@ -64,7 +64,7 @@ class Connections:
     Made by all ranks together; raises CheckpointTimeoutError, naming who did not come within `timeout` seconds.
     """
 
-    def __init__(self, roll: RollCall, ranks: list[int], timeout: float) -> None:
+    def __init__(self, roll: Rendezvous, ranks: list[int], timeout: float) -> None:
         self.rank = roll.rank
         self.size = roll.size
         self.parent = (self.rank - 1) // FANOUT if self.rank else None
@@ -72,7 +72,7 @@ class Connections:
         self.calls = 0
         self._step = _CONNECTING
         self._progress = 0
-        self.verdict: Verdict | None = None
+        self.verdict: FailureReport | None = None
         self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
         self.devices_tried = False
         self._ranks = ranks
@@ -126,7 +126,7 @@ class Connections:
                 self._end(phase, step, timeout, error)
                 raise
 
-    def come_to(self, progress: int) -> None:
+    def progress(self, progress: int) -> None:
         """Within a long collective: says how far this rank has come in it, for who waits in vain."""
         self._progress = progress
         self._roll.note(self.calls, self._step, progress)
@@ -186,12 +186,12 @@ class Connections:
             if buffer != greeting:
                 raise _ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
 
-    def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> Verdict:
+    def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
         """Finds out what is to be said of a failure, says it to the other ranks, then closes the connections."""
         try:
             verdict = None
             if isinstance(error, _LostError) and error.in_time:  # the peer closed: has it said why?
-                verdict = self._roll.verdict(wait=PATIENCE)
+                verdict = self._roll.verdict(wait=GRACE_SECONDS)
             if verdict is None:
                 verdict = self._roll.settle(lambda notes: self._judge(phase, step, timeout, error, notes))
         except StoreGoneError as gone:
@@ -206,13 +206,13 @@ class Connections:
         # Not in `in_time`'s hands alone: this thread must hold none of it.
         closing, self._gloo = [self._gloo], None
         with suppress(TimeoutError):
-            in_time(closing.clear, PATIENCE, "vescale_ckpt closing")
+            in_time(closing.clear, GRACE_SECONDS, "vescale_ckpt closing")
         if self.devices is not None:
             self.devices.end()
 
-    def _judge(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> Verdict:
-        def verdict(late: list[int], text: str, mismatch: bool = False) -> Verdict:
-            return Verdict(self.calls, phase, late, f"{phase}: {text}", mismatch)
+    def _judge(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> FailureReport:
+        def verdict(late: list[int], text: str, mismatch: bool = False) -> FailureReport:
+            return FailureReport(self.calls, phase, late, f"{phase}: {text}", mismatch)
 
         def named(rank: int) -> str:
             return self._roll.named([rank])
@@ -221,7 +221,7 @@ class Connections:
             steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
             return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
 
-        def elsewhere(rank: int, there: str) -> Verdict:
+        def elsewhere(rank: int, there: str) -> FailureReport:
             text = f"ranks are in different places: {named(self.rank)} in {step}, {named(rank)} in {there}"
             return verdict([], text, mismatch=True)
 
@@ -244,7 +244,7 @@ class Connections:
 
     def _judge_by_notes(
         self, peer: int, phase: str, timeout: float, notes: Notes, last_seen: Callable[[list[int]], str]
-    ) -> Verdict:
+    ) -> FailureReport:
         """Nobody is elsewhere, no connection is closed, and yet nothing has come from `peer`, who may wait as this rank
         does."""
         roll = self._roll
@@ -256,28 +256,30 @@ class Connections:
             if silent:
                 texts.append(f"{roll.named(silent)} came, and then went silent (stopped, or cut off from the network)")
             missing = sorted([*late, *silent])
-            return Verdict(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{last_seen(missing)}")
+            return FailureReport(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{last_seen(missing)}")
         places = {rank: (note.calls, note.progress) for rank, note in waiting.items()}
         last = min(places.values(), default=(0, 0))  # the others wait for those that are there
         behind = [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
         if behind:
             text = f"{roll.named(behind)} did not come within {timeout:g} s"
-            return Verdict(self.calls, phase, behind, f"{phase}: {text}{last_seen(behind)}")
+            return FailureReport(self.calls, phase, behind, f"{phase}: {text}{last_seen(behind)}")
         # What it has sent was lost, if it has gone on; else the two cannot reach each other, and both reach the store.
         late = [] if peer in waiting else [peer]
         text = f"all ranks came, but nothing arrived from {roll.named([peer])} for the rest of {timeout:g} s"
-        return Verdict(self.calls, phase, late, f"{phase}: {text}")
+        return FailureReport(self.calls, phase, late, f"{phase}: {text}")
 
-    def _judge_alone(self, phase: str, timeout: float, error: BaseException, gone: StoreGoneError) -> Verdict:
+    def _judge_alone(self, phase: str, timeout: float, error: BaseException, gone: StoreGoneError) -> FailureReport:
         if self.calls == 0:
-            return Verdict(0, phase, [], f"{phase}: {self._roll.named([self.rank])} could not connect: {error}; {gone}")
+            return FailureReport(
+                0, phase, [], f"{phase}: {self._roll.named([self.rank])} could not connect: {error}; {gone}"
+            )
         if not isinstance(error, _LostError):
             return self._judge(phase, "", timeout, error, {})
         # A peer may be silent only because of a third rank. Not so if there is none, or if the store died with it.
         certain = self.size == 2 or self._ranks[error.peer] == 0
         what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
         text = f"{phase}: {self._roll.named([error.peer])} is lost, {what}, and {gone}"
-        return Verdict(self.calls, phase, [error.peer] if certain else [], text)
+        return FailureReport(self.calls, phase, [error.peer] if certain else [], text)
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, CheckpointTimeoutError, RankFailedError, S
 from .connections import Connections, tensor_over
 from .groups import check_alone_on_purpose, resolved
 from .nccl import Device, DeviceGroup
-from .rendezvous import RollCall
+from .rendezvous import Rendezvous
 from .store_clerk import StoreGoneError
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class _Place:
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
         self._lock = threading.Lock()
-        self._roll: RollCall | None = None
+        self._roll: Rendezvous | None = None
         self._links: Connections | None = None
         self._failed = False  # the last attempt, on this rank
 
@@ -305,7 +305,7 @@ class _Place:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
                 prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
-                self._roll = RollCall(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
+                self._roll = Rendezvous(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
             if self._links is not None and self._still_good(self._links, self._roll):
                 return self._links
             failed_before, self._failed = self._failed, True
@@ -314,7 +314,7 @@ class _Place:
             self._failed = False
             return self._links
 
-    def _still_good(self, links: Connections, roll: RollCall) -> bool:
+    def _still_good(self, links: Connections, roll: Rendezvous) -> bool:
         """Raises if the others gave up in a collective that this rank has yet to come to: it is late for that one."""
         if links.verdict is not None:
             self._failed = True

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
-from .store_clerk import PATIENCE, StoreClerk
+from .store_clerk import GRACE_SECONDS, StoreClerk
 
 GRACE = 6.0  # seconds: a rank that has waited for its timeout raises no later than so long after it
 _BEATS_OF_SILENCE = 5  # after which a rank that should repeat its note, and has not, is silent
@@ -42,7 +42,7 @@ Notes = dict[int, Note | None]  #: by rank; None where it has not come
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureReport:
     """Why a generation ended. `calls`: the number of the collective that failed, 0 for the meeting itself."""
 
     calls: int
@@ -62,11 +62,11 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decode(text: bytes) -> Verdict:
-        return Verdict(**json.loads(text))
+    def decode(text: bytes) -> FailureReport:
+        return FailureReport(**json.loads(text))
 
 
-class RollCall:
+class Rendezvous:
     """The notes of one generation of a group. `connect` makes a client of the store, of its own.
 
     Whatever reads raises StoreGoneError if the store does not answer within seconds.
@@ -82,7 +82,7 @@ class RollCall:
         self._beat = 0.4 + size / 10_000  # seconds: a store can take the notes of ten thousand ranks that wait
         self._clerk = clerk if clerk is not None else StoreClerk(connect, self._beat)
 
-    def next(self, failed_before: bool, timeout: float) -> RollCall:
+    def next(self, failed_before: bool, timeout: float) -> Rendezvous:
         """Of the next generation; `failed_before`: of the next but those that failed meanwhile without this rank.
 
         Not so at first: a generation that failed while this rank was on its way has failed for it too.
@@ -92,7 +92,7 @@ class RollCall:
         key = f"generation/{self.rank}"
         while True:
             generation = clerk.ask(lambda store: store.add(key, 1), timeout)
-            roll = RollCall(self._connect, self.rank, self.size, clerk, generation)
+            roll = Rendezvous(self._connect, self.rank, self.size, clerk, generation)
             if not (failed_before and roll.verdict() is not None):
                 return roll
 
@@ -105,9 +105,9 @@ class RollCall:
             if store.add(present, 1) == self.size:
                 store.compare_set(outcome, "", "met")
 
-        def judge(notes: Notes) -> Verdict:
+        def judge(notes: Notes) -> FailureReport:
             absent = [rank for rank, note in notes.items() if note is None]
-            return Verdict(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
+            return FailureReport(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
 
         deadline = time.monotonic() + timeout
         self._clerk.ask(come, timeout)
@@ -133,34 +133,34 @@ class RollCall:
 
         self._clerk.note(self._key(f"at/{self.rank}"), text, repeated=inside)
 
-    def verdict(self, wait: float = 0.0) -> Verdict | None:
+    def verdict(self, wait: float = 0.0) -> FailureReport | None:
         """The verdict on this generation, once there is one; None if there is none within `wait` seconds."""
         return self._look_until(self._verdict, time.monotonic() + wait)
 
-    def may_commit(self, calls: int, timeout: float) -> Verdict | None:
+    def may_commit(self, calls: int, timeout: float) -> FailureReport | None:
         """Says that a commit begins behind the `calls`-th collective, and returns None; or the verdict that is there
         already. Whoever gives up from now on learns that the commit has begun."""
         key, said = self._key("verdict"), f"{_COMMIT}{calls}"
 
-        def begin(store: Store) -> Verdict | None:
+        def begin(store: Store) -> FailureReport | None:
             there = b""
             while True:
                 now = bytes(store.compare_set(key, there.decode(), said))
                 if now == said.encode():
                     return None
                 if not now.startswith(_COMMIT.encode()):
-                    return Verdict.decode(now)
+                    return FailureReport.decode(now)
                 there = now  # another rank's, or that of an earlier save
 
         return self._clerk.ask(begin, timeout)
 
-    def settle(self, judge: Callable[[Notes], Verdict]) -> Verdict:
+    def settle(self, judge: Callable[[Notes], FailureReport]) -> FailureReport:
         """The one verdict on this generation: the first that a rank leaves. `judge` makes one from all ranks' notes.
 
         Where many ranks fail at once, one judges and the others wait for it.
         """
         first = self._clerk.ask(lambda store: store.add(self._key("judges"), 1) == 1)
-        verdict = None if first else self.verdict(wait=PATIENCE + self._seconds_of_silence)
+        verdict = None if first else self.verdict(wait=GRACE_SECONDS + self._seconds_of_silence)
         return self._leave(judge(self.notes())) if verdict is None else verdict
 
     def silent(self, before: Notes, among: list[int]) -> list[int]:
@@ -188,7 +188,7 @@ class RollCall:
             return list(zip(there, store.multi_get(there), strict=True)) if there else []
 
         notes: Notes = dict.fromkeys(range(self.size))
-        for key, text in self._clerk.ask(read, PATIENCE + self.size / 1000):  # many notes take long to read
+        for key, text in self._clerk.ask(read, GRACE_SECONDS + self.size / 1000):  # many notes take long to read
             notes[keys[key]] = Note(*json.loads(text))
         return notes
 
@@ -204,23 +204,23 @@ class RollCall:
     def _seconds_of_silence(self) -> float:
         return _BEATS_OF_SILENCE * self._beat
 
-    def _verdict(self, store: Store) -> Verdict | None:
+    def _verdict(self, store: Store) -> FailureReport | None:
         key = self._key("verdict")
         if not store.check([key]):
             return None
         text = bytes(store.get(key))
-        return None if text.startswith(_COMMIT.encode()) else Verdict.decode(text)
+        return None if text.startswith(_COMMIT.encode()) else FailureReport.decode(text)
 
-    def _leave(self, verdict: Verdict) -> Verdict:
+    def _leave(self, verdict: FailureReport) -> FailureReport:
         """The verdict that counts: this one, if there is none."""
         key = self._key("verdict")
 
-        def leave(store: Store) -> Verdict:
+        def leave(store: Store) -> FailureReport:
             there, mine = b"", verdict
             while True:
                 now = bytes(store.compare_set(key, there.decode(), mine.encode()))
                 if not now.startswith(_COMMIT.encode()):
-                    return Verdict.decode(now)
+                    return FailureReport.decode(now)
                 there, mine = now, replace(verdict, commit=int(now[len(_COMMIT) :]))
 
         return self._clerk.ask(leave)
@@ -230,7 +230,7 @@ class RollCall:
         nap = 0.002
         while True:
             left = deadline - time.monotonic()  # a store that does not answer may do so again meanwhile
-            answer = self._clerk.ask(question, max(PATIENCE, left))
+            answer = self._clerk.ask(question, max(GRACE_SECONDS, left))
             if answer or left <= 0:
                 return answer
             time.sleep(min(nap, left))

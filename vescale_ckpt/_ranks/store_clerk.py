@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from .._engine.torch_private import Store
 from ..errors import CheckpointTimeoutError
 
-PATIENCE = 2.0  # seconds that a store has to answer, and that a rank has to say why it left
+GRACE_SECONDS = 2.0  # seconds that a store has to answer, and that a rank has to say why it left
 _DELAY = 0.02  # seconds; of notes that follow one another at once, the last is written
 
 _Result = TypeVar("_Result")
@@ -48,7 +48,7 @@ class StoreClerk:
         threading.Thread(target=self._desk.serve, name="vescale_ckpt roll call", daemon=True).start()
         weakref.finalize(self, self._desk.end)
 
-    def ask(self, question: Callable[[Store], _Result], seconds: float = PATIENCE) -> _Result:
+    def ask(self, question: Callable[[Store], _Result], seconds: float = GRACE_SECONDS) -> _Result:
         """What the store answers. Raises StoreGoneError if it does not within so many seconds.
 
         A question must be such that a store that is there answers at once: notes wait for it.

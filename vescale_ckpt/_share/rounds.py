@@ -136,7 +136,7 @@ class RoutedRead:
             with self._peers(start, stop - 1) as peers:
                 for number in range(start, stop):
                     read.pop(number).result()
-                    peers.come_to(2 * number)
+                    peers.progress(2 * number)
                     if number - 2 in placed:  # out of the memories that the next round is read into
                         placed.pop(number - 2).result()
                         self._memory.give_back(peers, self.routes.rounds[number - 2])
@@ -167,7 +167,7 @@ class RoutedRead:
         self._guarded(read)
 
     def _send(self, peers: Connections, number: int) -> None:
-        peers.come_to(2 * number + 1)
+        peers.progress(2 * number + 1)
         error = self._memory.swap(peers, number, self.routes.rounds[number])
         self._error = self._error or error
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._engine import _C
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.torch_private import storage_identity, versions
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
@@ -101,7 +101,7 @@ class Describer:
     def __getstate__(self) -> dict[str, Any]:
         return {"_last": None}
 
-    @garbage_collector_paused()
+    @gc_paused()
     def describe(
         self, flat: Mapping[str, Any], object_bytes: Mapping[str, int] | None = None, node: int = 0
     ) -> tuple[Description, bool]:

@@ -44,7 +44,7 @@ def tied_names(description: Description) -> dict[str, str]:
     return tied
 
 
-def empty_twins(description: Description) -> set[str]:
+def empty_duplicates(description: Description) -> set[str]:
     """Keys of which this rank has nothing but empty boxes, but for the first of each shape and dtype.
 
     Whether such are tied memory does not tell, other ranks may know that they are and not store them: then an empty box

@@ -34,7 +34,7 @@ class _Copy:
     snapshot: _C.Snapshot
 
 
-class StagedPart:
+class StagedPlan:
     """Copies what a rank writes as soon as it is made, but for what a gate guards: that is copied in the background.
 
     What exceeds the budget is written right away instead, from the state itself. `staged` is done when nothing is read

@@ -16,7 +16,7 @@ from .._dcp.load_planner import item_targets
 from .._engine import _C
 from .._engine.dtypes import dtype_code
 from .._engine.errors import named_errors
-from .._engine.gc import garbage_collector_paused
+from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._native import metadata_file
@@ -71,7 +71,7 @@ class DcpSource:
             self._lock.release()
 
     def _read_metadata(self) -> Metadata:
-        with garbage_collector_paused(), explained(self._path):
+        with gc_paused(), explained(self._path):
             metadata = metadata_file.read_metadata(self._path)
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpointError(

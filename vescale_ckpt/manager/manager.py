@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .. import api, settings
-from .._collective.background import Lane
+from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._native.steps import SavedOrder, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
@@ -211,11 +211,11 @@ class CheckpointManager:
 
     def _wait_for_the_one_before(self, *, is_last: bool) -> None:
         """Of the process group, whoever has begun it. What went wrong with it the save that follows raises."""
-        lane = Lane.of(self.process_group)
-        with lane.lock:
-            lane.wait_until_done(settings.timeout(self.timeout))
+        queue = BackgroundQueue.of(self.process_group)
+        with queue.lock:
+            queue.wait_until_done(settings.timeout(self.timeout))
             # The last save is not given up for it: there may be no other chance.
-            if is_last and (failure := lane.take_failure()) is not None:
+            if is_last and (failure := queue.take_failure()) is not None:
                 logger.error("%s", failure)
 
     def _begin_save(

@@ -32,14 +32,14 @@ TEST(HolderSets, KeepEachOnce) {
 TEST(Water, LevelIsTheLowestThatHoldsIt) {
   const std::vector<uint32_t> ranks = {0, 2, 3};
   const std::vector<int64_t> loads = {10, 999, 4, 0};
-  EXPECT_EQ(water_level(ranks, loads, 0), 0);
-  EXPECT_EQ(water_level(ranks, loads, 3), 3);
-  EXPECT_EQ(water_level(ranks, loads, 4), 4);
-  EXPECT_EQ(water_level(ranks, loads, 5), 5);
-  EXPECT_EQ(water_level(ranks, loads, 16), 10);
-  EXPECT_EQ(water_level(ranks, loads, 17), 11);
-  EXPECT_EQ(water_level(ranks, loads, 19), 11);
-  EXPECT_EQ(water_level(std::vector<uint32_t>{1}, loads, 1), 1000);
+  EXPECT_EQ(fill_level(ranks, loads, 0), 0);
+  EXPECT_EQ(fill_level(ranks, loads, 3), 3);
+  EXPECT_EQ(fill_level(ranks, loads, 4), 4);
+  EXPECT_EQ(fill_level(ranks, loads, 5), 5);
+  EXPECT_EQ(fill_level(ranks, loads, 16), 10);
+  EXPECT_EQ(fill_level(ranks, loads, 17), 11);
+  EXPECT_EQ(fill_level(ranks, loads, 19), 11);
+  EXPECT_EQ(fill_level(std::vector<uint32_t>{1}, loads, 1), 1000);
 }
 
 TEST(Water, SettlesOverSetsThatOverlap) {
@@ -64,12 +64,12 @@ struct Placed {
 };
 
 // A box of rows of equal size, or with more dimensions.
-Contested box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size) {
+SharedPiece box_of(uint32_t set, int64_t bytes, std::initializer_list<int64_t> size) {
   static std::deque<std::vector<int64_t>> sizes;  // spans into it stay
   return {set, bytes, sizes.emplace_back(size)};
 }
 
-Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<Contested>& boxes,
+Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vector<SharedPiece>& boxes,
              int64_t least = kMiB) {
   Balance balance(sets, loads, static_cast<uint64_t>(least));
   balance.place(boxes);
@@ -94,7 +94,7 @@ Placed place(const HolderSets& sets, std::vector<int64_t> loads, const std::vect
 TEST(Balance, SplitsNothingThatBalancesWhole) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3});
-  const std::vector<Contested> boxes(8, box_of(all, 100 * kMiB, {1024}));
+  const std::vector<SharedPiece> boxes(8, box_of(all, 100 * kMiB, {1024}));
   const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
   for (const auto& shares : placed.shares) EXPECT_EQ(shares.size(), 1u);
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 200 * kMiB);
@@ -103,7 +103,7 @@ TEST(Balance, SplitsNothingThatBalancesWhole) {
 TEST(Balance, SplitsOnRowBorders) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<Contested> boxes = {box_of(all, 100 * kMiB, {1024})};
+  const std::vector<SharedPiece> boxes = {box_of(all, 100 * kMiB, {1024})};
   const Placed placed = place(sets, {0, 0, 0}, boxes);
   ASSERT_EQ(placed.shares[0].size(), 3u);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 33.3, 0.7);
@@ -112,7 +112,7 @@ TEST(Balance, SplitsOnRowBorders) {
 TEST(Balance, FillsGaps) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2});
-  const std::vector<Contested> boxes = {box_of(all, 100 * kMiB, {1024})};
+  const std::vector<SharedPiece> boxes = {box_of(all, 100 * kMiB, {1024})};
   const Placed placed = place(sets, {80 * kMiB, 0, 30 * kMiB}, boxes);
   EXPECT_EQ(placed.shares[0].size(), 2u);  // rank 0 has more than enough
   EXPECT_NEAR(static_cast<double>(placed.loads[1]) / kMiB, 65, 0.5);
@@ -123,22 +123,22 @@ TEST(Balance, PiecesAreNotTooSmall) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   for (const int64_t bytes : {3 * kMiB, 5 * kMiB, 20 * kMiB}) {
-    const std::vector<Contested> boxes = {box_of(all, bytes, {bytes / 4096})};
+    const std::vector<SharedPiece> boxes = {box_of(all, bytes, {bytes / 4096})};
     const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
     for (const Share& share : placed.shares[0]) {
       EXPECT_GE(share.length * 4096, kMiB) << bytes;
     }
   }
-  const std::vector<Contested> small = {box_of(all, 2 * kMiB - 4096, {511})};  // two pieces would be too small
+  const std::vector<SharedPiece> small = {box_of(all, 2 * kMiB - 4096, {511})};  // two pieces would be too small
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), small).shares[0].size(), 1u);
-  const std::vector<Contested> single = {box_of(all, 100 * kMiB, {1})};
+  const std::vector<SharedPiece> single = {box_of(all, 100 * kMiB, {1})};
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), single).shares[0].size(), 1u);
 }
 
 TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  const std::vector<Contested> boxes = {box_of(all, 60 * kMiB, {640}), box_of(pair, 40 * kMiB, {320})};
+  const std::vector<SharedPiece> boxes = {box_of(all, 60 * kMiB, {640}), box_of(pair, 40 * kMiB, {320})};
   const Placed placed = place(sets, {0, 0, 0, 0}, boxes);
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 25, 0.5);
 }
@@ -146,7 +146,7 @@ TEST(Balance, LargerSetsFillTheGapsOfSmallerOnes) {
 TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3}), pair = add(sets, {0, 1});
-  std::vector<Contested> boxes(60, box_of(all, kMiB, {1}));
+  std::vector<SharedPiece> boxes(60, box_of(all, kMiB, {1}));
   boxes.push_back(box_of(pair, 40 * kMiB, {1}));
   EXPECT_EQ(place(sets, {0, 0, 0, 0}, boxes).loads, (std::vector<int64_t>{40 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
 }
@@ -154,7 +154,7 @@ TEST(Balance, WhatCannotBeSplitIsWorkedAround) {
 TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
-  const std::vector<Contested> boxes = {box_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
+  const std::vector<SharedPiece> boxes = {box_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
                                         box_of(all, 224 * kMiB, {2, 14336, 2048})};
   const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
   EXPECT_EQ(placed.dims, (std::vector<int32_t>{2, 1}));
@@ -164,7 +164,7 @@ TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
 TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3});
-  const std::vector<Contested> boxes = {box_of(all, 400 * kMiB, {8, 100, 1024})};
+  const std::vector<SharedPiece> boxes = {box_of(all, 400 * kMiB, {8, 100, 1024})};
   const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
   EXPECT_EQ(placed.dims[0], 0);
   for (const int64_t load : placed.loads) EXPECT_EQ(load, 100 * kMiB);
@@ -173,7 +173,7 @@ TEST(Balance, FewRowsOfTheFirstDimAreCutWhereTheyAreEven) {
 TEST(Balance, FewRowsOfTheFirstDimAreCutWhereALargerSetFillsTheGaps) {
   HolderSets sets;
   const uint32_t pair = add(sets, {0, 1}), all = add(sets, {0, 1, 2, 3});
-  const std::vector<Contested> boxes = {box_of(pair, 60 * kMiB, {3, 1024}), box_of(all, 100 * kMiB, {1024})};
+  const std::vector<SharedPiece> boxes = {box_of(pair, 60 * kMiB, {3, 1024}), box_of(all, 100 * kMiB, {1024})};
   const Placed placed = place(sets, std::vector<int64_t>(4), boxes);
   EXPECT_EQ(placed.dims, (std::vector<int32_t>{0, 0}));
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 40, 0.5);
@@ -183,7 +183,7 @@ TEST(Balance, PiecesAreNotShredded) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   // 604 rows are uneven on eight ranks, but pieces of the last dimension would be 1812 runs of 1000 bytes.
-  const std::vector<Contested> boxes = {box_of(all, 604 * 3 * 8000, {604, 3, 8000})};
+  const std::vector<SharedPiece> boxes = {box_of(all, 604 * 3 * 8000, {604, 3, 8000})};
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes).dims[0], 0);
   EXPECT_EQ(place(sets, std::vector<int64_t>(8), boxes, 1024).dims[0], 2);  // smaller runs are allowed
 }
