@@ -94,6 +94,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         / "build"
         / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         / "vescale_ckpt"
+        / "_engine"
         / Path(_C.__file__).name
     )
     built.parent.mkdir(parents=True)

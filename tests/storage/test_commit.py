@@ -50,6 +50,7 @@ from vescale_ckpt import (
 from vescale_ckpt._engine import _C
 from vescale_ckpt._native import commit, names
 from vescale_ckpt._storage import locks
+from vescale_ckpt._storage.pending import new_token
 from vescale_ckpt._write.data_files import DataFiles
 
 # --- What a save touches
@@ -421,7 +422,7 @@ def test_a_link_to_a_directory_is_saved_through(tmp_path: Path) -> None:
 
 
 def test_data_file_names_never_repeat() -> None:
-    found = {names.data_name(0, names.new_token()) for _ in range(2000)}
+    found = {names.data_name(0, new_token()) for _ in range(2000)}
     assert len(found) == 2000
 
 

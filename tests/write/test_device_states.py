@@ -255,7 +255,7 @@ def test_a_state_on_the_host_leaves_cuda_alone(checkpoint: Path) -> None:
     program = """
         import sys, torch, vescale_ckpt
         from pathlib import Path
-        from vescale_ckpt import _C
+        from vescale_ckpt._engine import _C
         values = {"a": torch.ones(70_000), "b": torch.ones(900, dtype=torch.cfloat).conj(), "step": 1}
         vescale_ckpt.prepare(values)
         vescale_ckpt.save(sys.argv[1], values)

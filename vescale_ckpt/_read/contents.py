@@ -18,16 +18,6 @@ from .._engine.torch_private import StorageInfo
 from .._hf import contents as hf_contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
-from .._native.metadata_file import (
-    has_metadata,
-    index_bytes,
-    metadata_bytes,
-    metadata_mark,
-    metadata_ranks,
-    read_index,
-    read_metadata,
-    read_metadata_of,
-)
 from .._native.names import INDEX_NAME, METADATA_NAME, checked_place
 from .._ranks.message import pack, unpack
 from .._storage.directory import directory_at, is_file
@@ -116,11 +106,11 @@ class Contents:
 
 def is_safetensors(path: str) -> bool:
     """Whether `path` is a checkpoint of safetensors files, by its names alone."""
-    if has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+    if metadata_file.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
         return False
     try:
         names = directory_at(path).names()
-        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not metadata_ranks(path)
+        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not metadata_file.metadata_ranks(path)
     except NotADirectoryError:
         return is_file(path)
     except OSError:
@@ -132,10 +122,10 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
     if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
     if rank is None and is_safetensors(path):
         return of_safetensors(path, SafetensorsContents.read(path, verify))
-    index = read_index(path, rank) if by_index else None
+    index = metadata_file.read_index(path, rank) if by_index else None
     if index is None:
         with explained(path):
-            return _of_metadata(path, path, read_metadata(path, rank))
+            return _of_metadata(path, path, metadata_file.read_metadata(path, rank))
     return _of_index(path, rank, index)
 
 
@@ -143,7 +133,7 @@ def mark(path: str) -> str:
     """Tells the contents of a checkpoint from those of another, cheaply; empty if there is none. Raises OSError."""
     if is_safetensors(path):
         return hf_contents.mark(path)
-    return metadata_mark(path)
+    return metadata_file.metadata_mark(path)
 
 
 def packed(path: str, verify: bool) -> bytes:
@@ -154,11 +144,11 @@ def packed(path: str, verify: bool) -> bytes:
     with suppress(OSError):
         if directory_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
             return b""
-    index = index_bytes(path)
+    index = metadata_file.index_bytes(path)
     if index is not None:
         return pack(index, b"", b"")
     with explained(path):
-        return pack(b"", metadata_bytes(path, None), b"")
+        return pack(b"", metadata_file.metadata_bytes(path, None), b"")
 
 
 def unpacked(path: str, message: bytes) -> Contents:
@@ -176,7 +166,7 @@ def unpacked(path: str, message: bytes) -> Contents:
 
 def _of_index(path: str, rank: int | None, index: _C.Index) -> Contents:
     # Metadata of the save that the index is of: other ranks may go by that, while a later save takes its place.
-    return Contents(path, path, lambda: read_metadata_of(path, rank, index.save_id), index)
+    return Contents(path, path, lambda: metadata_file.read_metadata_of(path, rank, index.save_id), index)
 
 
 def of_safetensors(path: str, found: SafetensorsContents) -> Contents:
