@@ -244,7 +244,7 @@ def _of_file(directory: Path, values: dict[str, torch.Tensor], metadata: dict[st
 @pytest.mark.parametrize("by", [_of_export, _of_file])
 def test_a_text_of_the_users_stands_for_no_tensor(tmp_path: Path, by: Callable[..., None]) -> None:
     values = {"w": numbers(4, 2), "pt": numbers(4, 2, first=9)}
-    texts = {"note": "w", "format": "pt", "vescale_ckpt._state.shared_memory": json.dumps({"other": "w"})}
+    texts = {"note": "w", "format": "pt", "vescale_ckpt.tied": json.dumps({"other": "w"})}
     by(tmp_path / "d", values, texts)
     assert_same(vescale_ckpt.load(tmp_path / "d"), values)
     for name in ("note", "format", "other"):
@@ -314,7 +314,7 @@ def test_files_of_other_formats_are_told_how_to_convert(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": "w", "a": "w"}', "[" * 5000])
 def test_ties_that_make_no_sense(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.safetensors"
-    stock_torch.save_file({"w": torch.ones(2)}, file, {"vescale_ckpt._state.shared_memory": text})
+    stock_torch.save_file({"w": torch.ones(2)}, file, {"vescale_ckpt.tied": text})
     with pytest.raises(UntrustedCheckpointError, match="tied"):
         vescale_ckpt.load(file)
 

@@ -17,7 +17,7 @@ SHARDING_OFFSETS = "saved_offsets"
 # What ours have among the texts of a header: `{other name: name of the tensor}` as JSON, of tensors that were tied.
 # Where it is, nothing else in the texts stands for a tensor; else any text does whose value is a tensor's name, as the
 # library's save_model writes it, and exports of ours before they had this.
-TIED_NAMES = "vescale_ckpt._state.shared_memory"
+TIED_NAMES = "vescale_ckpt.tied"
 
 #: by their names in torch, those that the format has and this torch, too
 DTYPES: dict[str, torch.dtype] = {
