@@ -1,6 +1,6 @@
-"""The folder of an export: its files while they are written, and clean-up. For the rank that coordinates.
+"""Creates, commits and cleans up the files of an export in a safetensors folder, for the rank that coordinates.
 
-Files have temporary names until all of them are complete and durable; `export_commit` makes them the folder's model.
+Files have temporary names until all of them are complete and durable. `commit` then makes them the folder's model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .names import INDEX_NAME, file_names, is_model_file, is_temporary_index, te
 
 
 class ExportFolder:
-    """One export. The files exist, as long as they will be; `commit` makes them the model of the folder, `discard`
-    removes what was not committed."""
+    """One export. Its files exist with their final size; `commit` makes them the folder's model, `discard` removes them
+    if they were not committed."""
 
     def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
-        """Makes files of so many bytes each, and removes what exports that died have left. Raises `StorageFullError`,
-        `CheckpointError`. `names`: None for those of a model."""
+        """Creates files of `sizes` bytes, and removes files of exports that died. `names`: None for those of a model.
+        Raises `StorageFullError`, `CheckpointError`."""
         self.directory = directory
         self.names = file_names(len(sizes)) if names is None else names
         self.token = ""
@@ -52,12 +52,12 @@ class ExportFolder:
         return path
 
     def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
-        """Completes the files with what stands at their start and makes them the model, durably. `index`: of files with
-        the names that they get."""
+        """Writes the start of each file, `heads`, and makes the files the model, durably. `index` returns the index for
+        the names that the files get."""
         self.complete(heads, sync)
         replace_model(self.files, index)
 
-    # --- The same in steps, for ranks that have a file each
+    # --- The same in steps, for ranks that write a file each
 
     def complete(self, heads: list[bytes], sync: bool) -> None:
         with named_system_errors(self.directory):
@@ -65,7 +65,7 @@ class ExportFolder:
                 _C.write_head(path, head, sync)
 
     def make_way(self) -> None:
-        """Removes the model that is there: readers take all files in a folder, and would mix the two."""
+        """Removes the model before: without an index readers take all files in a folder, and would mix the two."""
         storage = directory_at(self.directory)
         with named_system_errors(self.directory):
             storage.make_durable(holds_one=False)
@@ -86,7 +86,7 @@ class ExportFolder:
 
 
 def _leftovers(directory: str) -> list[Leftover]:
-    """What exports that died may have left: their files, of which the first is locked, and indexes."""
+    """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
     exports: dict[str, list[str]] = {}
     found: list[Leftover] = []
     for name in sorted(directory_at(directory).names()):

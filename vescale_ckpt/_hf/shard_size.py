@@ -1,4 +1,4 @@
-"""Sizes of files as people write them."""
+"""Parses sizes of files with units, for `max_shard_size`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 def shard_bytes(size: int | str) -> int:
-    """Bytes of `size`: a number, or one with a unit: "5GB" (powers of 1000, as Hugging Face counts), "5GiB" (of 1024).
+    """The bytes of `size`: a number, or text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
     Raises ValueError for anything else, and for less than 1."""
     bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE)):
