@@ -28,7 +28,7 @@ from ._dcp.storage_writer import check_format
 from ._engine import _C
 from ._engine.gc import gc_paused
 from ._engine.rows import words
-from ._hf.shard_size import shard_bytes
+from ._hf.folder import shard_bytes
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
 from ._ranks.store_clerk import GRACE_SECONDS

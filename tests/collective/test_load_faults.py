@@ -237,7 +237,7 @@ def _hanging(owner: Any, name: str, hang: Callable[[], None], after: int) -> Any
 
 #: where a rank stops
 STOPS: dict[str, tuple[Any, str, int]] = {
-    "before the rounds": (RoutedRead, "_meet", 0),
+    "before the rounds": (RoutedRead, "_take_buffer", 0),
     "reading a round": (_C, "staging_table", 2),
     "between reading and sending": (RoutedRead, "_send", 3),
     "placing the last round": (_C, "place_table", ROUNDS - 1),

@@ -43,7 +43,7 @@ from vescale_ckpt import (
 from vescale_ckpt._engine import _C
 from vescale_ckpt._hf import folder as hf_folder
 from vescale_ckpt._hf import names as hf_names
-from vescale_ckpt._hf.shard_size import shard_bytes
+from vescale_ckpt._hf.folder import shard_bytes
 from vescale_ckpt._storage import leftovers, locks
 
 State = dict[str, torch.Tensor]

@@ -238,7 +238,7 @@ def _fail_to_read(directory: Path, nodes: list[int]) -> tuple[list[tuple[type, s
     for call, errno in (("read", 5), ("open", 24)):
         if mine:
             _C.inject_fault(call, errno, skip=1, times=1000)
-        looking_often = mock.patch.object(rounds, "_ROUNDS_BETWEEN_LOOKS", 1)
+        looking_often = mock.patch.object(rounds, "_ROUNDS_BETWEEN_CHECKS", 1)
         with mock.patch.dict(os.environ, VESCALE_CKPT_DIRECT_IO="off"), looking_often:
             errors.append(_error(directory, state))
         _C.clear_faults()

@@ -35,7 +35,7 @@ from vescale_ckpt._native import metadata_file
 from vescale_ckpt._ranks.node import ranks_of_this_node
 from vescale_ckpt._read.records import Record
 from vescale_ckpt._share import routes
-from vescale_ckpt._share.begin import SharedReading
+from vescale_ckpt._share.begin import BroadcastLoad
 
 FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)
@@ -134,7 +134,7 @@ def _without_others(directory: Path) -> list[str]:
     full = _full()
     _save(directory, full, "us")
     texts: list[str] = []
-    with mock.patch.object(SharedReading, "begin", side_effect=AssertionError("nothing is to be shared")):
+    with mock.patch.object(BroadcastLoad, "begin", side_effect=AssertionError("nothing is to be shared")):
         for options in ({"no_dist": True}, {"process_group": dist.new_subgroups(1)[0]}):
             if "no_dist" not in options or dist.get_rank() == 0:
                 state = _zeros(full)
@@ -311,7 +311,7 @@ def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> Non
         return array("q", chain.from_iterable(numbers)).tobytes(), json.dumps(files).encode(), group
 
     def common(*of_ranks: tuple[bytes, bytes, bytes]) -> list[list[int]]:
-        with mock.patch.object(routes, "_object_places", wraps=routes._object_places) as looked:
+        with mock.patch.object(routes, "_object_locations", wraps=routes._object_locations) as looked:
             rows = [words(table).tolist() for table in routes._common_objects(list(of_ranks))]
         assert looked.call_count == len(set(of_ranks)), "what ranks have in common is looked at once"
         return rows

@@ -9,8 +9,8 @@ from typing import Any
 from .._dcp.save_planner import SavePlanner
 from .._dcp.storage_writer import StorageWriter
 from .._engine import _C
+from .._hf.folder import shard_bytes
 from .._hf.header import checked_metadata
-from .._hf.shard_size import shard_bytes
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._state.shared_memory import empty_duplicates, tied_names

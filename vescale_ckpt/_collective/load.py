@@ -19,7 +19,7 @@ from .._engine.gc import gc_paused
 from .._ranks.exchange import Exchange, digest
 from .._read.contents import Contents
 from .._read.contents import packed as packed_contents
-from .._share.begin import SharedReading
+from .._share.begin import BroadcastLoad
 from .._state.application import Application
 from .._state.flatten import flatten, nested, place
 from .._state.key_selection import Rename, Selection, renamed, renaming, suggested
@@ -202,12 +202,12 @@ class CollectiveLoad:
     def _read(self, planner: FillPlanner) -> LoadStats:
         with gc_paused():
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
-        sharing = None
+        broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            sharing = SharedReading(self._exchange, self._broadcast, self._phase("read for each other"))
+            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"))
 
         def read() -> LoadStats:
-            self._reader.read(plan, planner, sharing)
+            self._reader.read(plan, planner, broadcast)
             assert self._reader.last_stats is not None
             return self._reader.last_stats
 

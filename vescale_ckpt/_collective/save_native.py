@@ -36,7 +36,7 @@ class CollectiveNativeSave(CollectiveSave):
         try:
             results = self._write()
             node = _number(node_of_this_process())
-            message = pack(node, results.places, *(name.encode() for name in results.names))
+            message = pack(node, results.locations, *(name.encode() for name in results.names))
         except Exception as error:
             self.error = error
         gathered = self.exchange.gather(message, self._phase("write"))
@@ -74,7 +74,7 @@ class CollectiveNativeSave(CollectiveSave):
     def _contents(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
         """Of a node's metadata and index."""
         return planned.files(
-            [result.places for result in results],
+            [result.locations for result in results],
             [result.names for result in results],
             self.path,
             self.save_id,
@@ -87,7 +87,7 @@ class _Result:
     """What a rank has written: where, in which files, and on which node."""
 
     node: int
-    places: bytes
+    locations: bytes
     names: list[str]
 
 
@@ -96,5 +96,5 @@ def _number(value: int) -> bytes:
 
 
 def _result(message: bytes) -> _Result:
-    node, places, *names = unpack(message)
-    return _Result(struct.unpack("<q", node)[0], places, [name.decode() for name in names])
+    node, locations, *names = unpack(message)
+    return _Result(struct.unpack("<q", node)[0], locations, [name.decode() for name in names])

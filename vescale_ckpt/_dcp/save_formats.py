@@ -190,7 +190,7 @@ def _makes_tensors(planner: SavePlanner) -> bool:
 def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
     """Where a rank wrote the rows of its part, and the names of its files."""
     if isinstance(results, PackedResults):
-        return results.places, results.names
+        return results.locations, results.names
     names: dict[str, int] = {}
     table = array("q")
     for result in results:

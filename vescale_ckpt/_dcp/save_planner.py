@@ -21,7 +21,7 @@ from .._engine.rows import NO_LIMIT, PART_ROW, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors
 from .._plan import replicas
-from .._plan.plan_cache import KeptPart, PlanCache, what_changed
+from .._plan.plan_cache import KeptLocalPlan, PlanCache, what_changed
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
@@ -99,7 +99,7 @@ class SavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         if self._unconfirmed:
-            self._cache.forget_parts()  # ranks may no longer agree on what they keep
+            self._cache.forget_local_plans()  # ranks may no longer agree on what they keep
         self._unconfirmed, self._alone = True, False
         if self.flatten_state_dict:
             flat, paths, structure = flatten_with_structure(state_dict)
@@ -191,7 +191,7 @@ class SavePlanner(DefaultSavePlanner):
         """What this rank tells the coordinator: all about its state, or the plan that it still has for it.
 
         `on_devices`: whether replicas on devices are compared, too, which waits for the device."""
-        kept = self._cache.part(description.inventory, self._paths, self._structure, self.is_coordinator)
+        kept = self._cache.local_plan(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
             boxes = _split(kept, description)
             hashes, all_of_them = boxes.hashes(description, on_devices)
@@ -268,15 +268,15 @@ class SavePlanner(DefaultSavePlanner):
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
         """This rank's part of the plan, given the coordinator's answer."""
         made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
-        kept: KeptPart | None
+        kept: KeptLocalPlan | None
         if plan.part is not None:
-            kept = KeptPart(plan.plan_id, plan.position, plan.part, *made_for)
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.part, *made_for)
         else:
-            kept = self._cache.part(*made_for)
+            kept = self._cache.local_plan(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
-            self._cache.keep_part(kept)
+            self._cache.keep_local_plan(kept)
         self._unconfirmed = False
         items = PackedItems(self, description, kept.part, kept.exports)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
@@ -320,7 +320,7 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
     )
 
 
-def _split(kept: KeptPart, description: Description) -> replicas.Boxes:
+def _split(kept: KeptLocalPlan, description: Description) -> replicas.ReplicaBoxes:
     """What a rank writes pieces of. Where tensors lie may change while the plan stays."""
     if not kept.split or kept.split[0].sources != description.sources:
         kept.split[:] = [replicas.split_boxes(description, kept.part)]

@@ -30,7 +30,7 @@ from .._read.no_checkpoint import explained
 from .._read.packed import load_packed
 from .._read.records import ReadOptions, RecordReader
 from .._read.seen_files import SeenFiles
-from .._share.begin import SharedReading
+from .._share.begin import BroadcastLoad
 from .._storage.directory import directory_at, local_path
 from .._storage.locks import FileLock
 from ..errors import CheckpointError, CorruptCheckpointError
@@ -219,18 +219,18 @@ class StorageReader(DcpStorageReader):
         return [replace(plan, storage_data=_ReadTogether(self.broadcast_checkpoint)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        sharing = None
+        broadcast = None
         if isinstance(plan.storage_data, _ReadTogether):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.given_path}: read for each other"
-            sharing = SharedReading(exchange, plan.storage_data.broadcast, phase)
-        self.read(plan, planner, sharing)
+            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, phase)
+        self.read(plan, planner, broadcast)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: SharedReading | None) -> None:
-        """The same, with the ranks of `sharing` if they read for each other."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
+        """The same, with the ranks of `broadcast` if they read for each other."""
         if self.contents is None or not self._is_set_up:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         options = ReadOptions(
@@ -250,9 +250,9 @@ class StorageReader(DcpStorageReader):
                     and items.planner() is planner
                     and isinstance(planner, OurLoadPlanner)
                 ):
-                    stats = load_packed(filling, items, planner.state_dict, planner.put_object, sharing)
+                    stats = load_packed(filling, items, planner.state_dict, planner.put_object, broadcast)
                 else:
-                    stats = ItemLoad(filling, item_targets(planner)).run(items, sharing)
+                    stats = ItemLoad(filling, item_targets(planner)).run(items, broadcast)
                 self.last_stats = stats
         finally:
             self._unlock()

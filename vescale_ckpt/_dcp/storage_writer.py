@@ -16,8 +16,8 @@ from torch.futures import Future
 from .. import settings
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
+from .._hf.folder import shard_bytes
 from .._hf.header import checked_metadata
-from .._hf.shard_size import shard_bytes
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.directory import local_path
 from .._write.export_files import ExportSave

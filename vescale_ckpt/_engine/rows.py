@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 PART_ROW = 4  #: of a rank's part of a save: item, dim (-1: the whole box), start, length
-PLACE_ROW = 4  #: of where a part was written: file, offset, length, CRC-32 (-1: none)
+LOCATION_ROW = 4  #: of where a part was written: file, offset, length, CRC-32 (-1: none)
 OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
 
 OBJECT, TENSOR, SHARD = range(3)  # kinds of items of an inventory (csrc/state/inventory.h)
@@ -24,9 +24,9 @@ def words(table: bytes) -> memoryview:
 
 def in_first_file(placed: Sequence[int]) -> bytes:
     """Places in file 0, from offset, length and CRC-32 of each."""
-    places = array("q", bytes(len(placed) // 3 * PLACE_ROW * 8))
+    places = array("q", bytes(len(placed) // 3 * LOCATION_ROW * 8))
     for column in range(3):
-        places[column + 1 :: PLACE_ROW] = array("q", placed[column::3])
+        places[column + 1 :: LOCATION_ROW] = array("q", placed[column::3])
     return places.tobytes()
 
 

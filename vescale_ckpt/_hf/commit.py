@@ -1,14 +1,16 @@
-"""How complete files become the model of a folder, so that at every instant it holds the old model or the new one:
-for readers that prefer the single file to the index, as loads of ours and transformers do, and after a power cut.
+"""Commits complete safetensors files as the model of a folder, so that readers find the old model or the new one.
 
-One change of one name decides, and is durable before anything of the old model goes:
+This holds at every instant and after a power cut, for readers that prefer the single file to the index, as loads of
+this package and transformers do. One change of one name commits. It is durable before a file of the old model is
+removed:
 
-- a single file: its rename over the one before. An index beside it counts for nothing from then on.
-- several: they get names that no file in the folder has, so that the old index still names its own files; then the new
-  index takes the place of the old one by a rename. Where there is a single file, removing it decides.
+- A single file is renamed over the one before. From then on readers ignore an index beside it.
+- Several files get names that no file in the folder has, so that the old index still names its own files. Then the new
+  index is renamed over the old one. If the folder has a single file, its removal commits.
 
-What is left to do then is no matter for readers, and no error is raised for it: files of the old model go, and files
-with spare names get usual ones, as second names that a second index says before the spare ones go.
+Steps after the commit change nothing for readers, and raise no error: files of the old model are removed, and files
+with spare names get usual ones. For that each gets its usual name as a second name, a second index names these, and
+the spare names are removed.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ IndexOf = Callable[[list[str]], bytes]  # the index of files with these names
 
 @dataclass(frozen=True)
 class _Before:
-    """What is in the folder when a commit begins."""
+    """The names in the folder when a commit begins."""
 
     names: frozenset[str]
     named: frozenset[str]  #: by the index; empty if there is none or it cannot be read
 
 
 def check_replaceable(directory: str) -> None:
-    """Raises `CheckpointError` for a model that nothing can take the place of in one step."""
+    """Raises `CheckpointError` if the model in the folder cannot be replaced in one step."""
     before = _look(directory)
     if SINGLE_NAME in before.names and before.named and not rules_alone(before.names, before.named):
         raise CheckpointError(
@@ -60,22 +62,22 @@ def check_replaceable(directory: str) -> None:
 
 
 def replace_model(files: Pending, index: IndexOf) -> None:
-    """Makes complete and durable files the model of their folder, durably. If this raises they stay pending, unless an
-    index names them already."""
+    """Makes `files`, which are complete and durable, the model of their folder, durably. If this raises, they stay
+    pending, unless an index names them already."""
     directory = files.directory
     with named_system_errors(directory), locks.taking_turns(directory) as alone:
         before = _look(directory)
         try:
             names = _commit(files, index, before)
         except BaseException:
-            if _are_named(files):  # a rename that was reported as failed, and was not
+            if _are_named(files):  # a rename took effect although it was reported as failed
                 files.committed()
             raise
         try:
             _tidy(directory, before, names, index)
             if alone:
                 _remove_indexes(directory, before)
-        except Exception as error:  # no reason to fail an export that has committed
+        except Exception as error:  # an export that has committed must not fail here
             logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
 
 
@@ -103,7 +105,7 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
     if names == [SINGLE_NAME]:
         if INDEX_NAME in before.names:
             storage.remove(INDEX_NAME)
-            storage.sync()  # before files go that it names
+            storage.sync()  # before the files that it names are removed
         _remove_models(directory, before, names)
         return
     _remove_models(directory, before, names)
@@ -120,7 +122,7 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
 
 def _free_names(count: int, before: _Before) -> list[str]:
     has_model = not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names)
-    # Where neither says what the model is, all files are: usual names would add to it.
+    # Without an index and a single file, all files with usual names are the model: spare names do not add to it.
     digits = USUAL_DIGITS if has_model or not any(name.endswith(SUFFIX) for name in before.names) else USUAL_DIGITS + 1
     while not before.names.isdisjoint(names := file_names(count, digits)):
         digits += 1
@@ -128,7 +130,7 @@ def _free_names(count: int, before: _Before) -> list[str]:
 
 
 def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
-    """Files of other models: by their names, and what the index before named."""
+    """Removes files of other models, known by their names or by the index before."""
     storage = directory_at(directory)
     for name in sorted(storage.names()):
         is_of_model = is_model_file(name) or (name in before.named and name.endswith(SUFFIX))
@@ -137,7 +139,7 @@ def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
 
 
 def _remove_indexes(directory: str, before: _Before) -> None:
-    """Those that exports were writing when they died: nobody else commits now."""
+    """Removes temporary indexes of exports that died. Needs the lock: no other export commits then."""
     for name in filter(is_temporary_index, before.names):
         directory_at(directory).remove(name)
 
@@ -147,7 +149,7 @@ def _look(directory: str) -> _Before:
 
 
 def _named(directory: str) -> set[str] | None:
-    """Files that the index in a folder names. None if it cannot be read."""
+    """The files that the index in a folder names. None if the index cannot be read."""
     try:
         content = json.loads(directory_at(directory).read(INDEX_NAME).decode())
         return {name for name in content["weight_map"].values() if isinstance(name, str)}

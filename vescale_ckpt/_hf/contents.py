@@ -1,13 +1,13 @@
-"""Safetensors files as checkpoints: which they are, and what they hold and where, for the same planning as all others.
+"""Reads the headers of safetensors files, and lists their tensors with record locations, for load planning.
 
-A checkpoint of this kind is one such file, or a directory without `.metadata`: the files that the `weight_map` of its
-`*.safetensors.index.json` names, or without one all `*.safetensors`. A tensor is whole in one file, or in boxes of
-several, whose places torch's `HuggingFaceStorageWriter` notes in their headers. Nothing in a header or index is
-trusted. Links may lead out of the directory, as they do in snapshots of a hub; names may not.
+Such a checkpoint is one file, or a directory without `.metadata`: the files that the `weight_map` of its
+`*.safetensors.index.json` names, or without an index all `*.safetensors`. A tensor is whole in one file, or consists of
+boxes in several files, whose offsets torch's `HuggingFaceStorageWriter` writes into their headers. Headers and indexes
+are untrusted. Links may lead out of the directory, as in snapshots of a hub; names may not.
 
-What a checkpoint holds is told by names, places and a CRC-32 of each file's header. So ranks need not read the same
-headers, and a file that is not the one that was planned on is noticed where it is read. There is no lock: nothing of
-ours removes such files, and one that is replaced while it is read is read to its end as it was.
+The contents are names, record locations and a CRC-32 of each file's header. One rank can read all headers for the
+others, and a file that is not the planned one is detected when it is read. There is no lock: this package removes no
+such files, and a file that is replaced while it is read is read to its end as it was.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, DTYPE_CODES
 from .._engine.errors import named_errors, named_system_errors, translate
 from .._engine.options import direct_io_setting, engine_options
-from .._engine.rows import MOST_BYTES, PLACE_ROW, SHARD, TENSOR, int_table, words
+from .._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
 from .._engine.torch_private import StorageInfo
 from .._ranks.message import pack, unpack
 from .._state.inventory_rows import packed_row
@@ -55,15 +55,15 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
-_MOST_JSON_BYTES = 100_000_000  # as of headers
-_ATTEMPTS = 5  # at reading the headers of a directory into which exports go meanwhile
-_OPENERS = 8  # headers are small and far apart: what takes time is waiting
+_MOST_JSON_BYTES = 100_000_000  # of an index: the format's limit for headers
+_ATTEMPTS = 5  # to read the headers of a directory while exports into it commit
+_OPENERS = 8  # threads that read headers: they are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
 
 
 def mark(path: str) -> str:
-    """Tells one checkpoint from another that other ranks may see, cheaply: by names and the index's length. Raises
+    """A text that differs between checkpoints, made without reading files: of names and the index's length. Raises
     OSError."""
     if is_file(path):
         return f"{os.path.basename(path)}:{stat_of(path).size}"
@@ -74,17 +74,17 @@ def mark(path: str) -> str:
 
 @dataclass(frozen=True)
 class SafetensorsContents:
-    """What such a checkpoint holds. Equal bytes mean equal headers."""
+    """What a checkpoint of safetensors files holds. Two with equal fields have equal headers."""
 
     root: str  #: the directory that `files` are relative to
     inventory: bytes  #: an item for each box of a tensor
-    places: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
+    locations: bytes  #: for each item file, offset, length, and the CRC-32 of the file's header
     files: list[str]
-    aliases: frozenset[str]  #: names under which a file has no tensor, but says which of its tensors they stand for
+    aliases: frozenset[str]  #: names without a tensor of their own that a file ties to one of its tensors
 
     @classmethod
     def read(cls, path: str, verify: bool, on_error: OnError | None = None) -> SafetensorsContents:
-        """Reads the headers. `on_error` takes what is wrong with one file, and the others are gone on with.
+        """Reads the headers. With `on_error`, errors of one file go to it, and the other files are read.
 
         Raises `CheckpointError`, `CorruptCheckpointError`, `UntrustedCheckpointError`.
         """
@@ -130,34 +130,34 @@ class SafetensorsContents:
         return _Reading(path, verify, on_error).contents(files, None)
 
     def pack(self) -> bytes:
-        """For readers of other ranks."""
+        """The contents as bytes, for other ranks."""
         rest = json.dumps([self.files, sorted(self.aliases)]).encode()
-        return pack(self.inventory, self.places, rest)
+        return pack(self.inventory, self.locations, rest)
 
     @classmethod
     def unpack(cls, path: str, message: bytes) -> SafetensorsContents:
-        inventory, places, rest = unpack(message)
+        inventory, locations, rest = unpack(message)
         files, aliases = json.loads(rest)
         root = os.path.dirname(path) if is_file(path) else path
-        return cls(root, inventory, places, files, frozenset(aliases))
+        return cls(root, inventory, locations, files, frozenset(aliases))
 
     @cached_property
     def save_id(self) -> str:
-        """Equal where the headers are."""
+        """A hash of the contents in place of a save's id: equal for equal headers."""
         return f"safetensors {blake2b(self.pack(), digest_size=16).hexdigest()}"
 
     def index(self) -> _C.Index:
         with named_errors(str, self.root):
-            return _C.Index.from_rows(self.inventory, self.places, self.files, self.save_id)
+            return _C.Index.from_rows(self.inventory, self.locations, self.files, self.save_id)
 
-    def boxes(self) -> Iterable[Box]:
-        """All of them, aliases too."""
-        places = words(self.places)
+    def boxes(self) -> Iterable[StoredBox]:
+        """The boxes of all tensors, also under their aliases."""
+        locations = words(self.locations)
         for row, (name, _, code, _, _, shape, offset, size) in enumerate(_C.inventory_items(self.inventory)):
-            yield Box(name, code, shape, offset, size, *places[row * PLACE_ROW : (row + 1) * PLACE_ROW])
+            yield StoredBox(name, code, shape, offset, size, *locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
 
     def metadata(self) -> Metadata:
-        """The same for DCP's planners."""
+        """The contents as DCP's metadata, for DCP's planners."""
         tensors: dict[str, TensorStorageMetadata] = {}
         storage: dict[MetadataIndex, StorageInfo] = {}
         for box in self.boxes():
@@ -173,12 +173,12 @@ class SafetensorsContents:
         return Metadata({**tensors}, storage_data=storage)
 
 
-class Box(NamedTuple):
-    """A box of a tensor, and where it lies."""
+class StoredBox(NamedTuple):
+    """A box of a tensor, and its record location."""
 
     name: str
     code: int  #: of its dtype
-    shape: tuple[int, ...]  #: of the tensor
+    shape: tuple[int, ...]  #: of the whole tensor
     offset: tuple[int, ...]
     size: tuple[int, ...]
     file: int
@@ -189,25 +189,27 @@ class Box(NamedTuple):
 
 @dataclass
 class _Header:
-    """One file's, as far as it is wanted here."""
+    """What is needed of one file's header."""
 
     crc: int
-    ties: Mapping[str, str]  #: to the names of tensors
+    ties: Mapping[str, str]  #: other names, to the names of tensors
     #: by name: dtype code, shape, and the range in the file
     tensors: dict[str, tuple[int, tuple[int, ...], tuple[int, int]]]
-    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of those that are boxes
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)  #: of tensors that are boxes of larger ones
 
 
 @dataclass
 class _Stored:
-    """A tensor, and all that is stored of it."""
+    """A tensor, and all boxes of it that are stored."""
 
-    code: int
+    code: int  #: of its dtype
     dims: int
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, place
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int, int]]]  #: offset, size, record location
 
 
 class _Reading:
+    """Reads the headers of some files and merges them into the contents of one checkpoint."""
+
     def __init__(self, root: str, verify: bool, on_error: OnError | None) -> None:
         self.root = root
         self.verify = verify
@@ -291,7 +293,7 @@ class _Reading:
     def _packed(self, aliases: Mapping[str, str]) -> SafetensorsContents:
         names: list[str] = []
         rows: list[bytes] = []
-        places = int_table()
+        locations = int_table()
         for key, stored, of in [
             *((key, stored, key) for key, stored in self.stored.items()),
             *((alias, self.stored[key], key) for alias, key in aliases.items()),
@@ -309,15 +311,15 @@ class _Reading:
                 kind = TENSOR if size == shape else SHARD
                 names.append(key)
                 rows.append(packed_row(kind, stored.code, False, item_bytes, Piece(offset, size, ()), shape))
-                places.extend(place)
+                locations.extend(place)
         inventory = _C.pack_inventory(names, b"".join(rows), 0)
-        return SafetensorsContents(self.root, inventory, places.tobytes(), self.files, frozenset(aliases))
+        return SafetensorsContents(self.root, inventory, locations.tobytes(), self.files, frozenset(aliases))
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
-        """The boxes that hold something. Raises if two overlap."""
+        """The boxes that have elements, or else one. Raises if two overlap."""
         boxes = [box for box in stored.boxes if 0 not in box[1]] or stored.boxes[:1]
         if len(boxes) > 1:
-            # From one end to the other of the dimension that they are cut along most often.
+            # A sweep along the dimension with the most distinct offsets.
             dim = max(range(stored.dims), key=lambda dim: len({offset[dim] for offset, _, _ in boxes}), default=None)
             if dim is None:
                 raise self._contradiction(key, stored, boxes[1][2][0], "too")
@@ -330,7 +332,8 @@ class _Reading:
         return boxes
 
     def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
-        """Of the whole tensor, which no file tells: up to where its boxes reach. Raises if no memory could hold it."""
+        """The shape of the whole tensor, which no file holds: its boxes reach up to it. Raises if it is impossibly
+        large."""
         shape = tuple(max(offset[dim] + size[dim] for offset, size, _ in stored.boxes) for dim in range(stored.dims))
         if math.prod(max(length, 1) for length in shape) * CODE_DTYPES[stored.code].itemsize >= MOST_BYTES:
             path = os.path.join(self.root, self.files[stored.boxes[0][2][0]])
@@ -354,7 +357,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 
 def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
-    """Names that stand for other names' tensors. What of this file has no such tensor is not for it."""
+    """Other names, and the names that they may be tied to. The caller drops those whose tensor the file lacks."""
     if (text := metadata.get(hf_header.TIED_NAMES)) is None:
         return metadata
     try:
@@ -369,7 +372,7 @@ def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
 
 
 def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tuple[int, ...]]:
-    """Of tensors that are boxes of larger ones, where they begin."""
+    """The offsets of tensors that are boxes of larger ones."""
 
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
         offset, size = tuple(entry[hf_header.SHARDING_OFFSETS]), tensors[key][1]
@@ -388,7 +391,7 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
 
 
 def _stamp(directory: str) -> list[tuple[int, ...] | None]:
-    """Changes when an export into the directory commits."""
+    """A value that changes when an export into the directory commits."""
     stamp: list[tuple[int, ...] | None] = []
     for name in (hf_names.SINGLE_NAME, hf_names.INDEX_NAME):
         try:
@@ -409,7 +412,7 @@ def _index_name(directory: str, found: Iterable[str]) -> str | None:
 
 
 def _weight_map(path: str) -> dict[str, str]:
-    """For each tensor the file that it is in."""
+    """The file of each tensor, from an index. Raises `CheckpointError` if it cannot be read or is not sound."""
     try:
         directory, name = os.path.split(path)
         found = stat_of(path)
@@ -432,7 +435,7 @@ def _weight_map(path: str) -> dict[str, str]:
 
 
 def _json(text: str) -> Any:
-    """Raises ValueError for an object that has a key twice, too."""
+    """Parses JSON. Raises ValueError also for an object that has a key twice."""
     return json.loads(text, object_pairs_hook=_unique)
 
 

@@ -1,11 +1,12 @@
-"""The folder of an export: its files while they are written, and clean-up. For the rank that coordinates.
+"""Creates, commits and cleans up the files of an export in a safetensors folder, for the rank that coordinates.
 
-Files have temporary names until all of them are complete and durable; `export_commit` makes them the folder's model.
+Files have temporary names until all of them are complete and durable. `commit` then makes them the folder's model.
 """
 
 from __future__ import annotations
 
 import os
+import re
 
 from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
@@ -16,14 +17,29 @@ from .._storage.pending import Pending, new_token
 from .commit import IndexOf, check_replaceable, replace_model
 from .names import INDEX_NAME, file_names, is_model_file, is_temporary_index, temporary_name, token_of
 
+_UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
+def shard_bytes(size: int | str) -> int:
+    """The bytes of `size`: a number, or text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
+    Raises ValueError for anything else, and for less than 1."""
+    bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else None
+    if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE)):
+        unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
+        bytes_ = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+    if bytes_ is None or bytes_ < 1:
+        raise ValueError(f"max_shard_size={size!r}: bytes, or text like '5GB' or '500MiB', are wanted")
+    return bytes_
+
 
 class ExportFolder:
-    """One export. The files exist, as long as they will be; `commit` makes them the model of the folder, `discard`
-    removes what was not committed."""
+    """One export. Its files exist with their final size; `commit` makes them the folder's model, `discard` removes them
+    if they were not committed."""
 
     def __init__(self, directory: str, sizes: list[int], names: list[str] | None = None) -> None:
-        """Makes files of so many bytes each, and removes what exports that died have left. Raises `StorageFullError`,
-        `CheckpointError`. `names`: None for those of a model."""
+        """Creates files of `sizes` bytes, and removes files of exports that died. `names`: None for those of a model.
+        Raises `StorageFullError`, `CheckpointError`."""
         self.directory = directory
         self.names = file_names(len(sizes)) if names is None else names
         self.token = ""
@@ -52,12 +68,12 @@ class ExportFolder:
         return path
 
     def commit(self, heads: list[bytes], index: IndexOf, sync: bool) -> None:
-        """Completes the files with what stands at their start and makes them the model, durably. `index`: of files with
-        the names that they get."""
+        """Writes the start of each file, `heads`, and makes the files the model, durably. `index` returns the index for
+        the names that the files get."""
         self.complete(heads, sync)
         replace_model(self.files, index)
 
-    # --- The same in steps, for ranks that have a file each
+    # --- The same in steps, for ranks that write a file each
 
     def complete(self, heads: list[bytes], sync: bool) -> None:
         with named_system_errors(self.directory):
@@ -65,7 +81,7 @@ class ExportFolder:
                 _C.write_head(path, head, sync)
 
     def make_way(self) -> None:
-        """Removes the model that is there: readers take all files in a folder, and would mix the two."""
+        """Removes the model before: without an index readers take all files in a folder, and would mix the two."""
         storage = directory_at(self.directory)
         with named_system_errors(self.directory):
             storage.make_durable(holds_one=False)
@@ -86,7 +102,7 @@ class ExportFolder:
 
 
 def _leftovers(directory: str) -> list[Leftover]:
-    """What exports that died may have left: their files, of which the first is locked, and indexes."""
+    """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
     exports: dict[str, list[str]] = {}
     found: list[Leftover] = []
     for name in sorted(directory_at(directory).names()):

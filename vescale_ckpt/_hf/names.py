@@ -1,4 +1,4 @@
-"""Names of the files of a model in Hugging Face's layout, and what a folder with such files is."""
+"""Defines the file names of Hugging Face's layout, and tells from them what a folder holds."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _TEMPORARY_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.tmp\.\d+\.\d+")
 
 
 def file_names(count: int, digits: int = USUAL_DIGITS) -> list[str]:
-    """Of `count` files that together are one model. With more digits than usual: spare names, under which files count
-    only where an index names them."""
+    """The names of `count` files that together are one model. With more digits than usual they are spare names:
+    readers take such files only if an index names them."""
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:0{digits}}-of-{count:0{digits}}.safetensors" for number in range(1, count + 1)]
 
 
 def name_of_rank(rank: int) -> str:
-    """Of the file with what one rank holds, where ranks share no folder: as torch's HuggingFaceStorageWriter has it."""
+    """The name of one rank's file where ranks share no folder, as torch's HuggingFaceStorageWriter gives it."""
     return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
 
 
 def temporary_name(name: str, token: str) -> str:
-    """Of a file while it is written. Readers that take every `*.safetensors` in a folder do not see it."""
+    """The name of a file while it is written. Readers that take every `*.safetensors` in a folder ignore it."""
     return f"{name}.tmp.{token}"
 
 
@@ -48,13 +48,13 @@ def is_temporary_index(name: str) -> bool:
 
 
 def token_of(name: str) -> str | None:
-    """What tells the files of one export from another's, if `name` is of one that is written."""
+    """The token in a temporary name, the same for all files of one export; None if `name` is not temporary."""
     found = _TEMPORARY.fullmatch(name)
     return None if found is None else found[3]
 
 
 def holds_unfinished_export(directory: str) -> bool:
-    """Whether there are files of an export, and none of those that make it a model: it was ended while it wrote."""
+    """Whether a folder has files of an export, but no index or single file: the export ended before its commit."""
     with contextlib.suppress(OSError):
         names = directory_at(directory).names()
         if INDEX_NAME not in names and SINGLE_NAME not in names:
@@ -66,14 +66,15 @@ def holds_unfinished_export(directory: str) -> bool:
 
 
 def without_index(names: Iterable[str]) -> list[str]:
-    """Of the names in a folder, those of the files that are its model as long as no index says which are."""
+    """The files that are a folder's model if no index says which are. `names`: all names in the folder."""
     found = sorted(name for name in names if name.endswith(SUFFIX) and not _SPARE.fullmatch(name))
     return [SINGLE_NAME] if SINGLE_NAME in found else found
 
 
 def rules_alone(names: Collection[str], named: AbstractSet[str]) -> bool:
-    """Whether the single file in a folder is all of its model, whatever an index there says, which names files: it is
-    that of a model before or after this one, unless it counts the single file among others. So transformers has it."""
+    """Whether the single file in a folder is all of its model, as transformers decides it. `named`: the files that the
+    folder's index names. Unless it names the single file among others, the index is of another model, before or after
+    this one."""
     return SINGLE_NAME in names and (SINGLE_NAME not in named or named == {SINGLE_NAME})
 
 

@@ -1,1 +1,1 @@
-"""DCP's layout on disk: names of its files, its metadata, and how a save commits."""
+"""Reads, writes and commits checkpoints in DCP's layout on disk."""

@@ -1,8 +1,8 @@
-"""How a save becomes the checkpoint of its directory, and how files that no checkpoint needs leave it.
+"""Commits a save as the checkpoint of its directory, and removes files that no checkpoint names.
 
-A data file belongs to a checkpoint if a metadata file names it. No save ever writes to a name that exists, so the
-checkpoint that is there stays whole until `.metadata` is replaced in one step; what nothing names any more is removed
-after that, and before the next save.
+A data file belongs to a checkpoint if a metadata file names it. No save writes to a file that exists, so the checkpoint
+before stays whole until `.metadata` is replaced in one step. Files that no metadata names are removed after that, and
+before the next save.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
-    """Makes `metadata` the checkpoint of the directory, atomically and durably, with its index beside it. Raises
-    OSError and `_C.EngineError`."""
+    """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
+    all ranks. Raises OSError and `_C.EngineError`."""
     storage = directory_at(directory)
     storage.make_durable(holds_one=has_metadata(directory, rank))
-    if index is not None:  # first: it counts for nothing without the metadata it belongs to
+    if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
         storage.write(names.index_name(rank), index)
     storage.write(names.metadata_name(rank), metadata)
     if index is None:
@@ -40,7 +40,7 @@ def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | Non
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
-    """Data files that one metadata file of the directory names: none if it is not there or cannot be read."""
+    """Data files that one metadata file of the directory names; none if that file is missing or cannot be read."""
     if not has_metadata(directory, rank):
         return set()
     try:
@@ -61,7 +61,7 @@ def _named_files(directory: str, rank: int | None) -> set[str]:
 
 
 def _named_by_any(directory: str) -> set[str]:
-    """Data files that some metadata file of the directory names now. Raises `CheckpointError` if one cannot be read."""
+    """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
     for name in filter(names.is_metadata_file, directory_at(directory).names()):
         named |= _named_files(directory, names.rank_of_metadata(name))
@@ -71,11 +71,11 @@ def _named_by_any(directory: str) -> set[str]:
 def remove_leftovers(
     directory: str, superseded: AbstractSet[str] = frozenset(), only_rank: int | None = None
 ) -> list[str]:
-    """Removes what no metadata file of the directory names, and returns it: files of saves that died, and `superseded`
-    ones, which the metadata before the last commit named.
+    """Removes files that no metadata file of the directory names, and returns their names: files of saves that died,
+    and those of `superseded`, which the metadata before the last commit named.
 
-    Files of a save that goes on, in another process or rank, are locked and stay. Removes nothing if a metadata file
-    cannot be read, for then nobody knows what it names. With `only_rank`, only that rank's files. Failures are logged:
+    Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
+    nothing is removed: it may name any file. With `only_rank`, only that rank's files. Failures are logged, not raised:
     a leftover does no harm.
     """
     try:
@@ -90,7 +90,7 @@ def remove_leftovers(
         named = _named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
         removed = leftovers.remove(_leftovers(directory, left, superseded))
-    except Exception as error:  # a committed save must not fail by it
+    except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
     if removed:
@@ -108,7 +108,7 @@ def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSe
         else:
             first = names.first_part(name)
             marked = os.path.join(directory, first if directory_at(directory).has(first) else name)
-            # Its save may have committed, and then let go of it, since names were read.
+            # Its save may have committed and released its lock after the metadata was read here.
             yield Leftover(paths, marked, leftovers.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))
 
 

@@ -1,8 +1,8 @@
-"""`.metadata`: written so that every torch reads it, read so that nothing in it can act, with the index beside it.
+"""Writes `.metadata` for every torch version to read, and reads it, and its index, without running code from it.
 
-The file is DCP's own pickle of `Metadata`. Two things differ from `pickle.dump` / `pickle.load`: tensor properties are
-written with the five fields that every torch understands (torch 2.15 writes six, which 2.13 cannot read) and read
-with five or six; and only the names that metadata consists of may be imported while reading.
+The file is DCP's own pickle of `Metadata`. It differs from `pickle.dump` and `pickle.load` in two ways. Tensor
+properties are written with the five fields that every torch reads (torch 2.15 writes six, which 2.13 cannot read), and
+read with five or six. While reading, only the classes that metadata consists of may be imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
 
-# What DCP metadata of any torch version is made of. Paths appear in `storage_meta.checkpoint_id` of stock files.
+# The classes in DCP metadata of any torch version.
 _METADATA_CLASSES = {
     name: getattr(dcp_metadata, name)
     for name in (
@@ -53,19 +53,19 @@ _PROPERTIES_MODULES = (dcp_metadata.__name__, "torch.distributed._shard.sharded_
 _DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: what is said of a directory without metadata
+NO_CHECKPOINT = "not a checkpoint, or one whose save did not finish"  #: ends the error for a missing metadata file
 TRAILER_BYTES = 16
 TRAILER_MAGIC = b"VSCKMDT1"
 
 
 def _trailer(data: bytes, end: int) -> bytes:
-    """What stands behind our pickle, which are the first `end` bytes, where unpicklers do not look: magic, low 32 bits
-    of its length, its CRC-32."""
+    """What this package writes behind the pickle, where unpicklers do not read: magic, low 32 bits of the pickle's
+    length, its CRC-32. The pickle is the first `end` bytes of `data`."""
     return struct.pack("<8sII", TRAILER_MAGIC, end & 0xFFFFFFFF, _C.crc32(data, end))
 
 
 class _LenientProperties(TensorProperties):
-    """Takes the state of any torch version: five fields, or more that say nothing we need."""
+    """Takes the state of any torch version: five fields, and more that are ignored."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         if not isinstance(state, tuple) or len(state) < 5:
@@ -82,11 +82,11 @@ def _get_layout(name: str) -> torch.layout:
 
 
 def _memory_format(number: int) -> None:
-    """Stands for the enumeration of memory formats, a field that is not used any more."""
+    """Stands for the enumeration of memory formats, a field that is no longer used."""
 
 
 def _plain_path(*parts: str) -> str:
-    """Stands for pathlib's classes: a path in metadata is only a note of where it was written."""
+    """Stands for pathlib's classes, which `storage_meta.checkpoint_id` of stock files has. The path is not used."""
     if sum(map(len, parts)) + len(parts) > 4096:
         raise UntrustedCheckpointError(".metadata holds a path that no system knows")
     return "/".join(parts)
@@ -120,13 +120,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def has_checksum(data: bytes) -> bool:
-    """Whether it ends in our trailer."""
+    """Whether `data` ends in the trailer that this package writes."""
     return data[-TRAILER_BYTES:].startswith(TRAILER_MAGIC)
 
 
 def check_beginning(data: bytes, length: int, path: str) -> None:
-    """Looks at the first bytes of a `.metadata` file of `length` bytes, before memory is taken for the rest. Raises as
-    `loads` does."""
+    """Checks the first bytes of a `.metadata` file of `length` bytes, before memory is allocated for the rest. Raises
+    as `loads` does."""
     wrong, end = _C.check_pickle(data)
     if not wrong and length > end + TRAILER_BYTES:
         raise CorruptCheckpointError(
@@ -137,9 +137,9 @@ def check_beginning(data: bytes, length: int, path: str) -> None:
 
 
 def check(data: bytes, path: str) -> None:
-    """Looks at what is in a `.metadata` file before anything is built from it. Raises as `loads` does."""
+    """Checks the bytes of a `.metadata` file before anything is built from them. Raises as `loads` does."""
     wrong, end = _C.check_pickle(data)
-    behind = len(data) - end  # stock files have nothing there
+    behind = len(data) - end  # 0 in files of stock DCP
     if not wrong and behind and (behind != TRAILER_BYTES or data[end:] != _trailer(data, end)):
         raise CorruptCheckpointError(f"{path} is damaged: its checksum does not match", key=None, file=path)
     if wrong.startswith("it ends"):
@@ -149,10 +149,10 @@ def check(data: bytes, path: str) -> None:
 
 
 def loads(data: bytes, path: str) -> Metadata:
-    """Reads what is in a `.metadata` file.
+    """Reads the bytes of a `.metadata` file. `path` is for messages only.
 
-    `path` is for messages only. Raises `UntrustedCheckpointError` for imports that metadata never needs, and
-    `CorruptCheckpointError` if the bytes are no metadata.
+    Raises `UntrustedCheckpointError` for imports that metadata never needs, and `CorruptCheckpointError` if the bytes
+    are no metadata.
     """
     check(data, path)
     with gc_paused():
@@ -177,8 +177,11 @@ def loads(data: bytes, path: str) -> Metadata:
 
 
 def _check_entry(key: Any, stored: Any) -> None:
-    """That a tensor's chunks are chunks of it and do not overlap. (That they cover what is wanted is checked then: the
-    metadata of one rank that saved for itself has only its own.)"""
+    """Checks that a tensor's chunks lie in it and do not overlap.
+
+    That they cover what a load needs is checked by the load: the metadata of one rank that saved without collectives
+    has only that rank's chunks.
+    """
     if type(key) is not str:
         raise UntrustedCheckpointError(f"metadata has {key!r} as a name")
     if type(stored) is not TensorStorageMetadata:
@@ -259,7 +262,7 @@ def _reduce_storage_info(info: StorageInfo) -> tuple[Any, ...]:
 class _MetadataPickler(pickle.Pickler):
     """Writes metadata's classes as calls of their constructors, and equal shapes and properties once.
 
-    Half of a large `.metadata`, and of the time to write it, would otherwise be copies of the same few shapes.
+    Otherwise copies of the same few shapes would be half of a large `.metadata`, and take half of the time to write.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -296,7 +299,7 @@ def dumps(metadata: Metadata) -> bytes:
     return pickled + _trailer(pickled, len(pickled))
 
 
-# --- In a directory
+# --- Metadata files and indexes in a directory
 
 
 def has_metadata(directory: str, rank: int | None) -> bool:
@@ -304,8 +307,8 @@ def has_metadata(directory: str, rank: int | None) -> bool:
 
 
 def metadata_ranks(directory: str) -> list[int | None]:
-    """Whose metadata the directory holds: [None] for that of all ranks, else ranks that saved without collectives.
-    Raises OSError."""
+    """The ranks whose metadata the directory holds: [None] for one of all ranks, else those that saved without
+    collectives. Raises OSError."""
     ranks = {rank_of_metadata(name) for name in directory_at(directory).names() if is_metadata_file(name)}
     return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
 
@@ -327,7 +330,7 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 
 
 def metadata_bytes(directory: str, rank: int | None) -> bytes:
-    """What is in the metadata file, not looked at. Raises as `read_metadata`."""
+    """The bytes of the metadata file; only their beginning is checked. Raises as `read_metadata`."""
     storage, name = directory_at(directory), metadata_name(rank)
     path = os.path.join(directory, name)
     try:
@@ -342,13 +345,13 @@ def metadata_bytes(directory: str, rank: int | None) -> bytes:
 
 
 def metadata_mark(directory: str) -> str:
-    """Tells the metadata of one save from that of another: its length and end, which holds a checksum; empty if there
-    is none. Raises OSError if it cannot be read."""
+    """A text that differs between the metadata of different saves: its length and its end, which holds a checksum.
+    Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
         found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
-    # Files of stock DCP have no checksum: a copy on another disk passes for another.
+    # Files of stock DCP have no checksum: their time counts, so a copy on another disk has another mark.
     known = "" if end.startswith(TRAILER_MAGIC) else f":{found.modified_ns}"
     return f"{found.size}:{end.hex()}{known}"
 
@@ -362,7 +365,7 @@ def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
 
 
 def index_bytes(directory: str) -> bytes | None:
-    """What is in the index's file, all of it checked. None as of `read_index`."""
+    """The bytes of the index, all of them checked. None where `read_index` returns None."""
     try:
         data = directory_at(directory).read(index_name(None))
         index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))

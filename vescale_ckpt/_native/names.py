@@ -1,4 +1,4 @@
-"""Names of the files in a checkpoint's directory, and what its metadata may say of them."""
+"""Defines the file names of DCP's layout, and checks the record locations in its metadata."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.")
 
 
 def metadata_name(rank: int | None) -> str:
-    """`.metadata`, or that of one rank where ranks save without collectives."""
+    """`.metadata`; with a rank, the metadata file of that rank where ranks save without collectives."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def index_name(rank: int | None) -> str:
-    """Of the index beside it."""
+    """The name of the index beside `metadata_name(rank)`."""
     return metadata_name(rank) + ".index"
 
 
@@ -33,34 +33,34 @@ def is_metadata_file(name: str) -> bool:
 
 
 def rank_of_metadata(name: str) -> int | None:
-    """Which `metadata_name` was given for that name of a metadata file."""
+    """The rank for which `metadata_name` returns `name`."""
     return None if name == METADATA_NAME else int(name[2 : -len(METADATA_NAME)])
 
 
 def data_name(rank: int, token: str, part: int | None = None) -> str:
-    """The name of a rank's data file, or of one of several."""
+    """The name of a rank's data file. `part`: its number if the rank has several."""
     middle = "" if part is None else f"_{part}"
     return f"__{rank}_{token}{middle}{DEFAULT_SUFFIX}"
 
 
 def first_part(name: str) -> str:
-    """Of several data files the one that their save locks; else the name itself."""
+    """The data file that a save locks: the first of several, else `name` itself."""
     return _PART.sub(rf"_0{DEFAULT_SUFFIX}", name)
 
 
 def is_data_file(name: str) -> bool:
-    """Whether it is named as saves of ours name their data files."""
+    """Whether it has the form that this package gives to names of data files."""
     return _OUR_DATA_FILE.fullmatch(name) is not None
 
 
 def is_temporary_file(name: str) -> bool:
-    """Whether it is metadata or an index that is being written, or what proves that ranks share a directory."""
+    """Whether it is metadata or an index that is being written, or a file that proves that ranks share a directory."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
 def may_be_in_use(temporary: str) -> bool:
-    """Whether somebody else may still want a temporary file: a save of ranks that prove to share a directory, or a
-    process that is alive on this machine, and may be about to rename it."""
+    """Whether a temporary file may still be needed: ranks prove by it that they share a directory, or the process that
+    writes it is alive on this machine and may be about to rename it."""
     if temporary.startswith(PLACE_PREFIX):
         return True
     match = _OF_PROCESS.search(temporary)
@@ -74,9 +74,9 @@ def is_of_a_save(name: str) -> bool:
     return is_data_file(name) or is_temporary_file(name) or name == INDEX_NAME
 
 
-def checked_place(info: object, key: str) -> StorageInfo:
-    """Where metadata says that something is stored, its name not looked at; raises `UntrustedCheckpointError` if it
-    says nothing of the kind."""
+def checked_location(info: object, key: str) -> StorageInfo:
+    """A record location from metadata, with sound types and ranges; the file's name is not checked. Raises
+    `UntrustedCheckpointError` for anything else."""
     if type(info) is not StorageInfo or type(getattr(info, "relative_path", None)) is not str:
         raise UntrustedCheckpointError(f"{key}: metadata does not name a file for it", key=key)
     for name in ("offset", "length"):
@@ -87,6 +87,6 @@ def checked_place(info: object, key: str) -> StorageInfo:
 
 
 def crc_of(info: StorageInfo) -> int:
-    """The CRC-32 that our saves add to it, -1 if it has none."""
+    """The CRC-32 that saves of this package add to a record location; -1 if it has none."""
     crc = getattr(info, "crc", -1)
     return crc if type(crc) is int and 0 <= crc < 1 << 32 else -1

@@ -1,16 +1,15 @@
-"""The directories `step-N` of a manager: which are checkpoints, and in which order they were saved, also where training
-went back and took another way.
+"""Lists the checkpoints `step-N` of a manager in the order in which they were saved.
 
 A directory is a checkpoint if it is named `step-N` and holds `.metadata`.
 
-As long as steps rise, their numbers are the order, and nothing is written. A save that goes on from an earlier step
-than the last on disk begins a new branch: it and all that follow it carry a small file `.order`, which names the
-branch, and the line of branches that it goes on from, each up to a step. No clock is asked. The file travels with the
-checkpoint when that is copied or renamed. A checkpoint without it is of branch 0, the first.
+As long as steps rise, their numbers are the order, and no file is written for it. A save that continues from an earlier
+step than the last on disk begins a new branch. It and all saves that follow it have a small file `.order`, which holds
+the number of the branch, and the line of branches that it continues, each up to a step. No clock is used. The file
+stays with the checkpoint when that is copied or renamed. A checkpoint without it is of branch 0, the first.
 
-It is written before the save that it belongs to commits, so that a checkpoint is never there without it. Like the
-metrics it names the `.metadata` that the save replaces, and does not count as long as that one is there; what counted
-for that one it repeats.
+The file is written before its save commits, so that no committed checkpoint lacks it. Like the metrics, it holds the
+mark of the `.metadata` that the save replaces. While that `.metadata` is still there, the save has not committed, and
+the branch `before`, which the file also holds, is the checkpoint's.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .metadata_file import has_metadata, metadata_mark
 
 logger = logging.getLogger(__name__)
 
-ORDER_NAME = ".order"  #: of the record which branch of the training a checkpoint belongs to
+ORDER_NAME = ".order"  #: the file that holds the branch of a checkpoint
 _MOST_ORDER_BYTES = 1 << 20
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
@@ -38,33 +37,33 @@ def path_of(root: str, step: int) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a directory of a manager is named so."""
+    """Whether `name` has the form of a step's directory."""
     return _STEP.fullmatch(name) is not None
 
 
 def all_steps(root: str) -> list[int]:
-    """Steps that have a directory, rising. Links, files and other names are none."""
+    """Steps that have a directory, in ascending order. Links, files and other names are ignored."""
     return sorted(int(match[1]) for match in map(_STEP.fullmatch, directory_at(root).folders()) if match)
 
 
 def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
-    """Those whose directory holds a checkpoint. Of steps that are `known` to have held one only the name is looked
-    for."""
+    """Steps whose directory holds a checkpoint. For steps in `known`, which held one before, only the name is
+    checked."""
     return [step for step in all_steps(root) if step in known or has_metadata(path_of(root, step), None)]
 
 
 class Branch(NamedTuple):
     """Steps that were saved one after another, each greater than the one before."""
 
-    number: int = 0  #: greater than that of every branch before it
-    line: tuple[tuple[int, int], ...] = ()  #: what it goes on from: branches, each up to a step
+    number: int = 0  #: greater than the number of every branch before it
+    line: tuple[tuple[int, int], ...] = ()  #: the branches that it continues, each up to a step
 
     def follows(self, number: int, step: int) -> bool:
-        """Whether the step of a branch is of this one, or of what it goes on from."""
+        """Whether a step of branch `number` is in this branch, or in those that it continues."""
         return number == self.number or any(number == of and step <= last for of, last in self.line)
 
     def leaving_at(self, step: int, number: int) -> Branch:
-        """The branch that goes on from a step of this one."""
+        """Branch `number`, which continues this one from `step`."""
         line = tuple((of, min(last, step)) for of, last in self.line)
         return Branch(number, (*line, (self.number, step)))
 
@@ -89,11 +88,11 @@ class SavedOrder:
 
     @property
     def branch(self) -> Branch:
-        """That of the last step."""
+        """The branch of the last step."""
         return FIRST if (last := self.last) is None else self.branches[last]
 
     def newest_first(self) -> list[int]:
-        """The last step and what it goes on from, back to the first; then what was abandoned."""
+        """The last step and those that it continues, back to the first; then the abandoned ones."""
         branch = self.branch
 
         def rank(step: int) -> tuple[bool, int, int]:
@@ -103,15 +102,13 @@ class SavedOrder:
         return sorted(self.branches, key=rank, reverse=True)
 
     def abandoned_for(self, step: int, branch: Branch) -> list[int]:
-        """Later steps than one of a branch, which neither it nor what it goes on from holds; rising."""
+        """Steps after `step` that are neither in `branch` nor in those that it continues."""
         return [other for other, its in self.branches.items() if other > step and not branch.follows(its.number, other)]
 
 
 def write(directory: str, branch: Branch) -> None:
-    """Writes the record of the save that begins, durably, if there is one to write.
-
-    Raises `_C.EngineError` and OSError for what the disk refuses.
-    """
+    """Writes `.order` for the save that begins, durably. Of the first branch there is none, unless an older one has to
+    be replaced. Raises `_C.EngineError` and OSError."""
     if branch == FIRST and not directory_at(directory).has(ORDER_NAME):
         return
     before = read(directory)
@@ -126,7 +123,7 @@ def write(directory: str, branch: Branch) -> None:
 
 
 def read(directory: str) -> Branch:
-    """The branch of the checkpoint in a directory. One that cannot be read counts as the first, with a warning."""
+    """The branch of the checkpoint in a directory. If `.order` cannot be read, the first, with a warning."""
     path = os.path.join(directory, ORDER_NAME)
     try:
         _, content = directory_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
@@ -140,7 +137,7 @@ def read(directory: str) -> Branch:
         if record.pop("crc32") != _checksum(record):
             raise ValueError("its checksum does not match")
         replaces = record["replaces"]
-        # That of a save that died counts for nothing, what was there before it does.
+        # If the save died before its commit, the record before it counts.
         return _branch(record["before"] if replaces and replaces == metadata_mark(directory) else record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error)

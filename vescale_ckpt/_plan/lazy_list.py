@@ -1,4 +1,4 @@
-"""Builds the items of DCP's plans and results when somebody looks at them."""
+"""Builds the items of DCP's plans and results when they are first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, overload
 
 
 class LazyList(Sequence[Any]):
-    """A sequence whose items are built at the first look; a list in other processes."""
+    """A sequence whose items are built at the first access. Pickles as a list."""
 
     _built: list[Any] | None = None
 

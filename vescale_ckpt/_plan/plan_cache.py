@@ -1,4 +1,4 @@
-"""Keeps a planner's plans from save to save, and says what changed where they no longer fit."""
+"""Keeps the plans of a save planner for later saves, and describes what changed if none fits."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .._engine import _C
-from .replicas import Boxes
+from .replicas import ReplicaBoxes
 from .save_plan import ExportParts, GlobalSavePlan
 
 Value = TypeVar("Value")
 
-MOST_PLANS = 4  # states of different form that are saved in turn with one planner
+MOST_PLANS = 4  # one for each form of state that is saved in turn with one planner
 
 
 @dataclass(frozen=True)
-class KeptPart:
-    """This rank's part of a plan that all ranks agreed on, and what it was made for."""
+class KeptLocalPlan:
+    """This rank's local plan, of a global plan that all ranks agreed on, and what it was made for."""
 
-    plan_id: bytes
-    position: int  #: whose part it is: the rank within the group that the plan is for
+    plan_id: bytes  #: of the global plan
+    position: int  #: the rank that the local plan is for, within the group of the global plan
     part: bytes
-    inventory: bytes  #: the very one, so that nothing can be mistaken for it
-    paths: Mapping[str, Any] | None  #: what its keys stand for: DCP's planner_data
-    structure: str  #: what the paths do not tell
+    inventory: bytes  #: all of it, no hash: it is compared byte by byte
+    paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
+    structure: str  #: `Structure.pack`: what the paths leave out
     coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
-    split: list[Boxes] = field(default_factory=list, compare=False)  #: of which it has pieces, when they are known
-    exports: ExportParts = field(default_factory=dict, compare=False)  #: where it lies in files that all ranks write
+    #: the boxes that this rank writes pieces of; empty until first asked for
+    split: list[ReplicaBoxes] = field(default_factory=list, compare=False)
+    exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 
 class _Recent(Generic[Value]):
-    """The values that were used last, by the name of their plan."""
+    """The values that were used last, by the id of their plan."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[bytes, Value] = OrderedDict()
@@ -52,23 +53,24 @@ class _Recent(Generic[Value]):
 
 
 class PlanCache:
-    """Parts, and on the coordinator also the plans of all ranks. Bounded.
+    """Local plans, and on the coordinator also global plans: the last `MOST_PLANS` of each.
 
-    All ranks put every plan that they use, and look without putting: so the coordinator still has what others have.
+    A plan is put by all ranks when it is used, and a look-up changes no order. So the coordinator keeps every global
+    plan of which some rank keeps its local plan.
     """
 
     def __init__(self) -> None:
-        self._parts: _Recent[KeptPart] = _Recent()
+        self._local_plans: _Recent[KeptLocalPlan] = _Recent()
         self._global_plans: _Recent[GlobalSavePlan] = _Recent()
 
-    def forget_parts(self) -> None:
-        """The plans of all ranks stay: other ranks may still name them."""
-        self._parts = _Recent()
+    def forget_local_plans(self) -> None:
+        """Global plans are kept: other ranks may still name them."""
+        self._local_plans = _Recent()
 
-    def part(
+    def local_plan(
         self, inventory: bytes, paths: Mapping[str, Any] | None, structure: str, coordinates: bool
-    ) -> KeptPart | None:
-        for kept in self._parts.latest_first():
+    ) -> KeptLocalPlan | None:
+        for kept in self._local_plans.latest_first():
             if kept.coordinates != coordinates or kept.inventory != inventory:
                 continue
             if kept.paths != paths or kept.structure != structure:
@@ -77,12 +79,12 @@ class PlanCache:
                 return kept
         return None
 
-    def keep_part(self, part: KeptPart) -> None:
-        self._parts.put(part.plan_id, part)
+    def keep_local_plan(self, plan: KeptLocalPlan) -> None:
+        self._local_plans.put(plan.plan_id, plan)
 
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.inventory for kept in self._parts.latest_first()), None)
+        return next((kept.inventory for kept in self._local_plans.latest_first()), None)
 
     def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
         return self._global_plans.get(plan_id)
@@ -91,7 +93,7 @@ class PlanCache:
         self._global_plans.put(plan.plan_id, plan)
 
 
-# --- What changed from one inventory to the next, in words for the log
+# --- Differences between two inventories, as text for the log
 
 _KINDS = ("an object", "a tensor", "a shard")
 
@@ -107,7 +109,8 @@ class _Key(NamedTuple):
 
 
 def what_changed(old: bytes, new: bytes, most: int = 5) -> str:
-    """The first differences between two inventories: keys, dtypes, shapes, shards. Sizes of objects are none."""
+    """The first `most` differences between two inventories: keys, dtypes, shapes, shards. Sizes of objects are not
+    compared."""
     before, after = _keys(old), _keys(new)
     differences = list(_differences(before, after))
     if not differences:

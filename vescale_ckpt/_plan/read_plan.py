@@ -1,4 +1,4 @@
-"""Holds what a rank plans to read as tables of integers that look like DCP's list of items."""
+"""Holds a rank's load plan as tables of integers that DCP sees as its list of `ReadItem`s."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .lazy_list import LazyList
 
 @dataclass(frozen=True)
 class ReadRow:
-    """One read: of a box of a stored chunk into a box of an item of the inventory, or of an object."""
+    """One read: a box of a stored chunk, into a box of an item of the inventory; or an object."""
 
     item: int
     file: int
     offset: int  #: of the record
     length: int  #: of the record
-    crc: int  #: -1 if metadata has none
+    crc: int  #: CRC-32, -1 if metadata has none
     dtype: torch.dtype = torch.uint8
     chunk_size: tuple[int, ...] = ()
     storage_offset: tuple[int, ...] = ()  #: within the chunk
@@ -36,7 +36,7 @@ class ReadRow:
 
 
 class PlannedReads(Protocol):
-    """What `_C.LoadPlan` says by the same names."""
+    """The attributes of `_C.LoadPlan` that are used here."""
 
     @property
     def reads(self) -> bytes: ...
@@ -47,7 +47,7 @@ class PlannedReads(Protocol):
 
 
 class PackedReads(LazyList):
-    """What a rank reads. Looks like `list[ReadItem]` on that rank; to others it says nothing."""
+    """What a rank reads. Looks like `list[ReadItem]` on that rank; pickles as an empty list."""
 
     def __init__(
         self, planner: object, description: Description, plan: PlannedReads, reads: bytes | None = None
@@ -59,13 +59,13 @@ class PackedReads(LazyList):
         self._bytes_alone: dict[bool, int] = {}
 
     def only(self, reads: bytes) -> PackedReads:
-        """The same targets, filled by other rows of tensors."""
+        """The same plan with other rows for tensors: `reads`."""
         planner = self.planner()
         assert planner is not None
         return PackedReads(planner, self.description, self.plan, reads)
 
     def bytes_read_alone(self, verify: bool) -> int:
-        """About as many as this rank reads for the tensors if it is on its own."""
+        """About how many bytes this rank reads for its tensors if no other rank reads for it."""
         if verify not in self._bytes_alone:
             self._bytes_alone[verify] = _C.bytes_read_alone(self.reads, self.plan.files, verify)
         return self._bytes_alone[verify]
@@ -90,7 +90,7 @@ class PackedReads(LazyList):
         return len(kinds) - kinds.count(OBJECT)
 
     def read_table(self) -> bytes:
-        """The engine's table, where all targets can be used where they are."""
+        """The engine's table of the reads. All targets must be memory that the engine can fill in place."""
         description = self.description
         return _C.read_table(
             description.inventory, self.reads, description.sources, description.table, description.ready

@@ -1,11 +1,11 @@
 """Finds keys under which ranks hold different values, for saves that store one value of each key.
 
-A replicated tensor that is split over its holders comes from several ranks: if they differ, what is saved is a mixture
-that no rank ever had. So some elements of each are compared, at every save: values change, plans do not.
+The pieces of a replicated tensor that is split come from several ranks. If their values differ, the save is a mixture
+that no rank ever had. So every save compares some elements of each such box, also a save that reuses a plan.
 
-Ranks compare by one sum, which travels with what they exchange anyway. A rank that writes the rows from a to b of a box
-adds h * (g(b) - g(a)): h is a hash of elements that it has of the whole box, g random but 0 at both ends of the box. Of
-a box that is the same everywhere that adds up to 0, whoever writes how many pieces.
+Ranks compare by one sum, which travels with messages that they exchange anyway. A rank that writes the rows from a to b
+of a box adds h * (g(b) - g(a)). h is a hash of elements of the whole box as this rank has it; g is random, but 0 at
+both ends of the box. If all ranks have the same h, the sum over the pieces of a box is 0, however the box is cut.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ logger = logging.getLogger(__name__)
 
 Name = TypeVar("Name")
 
-LEAST_BYTES = 2 << 20  # of a box that may be split: planning makes no piece of less than 1 MiB
+LEAST_BYTES = 2 << 20  # a smaller box is never split: planning makes no piece of less than 1 MiB
 
-_ELEMENTS = 16  # that are compared of a box
+_ELEMENTS = 16  # so many elements of a box are compared
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class _Box:
-    """What this rank has of a tensor, or one box of that."""
+class _ReplicaBox:
+    """A box that this rank holds of a tensor."""
 
     name: int  #: a hash of key, offset and size
-    tensor: int  #: among the description's
-    narrow: tuple[tuple[int, ...], tuple[int, ...]] | None  #: offset and size in it; None: all of it
-    factor: int  #: of its hash in the sum
+    tensor: int  #: number of the description's tensor that holds it
+    narrow: tuple[tuple[int, ...], tuple[int, ...]] | None  #: offset and size in that tensor; None: all of it
+    factor: int  #: of the box's hash in the sum
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """Those to compare of a description."""
+class ReplicaBoxes:
+    """The boxes of a description that are compared between ranks."""
 
     sources: bytes  #: of the description
-    boxes: list[_Box]
-    rows: list[bytes]  #: of each, as `_C.replica_hashes` wants it
+    boxes: list[_ReplicaBox]
+    rows: list[bytes]  #: for each box its row for `_C.replica_hashes`
 
     def hashes(self, description: Description, on_devices: bool) -> tuple[list[tuple[int, int]], bool]:
-        """Number and hash of each that can be looked at, of those in host memory alone if not `on_devices`; and whether
-        none was left out for that. What lies on a device is waited for."""
+        """Number and hash of each box that can be hashed, and whether all boxes were tried.
+
+        Without `on_devices` only boxes in host memory are tried; with it this waits for copies from devices.
+        """
         ready = description.ready
         on_host = [number for number, box in enumerate(self.boxes) if ready[box.tensor] == ON_HOST]
         rows = b"".join(self.rows if len(on_host) == len(self.boxes) else [self.rows[number] for number in on_host])
@@ -72,16 +74,16 @@ class Boxes:
         return found + _hashes(looked_at), len(looked_at) == len(others)
 
     def sum(self, hashes: Iterable[tuple[int, int]]) -> int:
-        """This rank's part of what adds up to 0, as a signed integer of 64 bits."""
+        """This rank's summand of the sum that is 0 if no box differs, as a signed integer of 64 bits."""
         return _signed(sum(self.boxes[number].factor * value for number, value in hashes) & _MASK)
 
     def table(self, hashes: Iterable[tuple[int, int]]) -> bytes:
-        """Names and hashes, for the coordinator."""
+        """Names and hashes as bytes, for the coordinator."""
         return array("Q", [word for number, value in hashes for word in (self.boxes[number].name, value)]).tobytes()
 
 
-def split_boxes(description: Description, part: bytes) -> Boxes:
-    """Those of which this rank writes a piece."""
+def split_boxes(description: Description, part: bytes) -> ReplicaBoxes:
+    """The boxes of which this rank writes a piece. `part`: its local plan."""
     factors: dict[int, int] = {}
     rows = words(part)
     for item, dim, start, length in zip(*(rows[column::PART_ROW] for column in range(PART_ROW)), strict=True):
@@ -91,8 +93,8 @@ def split_boxes(description: Description, part: bytes) -> Boxes:
     return _boxes(description, factors)
 
 
-def large_boxes(description: Description) -> Boxes:
-    """Those that a plan might split."""
+def large_boxes(description: Description) -> ReplicaBoxes:
+    """The boxes that are large enough for a plan to split."""
     items = description.items if any(map(_is_large, description.tensors)) else []
     return _boxes(
         description,
@@ -101,13 +103,13 @@ def large_boxes(description: Description) -> Boxes:
 
 
 def differing(tables: Sequence[bytes]) -> dict[int, tuple[int, int]]:
-    """From what `Boxes.table` gives on each rank: names of boxes that differ, with two ranks."""
+    """Names of boxes that differ, each with two ranks. `tables`: `ReplicaBoxes.table` of each rank."""
     numbers = [memoryview(table).cast("Q") for table in tables]
     return _differing(zip(of_rank[::2], of_rank[1::2], strict=True) for of_rank in numbers)
 
 
 def keys_of(found: dict[int, tuple[int, int]], inventories: Sequence[bytes]) -> dict[str, tuple[int, int]]:
-    """The same by key. `inventories`: those of the ranks."""
+    """The same by key, from the inventories of all ranks."""
     keys: dict[str, tuple[int, int]] = {}
     for name, ranks in found.items():
         for item in _C.inventory_items(inventories[ranks[0]]):
@@ -126,9 +128,11 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
 
 
 def warn_of_objects(of_ranks: Iterable[tuple[bytes, bytes] | None]) -> None:
-    """Of keys whose objects differ, of which one is saved: a mistake, mostly (random states, data loaders).
+    """Warns of keys whose objects differ between ranks: only one is saved, which is mostly a mistake (random states,
+    data loaders).
 
-    `of_ranks`: of each rank its inventory and a CRC-32 of each object in it; None of one that does not tell."""
+    `of_ranks`: for each rank its inventory and a CRC-32 of each object in it; None for a rank without them.
+    """
     names: dict[bytes, list[str]] = {}
 
     def objects() -> Iterator[Iterable[tuple[str, int]]]:
@@ -151,7 +155,7 @@ def warn_of_objects(of_ranks: Iterable[tuple[bytes, bytes] | None]) -> None:
 
 
 def _differing(of_ranks: Iterable[Iterable[tuple[Name, int]]]) -> dict[Name, tuple[int, int]]:
-    """From names and values on each rank: the names of which values differ, with the first two ranks that do."""
+    """The names whose values differ, with the first two ranks that do. `of_ranks`: names and values on each rank."""
     seen: dict[Name, tuple[int, int]] = {}
     found: dict[Name, tuple[int, int]] = {}
     for rank, values in enumerate(of_ranks):
@@ -166,7 +170,7 @@ def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
     return [f"{key} (ranks {a} and {b})" for key, (a, b) in keys.items()]
 
 
-def _boxes(description: Description, factors: dict[int, int]) -> Boxes:
+def _boxes(description: Description, factors: dict[int, int]) -> ReplicaBoxes:
     boxes, rows = [], []
     for item, factor in factors.items():
         tensor, offset = description.source(item)
@@ -174,9 +178,9 @@ def _boxes(description: Description, factors: dict[int, int]) -> Boxes:
         whole = not any(offset) and tuple(tensor.shape) == tuple(size)
         narrow = None if whole else (tuple(offset), tuple(size))
         number = description.tensor_number(item)
-        boxes.append(_Box(_name(description, item), number, narrow, factor))
+        boxes.append(_ReplicaBox(_name(description, item), number, narrow, factor))
         rows.append(array("q", [number, len(size), *offset, *size]).tobytes())
-    return Boxes(description.sources, boxes, rows)
+    return ReplicaBoxes(description.sources, boxes, rows)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
@@ -198,12 +202,12 @@ def _hash(*values: object) -> int:
     )
 
 
-def _of(box: _Box, description: Description) -> torch.Tensor:
+def _of(box: _ReplicaBox, description: Description) -> torch.Tensor:
     tensor = description.tensors[box.tensor]
     return tensor if box.narrow is None else narrowed(tensor, *box.narrow)
 
 
-# What the engine cannot look at: on devices, lazily conjugated. As plan/replica_hash.h does it.
+# The same hash as in plan/replica_hash.h, for tensors that the engine cannot read: on devices, or lazily conjugated.
 
 
 @torch.no_grad()
@@ -212,7 +216,7 @@ def _hashes(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, int]
     for number, tensor in tensors:
         try:
             elements = _elements(tensor)
-        except Exception:  # a class or dtype that cannot be looked at: on no rank, then
+        except Exception:  # a class or dtype that cannot be hashed here cannot be on any rank
             continue
         numbers, of_group = groups.setdefault((tensor.device, elements.dtype, elements.numel()), ([], []))
         numbers.append(number)
@@ -223,14 +227,14 @@ def _hashes(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[int, int]
             rows = torch.stack(of_group).to("cpu", torch.int64)
         except Exception:
             continue
-        rows ^= rows >> 31  # what lies in the high bits alone
+        rows ^= rows >> 31  # lets the high bits count in the low ones
         rows *= torch.tensor(_factors()[: rows.shape[1]], dtype=torch.int64, device="cpu")
         found += zip(numbers, [value & _MASK for value in rows.sum(1).tolist()], strict=True)
     return found
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Some of them, as integers: the same ones wherever and however they lie."""
+    """Some elements of a tensor, as integers: the same ones whatever its device and strides."""
     total = tensor.numel()
     count = min(_ELEMENTS, total)
     step = total // count
@@ -248,7 +252,7 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _factors() -> list[int]:
-    """Odd, so that they lose no bit; the same on all ranks."""
+    """Odd numbers, so that a product loses no bit; the same on all ranks."""
     return [_signed(_hash("factor", number) | 1) for number in range(2 * _ELEMENTS)]
 
 

@@ -1,7 +1,7 @@
-"""Holds the plan of a save and its results as tables of integers, in the shapes that DCP hands around.
+"""Holds a save's plans and results as tables of integers that DCP sees as its lists of items.
 
-DCP carries plans and results from call to call and from rank to rank without looking inside. Ours look like lists of
-DCP's items to those who do look: a stock writer, for instance.
+DCP passes plans and results between calls and ranks unread. Code that reads them, such as a stock storage writer, finds
+DCP's own items in them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, words
+from .._engine.rows import LOCATION_ROW, OBJECT, PART_ROW, SHARD, TENSOR, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
@@ -30,31 +30,31 @@ from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
 from .lazy_list import LazyList
 
-#: by what was asked for: token of the export that it was made for, the tensors that are not stored, by their names the
-#: stored ones', and the engine's targets
+#: By the options of an export: its token; for each tensor that is not stored, the name of the stored tensor that it is
+#: tied to; and the engine's targets.
 ExportParts = dict[Any, tuple[str, dict[str, str], bytes]]
-NOT_KEPT = bytes(16)  #: the name of plans that the coordinator forgets, so that no rank refers to them later
+NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
 
 @dataclass(frozen=True)
 class PackedSavePlan(SavePlan):
-    """What a rank sends to the coordinator, or gets back: a list of items or a part of the plan in packed form, or only
-    the name of a plan that both still have."""
+    """The plan that a rank sends to the coordinator (its inventory), or gets back (its local plan). Either may be only
+    the id of a plan that both have kept."""
 
     plan_id: bytes = b""
-    position: int = -1  #: the rank, among those planned for, whose part this is
-    inventory: bytes | None = None  #: to the coordinator; None: the one that `plan_id` was made from
+    position: int = -1  #: the rank, among those planned for, that the local plan is for
+    inventory: bytes | None = None  #: to the coordinator; None: the one that plan `plan_id` was made from
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
-    structure: str = ""  #: to the coordinator: what the paths do not tell (`Structure.pack`)
+    structure: str = ""  #: to the coordinator: `Structure.pack`, what the paths leave out
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
-    replicas: bytes = b""  #: to the coordinator: `Boxes.table` of what is split, or may be
-    check: int = 0  #: `Boxes.sum`, if this names a plan
-    checked: bool = True  #: whether it is of all that is split
-    part: bytes | None = None  #: from the coordinator; None: as before
+    replicas: bytes = b""  #: to the coordinator: `ReplicaBoxes.table` of the boxes that are split, or may be
+    check: int = 0  #: to the coordinator: `ReplicaBoxes.sum`, if this is only an id
+    checked: bool = True  #: whether `check` covers all boxes that are split
+    part: bytes | None = None  #: from the coordinator: the local plan; None: the kept one
 
 
 class GlobalSavePlan:
-    """The coordinator's view of a save: who writes what, and all that metadata is made from but places in files."""
+    """The coordinator's plan of a save: which rank writes what, and all that metadata needs except record locations."""
 
     def __init__(
         self, inventories: list[bytes], paths: list[bytes], structure: str, plan: _C.GlobalPlan, kept: bool
@@ -63,16 +63,16 @@ class GlobalSavePlan:
         self.paths = paths
         self.structure = structure
         self.plan = plan
-        # Not a hash of what was planned for: that may be planned in several ways, and parts must be of one plan.
+        # Random, no hash of the inputs: equal inputs may be planned differently, and local plans must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # by node
-        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by what was asked for, with the same token
+        self.exports: dict[Any, tuple[str, _C.ExportLayout]] = {}  #: by the options of an export, with its token
 
     def files(
-        self, places: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
+        self, locations: list[bytes], names: list[list[str]], directory: str, save_id: str, node: int = 0
     ) -> tuple[bytes, bytes]:
-        """What `.metadata` and the index contain, given what each rank wrote where."""
-        return _C.checkpoint_files(self.catalog(node), places, names, self.paths, directory, save_id, self.structure)
+        """The bytes of `.metadata` and of the index, from the record locations and file names of each rank."""
+        return _C.checkpoint_files(self.catalog(node), locations, names, self.paths, directory, save_id, self.structure)
 
     def catalog(self, node: int = 0) -> _C.Catalog:
         if node not in self._catalogs:
@@ -81,7 +81,7 @@ class GlobalSavePlan:
 
 
 class SavePlans(list[SavePlan]):
-    """What the coordinator answers to all ranks, and for a storage writer the plan that it was made of."""
+    """The coordinator's answers to all ranks. `planned`, for its storage writer: the global plan they are of."""
 
     def __init__(self, answers: Sequence[SavePlan], planned: GlobalSavePlan) -> None:
         super().__init__(answers)
@@ -89,15 +89,15 @@ class SavePlans(list[SavePlan]):
 
 
 class PackedItems(LazyList):
-    """A rank's part of a save: rows of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
+    """A rank's local plan: items of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
 
     def __init__(
         self, planner: object, description: Description, part: bytes, exports: ExportParts | None = None
     ) -> None:
-        self._planner = weakref.ref(planner)  # which holds this plan: a cycle would keep the model in memory
+        self._planner = weakref.ref(planner)  # the planner holds this plan: a cycle would keep the model in memory
         self.description = description
         self.part = part
-        self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the part
+        self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the local plan
         self._tensors: int | None = None
         self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
 
@@ -108,12 +108,12 @@ class PackedItems(LazyList):
         return len(self.part) // 8 // PART_ROW
 
     def objects(self) -> list[str]:
-        """Names of the objects in it, which come last."""
+        """The keys of the objects in the plan. Their rows come last."""
         names = self.description.names
         return [names[item] for item in words(self.part)[self.count_tensors() * PART_ROW :: PART_ROW]]
 
     def key(self, row: int) -> str:
-        """The name of what a row of the part is of."""
+        """The key of a row of the plan."""
         return self.description.names[words(self.part)[row * PART_ROW]]
 
     def count_tensors(self) -> int:
@@ -126,7 +126,7 @@ class PackedItems(LazyList):
         return self._tensors
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` naming what was changed since the state was described."""
+        """Raises `CheckpointError` with the key of a tensor that changed after the state was described."""
         if not (changed := self.description.changed()):
             return
         for item in words(self.part)[: self.count_tensors() * PART_ROW : PART_ROW]:
@@ -134,15 +134,16 @@ class PackedItems(LazyList):
                 raise changed_meanwhile(self.description.names[item])
 
     def write_table(self, rows: Sequence[int] | None = None) -> bytes:
-        """The engine's table of the tensors in it, or of those rows, where all of them can be used where they are."""
+        """The engine's table of all tensors in the plan, or of `rows`. The engine must be able to read all in place."""
         return _C.write_table(*self._tables(rows))
 
     def copy_table(self, rows: Sequence[int] | None = None) -> tuple[bytes, bytes]:
-        """The same for a snapshot, of tensors in host memory or on CUDA devices; and for each row -1 or its device."""
+        """The same for a snapshot, of tensors in host memory or on CUDA devices; and for each row its device (-1: the
+        host)."""
         return _C.copy_table(*self._tables(rows))
 
     def ready_rows(self) -> bytes:
-        """What `ready_tensors` says of the tensor that each row is in; none for objects."""
+        """For each row of a tensor what `ready_tensors` says of that tensor."""
         return _C.ready_rows(*self._tables(None))
 
     def _tables(self, rows: Sequence[int] | None) -> tuple[bytes, bytes, bytes, bytes, bytes]:
@@ -156,7 +157,7 @@ class PackedItems(LazyList):
         return description.inventory, part, description.sources, description.table, description.ready
 
     def body_bytes(self) -> bytes:
-        """64-bit integers: the bytes of each tensor in it."""
+        """The size of each tensor in the plan: 64-bit integers, bytes."""
         if NOT_READY not in self.description.ready:
             return _C.body_bytes(self.copy_table()[0])
         return body_bytes(self[: self.count_tensors()]).tobytes()
@@ -173,7 +174,7 @@ class PackedItems(LazyList):
         return built
 
     def resolve(self, index: MetadataIndex) -> Any:
-        """The tensor, or a view of the piece of it, or the object that an item of this part stands for."""
+        """The value that an item of this plan stands for: a tensor, a view of a piece of one, or an object."""
         self._items()
         item, dim, start, length = self._rows[index]
         description = self.description
@@ -207,7 +208,7 @@ def _write_item(item: tuple[Any, ...], dim: int, start: int, length: int) -> Wri
 
 
 def body_bytes(items: Sequence[WriteItem]) -> array[int]:
-    """Bytes of each tensor."""
+    """The size of each tensor, bytes. Raises `CheckpointError` for an item without tensor data."""
     sizes = array("q")
     for item in items:
         data = item.tensor_data
@@ -218,27 +219,27 @@ def body_bytes(items: Sequence[WriteItem]) -> array[int]:
 
 
 class PackedResults(LazyList):
-    """Where a rank wrote its part. Looks like `list[WriteResult]` on the rank that wrote."""
+    """The record locations of a rank's local plan. Looks like `list[WriteResult]` on the rank that wrote."""
 
-    def __init__(self, places: bytes, names: list[str], items: PackedItems | None = None) -> None:
-        self.places = places
+    def __init__(self, locations: bytes, names: list[str], items: PackedItems | None = None) -> None:
+        self.locations = locations
         self.names = names
         self._of = items
 
     def __len__(self) -> int:
-        return len(self.places) // 8 // PLACE_ROW
+        return len(self.locations) // 8 // LOCATION_ROW
 
     def _build(self) -> list[WriteResult]:
         if self._of is None:
             raise CheckpointError("packed results of another rank can only be used with the plan they belong to")
-        places = words(self.places)
+        locations = words(self.locations)
         return [
-            write_result(item.index, self.names, *places[row * PLACE_ROW : (row + 1) * PLACE_ROW])
+            write_result(item.index, self.names, *locations[row * LOCATION_ROW : (row + 1) * LOCATION_ROW])
             for row, item in enumerate(self._of)
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedResults, (self.places, self.names)
+        return PackedResults, (self.locations, self.names)
 
 
 def write_result(
@@ -246,12 +247,12 @@ def write_result(
 ) -> WriteResult:
     info = StorageInfo(names[file], offset, length)
     if crc >= 0:
-        info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: ties it to this very data
+        info.crc = crc  # type: ignore[attr-defined]  # goes into .metadata: loads compare it with the data
     return WriteResult(index, length, info)
 
 
 def pack_items(items: Sequence[WriteItem]) -> bytes:
-    """The inventory of a plan that some other planner made. Raises `CheckpointError` for a dtype without a code."""
+    """The inventory of another planner's plan. Raises `CheckpointError` for a dtype without a code."""
     rows = []
     for item in items:
         data = item.tensor_data

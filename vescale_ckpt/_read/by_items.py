@@ -1,4 +1,4 @@
-"""Loads what a planner of DCP's kind has planned as `ReadItem`s, by the checkpoint's metadata."""
+"""Loads the `ReadItem`s of a plan, which any DCP planner may have made, by the checkpoint's metadata."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import StorageInfo, bump_versions
 from .._native.names import crc_of
 from .._plan.read_plan import PackedReads
-from .._share.begin import SharedReading
+from .._share.begin import BroadcastLoad
 from .._state import objects
 from .._state.describe import Describer
 from ..errors import CheckpointError
 from ..reports import LoadStats
 from .filling import Filling, Target, overlaps_itself
 from .match import check_fits, not_all_there, wanted_elements
-from .packed import fill_packed, share
+from .packed import fill_packed, read_by_broadcast
 from .records import Record
 
 
 @dataclass(frozen=True)
 class ItemTargets:
-    """Where the items of a load go."""
+    """Where the items of a load are loaded to."""
 
     planner: LoadPlanner
-    #: whether the tensors that it resolves are views of its state, there from the beginning of a load to its end and
-    #: filled when they are filled: other planners hand out memory piece by piece, and want it committed
+    #: whether the tensors that the planner resolves are views of its state, which live for the whole load. Other
+    #: planners may hand out memory item by item, and need `commit_tensor` called for each
     are_views: bool = False
-    are_covered: bool = False  #: whether it has checked that its items fill the tensors
-    put_object: Callable[[ReadItem, Any], None] | None = None  #: None: it takes bytes
+    are_covered: bool = False  #: whether the planner has checked that its items fill the tensors
+    put_object: Callable[[ReadItem, Any], None] | None = None  #: takes an object; None: the planner takes its bytes
 
 
 @dataclass(frozen=True)
 class _ItemPlan:
-    """Stands where `_C.LoadPlan` does for what was planned on an index."""
+    """A plan of items in the form of `_C.LoadPlan`, which is planned on an index."""
 
     reads: bytes
     objects: bytes
@@ -53,7 +53,7 @@ class _ItemPlan:
 
 @dataclass
 class _Items:
-    """What is to be read, by how."""
+    """The items to read, by the way in which they are read."""
 
     transformed: list[ReadItem] = field(default_factory=list)
     objects: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Items:
 
 
 class ItemLoad:
-    """One load by items."""
+    """One load of a list of items."""
 
     def __init__(self, filling: Filling, targets: ItemTargets) -> None:
         self._filling = filling
@@ -71,11 +71,11 @@ class ItemLoad:
         self._targets = targets
         self.planner = targets.planner
 
-    def run(self, items: Sequence[ReadItem], sharing: SharedReading | None = None) -> LoadStats:
-        """With `sharing` in step with other ranks, which read some of it."""
-        return self._filling.run(lambda: self._load(items, sharing))
+    def run(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None = None) -> LoadStats:
+        """With `broadcast`, other ranks, which call this together, read some of it."""
+        return self._filling.run(lambda: self._load(items, broadcast))
 
-    def _load(self, items: Sequence[ReadItem], sharing: SharedReading | None) -> tuple[int, int]:
+    def _load(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None) -> tuple[int, int]:
         sorts: list[_Items] = []
 
         def begin() -> PackedReads | None:
@@ -88,7 +88,7 @@ class ItemLoad:
         def object_records() -> list[Record]:
             return [self._record(item, info) for item, info in sorts[0].objects]
 
-        packed, known = share(self._filling, sharing, begin, object_records)
+        packed, known = read_by_broadcast(self._filling, broadcast, begin, object_records)
         (of,) = sorts
         read = self._records.objects(object_records(), known)
         for (item, _), (_, data) in zip(of.objects, read, strict=True):
@@ -117,7 +117,7 @@ class ItemLoad:
         return of
 
     def _check_coverage(self, items: Sequence[ReadItem]) -> None:
-        """That what is planned fills the tensors: stock planners do not notice a chunk that metadata lacks."""
+        """Checks that the items fill the tensors: stock planners do not notice a chunk that metadata lacks."""
         if self._targets.are_covered or not isinstance(self.planner, DefaultLoadPlanner):
             return
         planned: dict[str, int] = {}
@@ -134,7 +134,7 @@ class ItemLoad:
     # --- Objects
 
     def put_object(self, item: ReadItem, data: bytes) -> None:
-        """Builds an object and gives it to the planner."""
+        """Unpickles an object and gives it to the planner."""
         key, put = item.storage_index.fqn, self._targets.put_object
         if not self._options.weights_only and put is None:
             self.planner.load_bytes(item, io.BytesIO(data))
@@ -143,7 +143,7 @@ class ItemLoad:
         if put is not None:
             put(item, value)
         else:
-            # Stock planners load bytes without any restriction: they get bytes of our own making.
+            # Stock planners unpickle bytes without restriction: they get a pickle that was made here.
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
 
     def _record(self, item: ReadItem, info: StorageInfo) -> Record:
@@ -153,8 +153,10 @@ class ItemLoad:
     # --- Tensors
 
     def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]], objects: Sequence[Record]) -> PackedReads | None:
-        """In the form in which ranks tell each other what they need, each item with its own number, as are the objects.
-        None if the planner does not let tensors be filled in any order, or a tensor cannot be said so."""
+        """The items as tables, which other ranks can read for. Tensors and objects are each numbered from 0.
+
+        None if the planner's tensors are no views of its state, or if one cannot be described.
+        """
         if not self._targets.are_views:
             return None
         placed = [(item, *self._resolved(item, info)) for item, info in tensors]
@@ -197,7 +199,7 @@ class ItemLoad:
 
         return self._filling.target(record, item.storage_offsets, item.lengths, tensor, item.dest_index.fqn, commit)
 
-    # --- Records that passed a stream transform of stock DCP (compression): its own reader knows them
+    # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
 
     def _read_transformed(self, items: list[ReadItem]) -> None:
         stock = FileSystemReader(self._contents.path)
@@ -221,7 +223,7 @@ class ItemLoad:
 
 
 class _TransformedPlanner:
-    """Stands for the planner while stock DCP reads: what it loads passes our checks first."""
+    """Stands for the planner while stock DCP reads, so that what it reads passes the checks of `ItemLoad`."""
 
     def __init__(self, load: ItemLoad) -> None:
         self.resolve_tensor = load.resolve_transformed

@@ -19,7 +19,7 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
-from .._native.names import checked_place, crc_of
+from .._native.names import checked_location, crc_of
 from .._storage.directory import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
@@ -30,11 +30,11 @@ from .records import Record
 
 @dataclass
 class Listing:
-    """The records of a checkpoint, as far as what metadata says of them makes sense."""
+    """The records of a checkpoint, without those of which the metadata is malformed."""
 
     root: str  #: the directory that names of files are relative to
     safetensors: bool
-    ends: dict[str, int] = field(default_factory=dict)  #: how long each file is at least, in the order of their numbers
+    ends: dict[str, int] = field(default_factory=dict)  #: by file, in the order of their numbers, its least length
     tensors: list[Record] = field(default_factory=list)
     objects: list[Record] = field(default_factory=list)
     transformed: list[Record] = field(default_factory=list)  #: compressed by a stream transform of stock DCP
@@ -45,8 +45,11 @@ class Listing:
 
 
 def list_records(contents: Contents, where: str, whole: bool, on_error: Callable[[CheckpointError], None]) -> Listing:
-    """`where`: the file that says all this. `whole`: tensors are all there. `on_error` takes what makes no sense, each
-    key's by itself; other names of keys are left out."""
+    """Lists the records that metadata names. Aliases are left out.
+
+    `where`: the metadata's file, for errors. `whole`: also checks that tensors are stored whole. `on_error` takes the
+    errors, one for each malformed key.
+    """
     metadata = contents.metadata
     if not isinstance(metadata.storage_data, dict):
         raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
@@ -61,10 +64,10 @@ def list_records(contents: Contents, where: str, whole: bool, on_error: Callable
     numbers: dict[str, int] = {}
 
     def record(key: str, info: Any, dtype: torch.dtype | None, sizes: tuple[int, ...] = ()) -> tuple[Record, bool]:
-        """And whether it is transformed."""
+        """The record, and whether it is transformed."""
         if info is None:
             raise CorruptCheckpointError(f"{key}: the metadata does not say where it is stored", key=key, file=where)
-        info = checked_place(info, key)
+        info = checked_location(info, key)
         name = check_relative(info.relative_path, key)
         if dtype is not None and math.prod(sizes) * dtype.itemsize >= 1 << 62:
             raise UntrustedCheckpointError(f"{key}: no file holds a chunk of shape {tuple(sizes)}", key=key)
@@ -105,10 +108,10 @@ def list_records(contents: Contents, where: str, whole: bool, on_error: Callable
 
 
 def check_records(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
-    """Reads all records, but those in files whose names are in `missing`, and adds what is damaged to the report."""
+    """Reads all records except those in files of `missing`, and adds damage to the report."""
     paths = listing.paths()
     lost = {number for number, name in enumerate(listing.ends) if name in missing}
-    archives: list[tuple[Record, bool]] = []  # and whether it is of a tensor
+    archives: list[tuple[Record, bool]] = []  # a record, and whether it is of a tensor
     tensors: list[Record] = []
     for kind in (listing.tensors, listing.objects, listing.transformed):
         for record in kind:
@@ -133,7 +136,7 @@ def check_records(listing: Listing, missing: Collection[str], report: VerifyRepo
                 if reads is None:
                     return _C.check_tensors(paths, group.table, options)
                 return reads.check_tensors(paths, group.table)
-        except CheckpointError as error:  # a file of a group that cannot be read, or is another than a moment ago
+        except CheckpointError as error:  # a file cannot be read, or was replaced since its records were listed
             return error
 
     for group, found in overlap(_groups(tensors, by_file=listing.safetensors), check):
@@ -159,7 +162,7 @@ class _Group:
 
 
 def _groups(records: list[Record], *, by_file: bool) -> Iterator[_Group]:
-    # In the order of the files: neighbours are read in one go.
+    # In the order of the files, so that neighbouring records are read together.
     records = sorted(records, key=lambda record: (record.file, record.offset))
     for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
         together = list(of_file)
@@ -173,8 +176,8 @@ def _groups(records: list[Record], *, by_file: bool) -> Iterator[_Group]:
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:
-    """An object, or a tensor whose record is not what torch writes for a plain one (of a transposed one, say)."""
-    crc = -1 if of_tensor else record.crc  # of a tensor it is of the plain bytes
+    """Checks the record of an object, or of a tensor that is not contiguous (a transposed one, say)."""
+    crc = -1 if of_tensor else record.crc  # a tensor's CRC-32 is of its elements, not of the archive
     try:
         wrong, offset, unverified, harmless = _C.check_archive_at(path, record.offset, record.length, crc)
         if not wrong and of_tensor:
@@ -185,15 +188,15 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     if wrong:
         report.damaged.append(Damage(record.key, path, offset, wrong))
         return
-    if not harmless and of_tensor and record.crc >= 0:  # ours are all written in one way
+    if not harmless and of_tensor and record.crc >= 0:  # this package writes all records with a CRC-32 in one form
         harmless = "what is around its values is not as it was written"
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
 
 
 def check_tables(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
-    """The checksums of blocks that files with records of ours end in. Without them parts of tensors are verified by
-    reading all of it."""
+    """Checks the tables of block checksums at the end of data files of this package. Damage of one is harmless: without
+    it a load of a part of a tensor reads and verifies all of its record."""
     names = list(listing.ends)
     crcs: dict[str, dict[int, int]] = {}
     for record in listing.tensors:
@@ -215,5 +218,5 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
 
 
 def as_damage(error: CheckpointError, file: str) -> Damage:
-    """An error in the words of a report."""
+    """An error as an entry of a report."""
     return Damage(getattr(error, "key", None), getattr(error, "file", file), getattr(error, "offset", 0), str(error))

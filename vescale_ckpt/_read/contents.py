@@ -1,4 +1,4 @@
-"""Tells loads and checks what a checkpoint holds, native or safetensors: by its index, or by its metadata."""
+"""Reads what a checkpoint holds, native or safetensors, from its index or its metadata, for loads and `verify`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .._engine.torch_private import StorageInfo
 from .._hf import contents as hf_contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
-from .._native.names import INDEX_NAME, METADATA_NAME, checked_place
+from .._native.names import INDEX_NAME, METADATA_NAME, checked_location
 from .._ranks.message import pack, unpack
 from .._storage.directory import directory_at, is_file
 from ..errors import CorruptCheckpointError
 from .no_checkpoint import explained
 
-_MOST_INDEX_BYTES = 16 << 20  # of larger ones each rank reads the few pages that it needs
+_MOST_INDEX_BYTES = 16 << 20  # a larger index is not sent: each rank reads the few pages that it needs
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Contents:
     read_metadata: Callable[[], Metadata]  #: called when `metadata` is first asked for
     index: _C.Index | None = None
     safetensors: bool = False  #: whether its files are safetensors
-    aliases: frozenset[str] = frozenset()  #: keys that are other names of keys: for those who ask for them
+    aliases: frozenset[str] = frozenset()  #: keys that are other names of stored keys: loaded only if asked for
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_metadata, (self.path, self.root, self.metadata, self.safetensors, self.aliases)
@@ -47,7 +47,7 @@ class Contents:
 
     @property
     def save_id(self) -> str:
-        """Which save it is of; empty if it does not say."""
+        """The id of the save that wrote it; empty if there is none."""
         if self.index is not None:
             return self.index.save_id
         told = getattr(self.metadata.storage_meta, "save_id", None)
@@ -55,12 +55,12 @@ class Contents:
 
     def keys(self) -> list[str]:
         if self.index is not None:
-            with suppress(_C.EngineError):  # damaged: `.metadata` rules
+            with suppress(_C.EngineError):  # the index is damaged: the metadata is read
                 return self.index.keys()
         return list(self.metadata.state_dict_metadata)
 
     def stored_bytes(self) -> int:
-        """Bytes of all data files that it names, as far as it knows."""
+        """The bytes that are stored in all data files, as far as index or metadata know."""
         if self.index is not None:
             with suppress(_C.EngineError):
                 return sum(self.index.file_ends())
@@ -68,14 +68,14 @@ class Contents:
         return sum(length for length in lengths if type(length) is int)
 
     def location(self, index: MetadataIndex) -> StorageInfo:
-        """Where a chunk or an object is stored, checked but for the name of the file."""
+        """The record location of a chunk or an object, checked except for the file's name."""
         key = index.fqn
         info = self.metadata.storage_data.get(index)
         if info is None:
             raise CorruptCheckpointError(
                 f"{key}: the metadata of {self.path} does not say where it is stored", key=key, file=self.path
             )
-        return checked_place(info, key)
+        return checked_location(info, key)
 
     def chunk(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
         """Dtype and shape of a stored chunk."""
@@ -100,13 +100,13 @@ class Contents:
 
     @cached_property
     def _chunks(self) -> dict[str, dict[Any, ChunkStorageMetadata]]:
-        """By key and offset, of tensors whose chunks are not where an item says that they are."""
+        """Chunks by key and offset, of tensors whose items give a wrong number of the chunk."""
         return {}
 
 
 def is_safetensors(path: str) -> bool:
     """Whether `path` is a checkpoint of safetensors files, by its names alone."""
-    if metadata_file.has_metadata(path, None):  # many ranks ask, and listing a large directory is dear
+    if metadata_file.has_metadata(path, None):  # first: many ranks call this, and to list a large directory is slow
         return False
     try:
         names = directory_at(path).names()
@@ -118,8 +118,11 @@ def is_safetensors(path: str) -> bool:
 
 
 def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) -> Contents:
-    """Of the checkpoint at `path`, or of the part of it that `rank` saved without collectives. Raises `CheckpointError`
-    if there is none, `CorruptCheckpointError`, `UntrustedCheckpointError`. `verify`: checks safetensors headers."""
+    """The contents of the checkpoint at `path`; with `rank`, of what that rank saved without collectives.
+
+    `verify`: checks safetensors headers. Raises `CheckpointError` if there is no checkpoint, `CorruptCheckpointError`,
+    `UntrustedCheckpointError`.
+    """
     if rank is None and is_safetensors(path):
         return of_safetensors(path, SafetensorsContents.read(path, verify))
     index = metadata_file.read_index(path, rank) if by_index else None
@@ -130,15 +133,15 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
 
 
 def mark(path: str) -> str:
-    """Tells the contents of a checkpoint from those of another, cheaply; empty if there is none. Raises OSError."""
+    """A text that differs between saves, read cheaply; empty if there is no checkpoint. Raises OSError."""
     if is_safetensors(path):
         return hf_contents.mark(path)
     return metadata_file.metadata_mark(path)
 
 
 def packed(path: str, verify: bool) -> bytes:
-    """The contents for readers of other ranks: the index, or all metadata if there is none. Empty if it is better that
-    each reads what it needs of it."""
+    """The contents as bytes for other ranks: the index, or all metadata if there is no index. Empty if the index is so
+    large that each rank should read what it needs of it."""
     if is_safetensors(path):
         return pack(b"", b"", SafetensorsContents.read(path, verify).pack())
     with suppress(OSError):
@@ -152,7 +155,7 @@ def packed(path: str, verify: bool) -> bytes:
 
 
 def unpacked(path: str, message: bytes) -> Contents:
-    """What another rank has `packed`, of this very checkpoint. Raises as `read` does."""
+    """The contents that another rank `packed`, of the same checkpoint. Raises as `read` does."""
     index, metadata, safetensors = unpack(message)
     if safetensors:
         return of_safetensors(path, SafetensorsContents.unpack(path, safetensors))
@@ -160,12 +163,12 @@ def unpacked(path: str, message: bytes) -> Contents:
     if not index:
         return _of_metadata(path, path, metadata_file.loads(metadata, file))
     file = os.path.join(path, INDEX_NAME)
-    with named_errors(str, file):  # it was sound when it was sent
+    with named_errors(str, file):  # only damage on the way can raise: the coordinator checked it
         return _of_index(path, None, _C.Index.from_bytes(index, f"{file}, as the coordinator sent it,"))
 
 
 def _of_index(path: str, rank: int | None, index: _C.Index) -> Contents:
-    # Metadata of the save that the index is of: other ranks may go by that, while a later save takes its place.
+    # Only metadata of the index's save will do: a later save may replace it during the load.
     return Contents(path, path, lambda: metadata_file.read_metadata_of(path, rank, index.save_id), index)
 
 

@@ -1,4 +1,4 @@
-"""Fills tensors from records for one load: in place where the engine can, by a copy where it has to convert."""
+"""Fills tensors from records for one load: in place where the engine can, else by a copy through host memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .records import Record, RecordReader
 
 @dataclass(slots=True)
 class Target:
-    """A tensor to fill, from where, and the host memory that is filled: its own where the engine can use that."""
+    """A tensor to fill, and its record. `host`: the memory that the engine fills, the tensor itself where it can."""
 
     record: Record
     storage_offset: Sequence[int]
     lengths: Sequence[int]
     tensor: torch.Tensor
     host: torch.Tensor
-    name: str  #: the state's, for errors
+    name: str  #: its key in the state, for errors
     commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
 
 
@@ -48,7 +48,7 @@ class _Group:
 
 
 class FailedElsewhereError(Exception):
-    """Another rank has an error to tell."""
+    """Another rank raises an error, so this rank's load ends early."""
 
 
 class Filling:
@@ -60,8 +60,11 @@ class Filling:
         self._filled: list[torch.Tensor] = []
 
     def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
-        """Does all of a load. `work` returns how many tensors and objects it read; where it raises
-        `FailedElsewhereError`, this returns without an error, and without all that is wanted."""
+        """Runs `work`, which does all of a load and returns how many tensors and objects it read.
+
+        If it raises `FailedElsewhereError`, this returns without an error, with an incomplete load: the rank that
+        failed raises.
+        """
         started = time.perf_counter()
         tensors = objects = 0
         try:
@@ -74,9 +77,11 @@ class Filling:
         return self.records.stats(time.perf_counter() - started, tensors, objects)
 
     def begin(self, description: Description | None, state: object) -> None:
-        """Before the first byte gets into the tensors of it, and DTensors of `state`. Torch learns that they are
-        changed, now and when all is done: who looks at them before the load and after it, or in the middle of it, finds
-        another version. What still copies them for an asynchronous save is waited for."""
+        """Prepares the description's tensors and the DTensors of `state`. Called before the first byte is loaded.
+
+        Torch's version counters of the tensors are raised now and at the load's end, so that code that compares them
+        notices the change. Waits until an asynchronous save has copied the tensors.
+        """
         tensors = [] if description is None else description.tensors
         if description is not None and (bad := overlapping(tensors)):
             items = range(len(description.names))
@@ -86,7 +91,7 @@ class Filling:
         phase = f"loading {self.records.where}: wait until a save has copied the state"
         wait_until_copied(phase, settings.timeout(self.options.timeout))
         self._filled += tensors
-        if isinstance(state, dict) and holds_any(state, DTensor):  # these count for themselves
+        if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
             self._filled += [value for value in state.values() if isinstance(value, DTensor)]
         bump_versions(self._filled)
 
@@ -109,7 +114,7 @@ class Filling:
         return Target(record, storage_offset, lengths, tensor, host, name, commit)
 
     def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
-        """While the engine reads some of them, the next are prepared."""
+        """Fills the targets in groups: while the engine reads one, the next is prepared."""
 
         def read(group: _Group) -> dict[str, Any]:
             return self.records.read_tensors(
@@ -137,7 +142,7 @@ class Filling:
             tensor = tensor.narrow(dim, start, length)
         target.host.copy_(tensor)
 
-    # --- What this rank reads for others: `PieceReader` of rounds
+    # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 
     @property
     def threads(self) -> int:
@@ -165,8 +170,8 @@ def overlaps_itself(key: str) -> CheckpointError:
 
 
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
-    """Cuts what this rank reads into groups, by number, and by bytes where targets need host memory of their own
-    until they are filled, which two groups have at a time."""
+    """Cuts the targets into groups, by number, and by the bytes of host memory for targets that are not filled in
+    place. Two groups hold such memory at a time."""
     budget = settings.number("arena_bytes") // 2
     group, held = _Group(), 0
     for target in targets:

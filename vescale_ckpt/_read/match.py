@@ -1,4 +1,4 @@
-"""Compares what a state wants with what a checkpoint holds: shapes, dtypes, kinds, and whether all of it is there."""
+"""Compares a state with a checkpoint's contents for a load: shapes, dtypes, kinds, and whether all of it is stored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..errors import CorruptCheckpointError, IncompatibleStateError, Mismatch
 
 
 def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mismatch | None:
-    """How a value of a state and what is stored under its key differ, None if they fit.
+    """How a value of a state differs from what is stored under its key; None if they fit.
 
-    `cast_hint`: what to say of another dtype; empty if dtypes may differ.
+    `cast_hint`: text for a mismatch of dtypes; empty if dtypes may differ.
     """
     stored_tensor = isinstance(stored, TensorStorageMetadata)
     if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
@@ -32,7 +32,7 @@ def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mis
 
 
 def mismatches_on_index(description: Description, plan: _C.LoadPlan, cast_hint: str) -> list[Mismatch]:
-    """The same of all that was planned on an index."""
+    """The mismatches of a plan that was made on an index."""
     return [
         Mismatch(description.names[item], wanted, f"{stored} {cast_hint}" if stored.startswith("dtype") else stored)
         for item, wanted, stored in plan.mismatched
@@ -45,7 +45,7 @@ def check_all_there(description: Description, plan: _C.LoadPlan) -> None:
 
 
 def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, allow_cast: bool) -> None:
-    """Raises `IncompatibleStateError` if a part that is stored does not fit the tensor that a planner has for it."""
+    """Raises `IncompatibleStateError` if what is stored does not fit the tensor that a planner gives for it."""
     if tensor.shape != shape:
         raise IncompatibleStateError(key, f"shape {tuple(tensor.shape)}", f"shape {tuple(shape)}")
     if tensor.dtype != dtype and not allow_cast:
@@ -54,7 +54,7 @@ def check_fits(key: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.d
 
 
 def _has_chunks(value: Any) -> bool:
-    """Whether it is no tensor but describes chunks of one, as DCP lets objects do."""
+    """Whether an object, which need not be a tensor, lists chunks of one, by DCP's protocol."""
     return hasattr(value, "__create_chunk_list__") or isinstance(value, ShardedTensor)
 
 
@@ -65,7 +65,7 @@ def not_all_there(key: str) -> CorruptCheckpointError:
 
 
 def wanted_elements(value: Any) -> int:
-    """Elements that this rank holds of a tensor, and so must get."""
+    """The number of elements that this rank holds of a tensor, all of which a load must fill."""
     if isinstance(value, DTensor):
         mesh_member = value.device_mesh.get_coordinate() is not None
         return value.to_local().numel() if mesh_member else 0

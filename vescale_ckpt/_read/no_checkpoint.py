@@ -1,4 +1,4 @@
-"""What a directory holds that is no checkpoint, for the error that says so."""
+"""Describes what a directory without a checkpoint holds, for the error message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 
 @contextmanager
 def explained(directory: str) -> Iterator[None]:
-    """Within it the error that a directory has no metadata says what it holds instead, if that is known."""
+    """Adds to an error raised within it, that a directory has no metadata, what the directory holds, if known."""
     try:
         yield
     except CheckpointError as error:

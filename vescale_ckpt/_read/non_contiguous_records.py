@@ -1,4 +1,4 @@
-"""Reads and checks records of tensors that are not plain contiguous ones (transposed, say): stock DCP keeps strides."""
+"""Reads and checks records of tensors that are not contiguous (transposed, say), as stock DCP writes them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .._engine import _C
 
 
 def _crc_of_values(tensor: torch.Tensor) -> int:
-    """CRC-32 of its elements in order, as saves of ours note it."""
+    """CRC-32 of its elements in order, as saves of this package compute it."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
 
 
 def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tensor:
-    """The tensor of shape `sizes` in a record. `crc`: that of its elements, -1 if it is not known or not looked at.
+    """The tensor of shape `sizes` in a record. `crc`: the CRC-32 of its elements, -1 if unknown or not to be checked.
 
-    Raises ValueError, which says what the record does, for anything else.
+    Raises ValueError for anything else, with a message whose subject is the record.
     """
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -36,9 +36,10 @@ def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tens
 
 
 def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
-    """What is wrong with the record of `length` bytes at `offset` if it should hold such a tensor; empty if nothing.
+    """What is wrong with the record of `length` bytes at `offset`, which should hold such a tensor; empty if nothing.
 
-    `crc`: that of its elements, for which they are read; -1 if it is not known."""
+    `crc`: the CRC-32 of its elements. They are read only if it is known (not -1).
+    """
     try:
         with open(path, "rb") as file:
             record = cast(IO[bytes], _Slice(file, offset, length))
@@ -53,7 +54,7 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
 
 
 class _Slice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of a file's bytes, as a file."""
 
     def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0

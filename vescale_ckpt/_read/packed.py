@@ -1,4 +1,4 @@
-"""Loads what was planned in tables: objects into the state, tensors by the engine, some by other ranks."""
+"""Loads a plan that is held as tables: objects into the state, tensors through the engine, some read by other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolved
 from .._ranks.node import ranks_of_this_node
-from .._share.begin import SharedReading
+from .._share.begin import BroadcastLoad
 from .._share.rounds import Outcome
 from .._state import objects
 from ..reports import LoadStats
@@ -25,11 +25,11 @@ def load_packed(
     reads: PackedReads,
     state: object,
     put_object: Callable[[str, Any], None],
-    sharing: SharedReading | None,
+    broadcast: BroadcastLoad | None,
 ) -> LoadStats:
-    """Fills the tensors of `reads`, which lie in `state`, and hands out objects by their names.
+    """Fills the tensors of `reads`, which are views of `state`, and calls `put_object` with each object and its key.
 
-    With `sharing` in step with other ranks, which read some of it.
+    With `broadcast`, other ranks, which call this together, read some of it.
     """
     records = filling.records
     names = reads.description.names
@@ -44,27 +44,29 @@ def load_packed(
         return [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
 
     def load() -> tuple[int, int]:
-        alone, known = share(filling, sharing, begin, object_records)
+        own, known = read_by_broadcast(filling, broadcast, begin, object_records)
         of_objects = object_records()
         for record, data in records.objects(of_objects, known):
             put_object(record.key, objects.load(data, weights_only=records.options.weights_only, key=record.key))
-        if alone is not None:
-            fill_packed(filling, alone)
+        if own is not None:
+            fill_packed(filling, own)
         return reads.count_tensors(), len(of_objects)
 
     return filling.run(load)
 
 
-def share(
+def read_by_broadcast(
     filling: Filling,
-    sharing: SharedReading | None,
+    broadcast: BroadcastLoad | None,
     begin: Callable[[], PackedReads | None],
     object_records: Callable[[], list[Record]],
 ) -> tuple[PackedReads | None, dict[int, bytes]]:
-    """Has ranks read for each other, if there is `sharing`. Returns what this rank is left to read by itself of what
-    `begin` says (None: nothing that tables say), and of the objects in `object_records`, by row, those that were read
-    for all. Raises `FailedElsewhereError`."""
-    if sharing is None:
+    """Lets ranks read for each other, if there is `broadcast`.
+
+    `begin` returns what this rank needs (None: nothing in tables). Returns what of that this rank still has to read
+    itself, and the objects that were read for all ranks, by row of `object_records`. Raises `FailedElsewhereError`.
+    """
+    if broadcast is None:
         return begin(), {}
     records = filling.records
     contents = records.contents
@@ -73,7 +75,7 @@ def share(
         of_objects = object_records()
         return records.read_whole([of_objects[row] for row in rows])
 
-    reads, routed = sharing.begin(begin, lambda: (contents.save_id, contents.stored_bytes()), filling.options.verify)
+    reads, routed = broadcast.begin(begin, lambda: (contents.save_id, contents.stored_bytes()), filling.options.verify)
     if routed is None:
         return reads, {}
     known = routed.objects(read_objects)
@@ -87,8 +89,8 @@ def share(
 
 
 def fill_packed(filling: Filling, reads: PackedReads) -> None:
-    """Reads the tensors of this rank. Where the ranks of a node want the same they go through the page cache, each for
-    itself: past it each would fetch the same anew."""
+    """Reads the tensors of this rank. If the ranks of a node need the same bytes, each reads through the page cache:
+    with direct I/O the storage would read them once for each rank."""
     through_cache = filling.options.direct_io == "auto" and _overlap(filling, reads) > _LEAST_OVERLAP
     if not reads.description.all_ready or filling.options.allow_cast:
         filling.fill((_target(filling, reads, row) for row in reads.rows()), through_cache=through_cache)
@@ -97,7 +99,7 @@ def fill_packed(filling: Filling, reads: PackedReads) -> None:
     rows: list[ReadRow] = []
 
     def row_at(number: int) -> ReadRow:
-        if not rows:  # hardly ever asked for
+        if not rows:  # rarely needed
             rows.extend(reads.rows())
         return rows[number]
 
@@ -110,7 +112,7 @@ def fill_packed(filling: Filling, reads: PackedReads) -> None:
 
 
 def _overlap(filling: Filling, reads: PackedReads) -> float:
-    """How often the ranks of this node read each byte, if the others want as much as this one."""
+    """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
     group = resolved(None)
     ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
     if ranks == 1:

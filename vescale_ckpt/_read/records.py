@@ -1,4 +1,4 @@
-"""Reads records of a checkpoint's data files, native or safetensors, for one load, and checks what it reads."""
+"""Reads and checks records of a checkpoint's data files, native or safetensors, for one load."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ReadOptions:
     weights_only: bool = True  #: False lets objects run code
     direct_io: DirectIO = "auto"
     allow_cast: bool = False  #: converts to the dtypes of the tensors that are filled
-    timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
+    timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting's
 
 
 @dataclass(slots=True)
 class Record:
-    """Where a tensor's chunk or an object is stored, and as what."""
+    """The record location of a tensor's chunk or an object, its CRC-32, dtype and shape."""
 
     key: str
     file: int  #: index into the paths of `RecordReader`
@@ -51,7 +51,7 @@ class Record:
 
 
 class RecordReader:
-    """The data files of one load, and what was read of them. Not thread-safe."""
+    """Reads the data files of one load, and counts what it reads. Not thread-safe."""
 
     def __init__(self, contents: Contents, options: ReadOptions, seen: SeenFiles) -> None:
         self.contents = contents
@@ -61,13 +61,13 @@ class RecordReader:
         self.file_numbers: dict[str, int] = {}  #: by name in metadata
         self._root = contents.root
         self._seen = seen
-        self._looked_at: dict[str, None] = {}  # names of files, before anything is read
+        self._looked_at: dict[str, None] = {}  # names of files, in the order of `look_at`
         self._of_engine = engine_options(options.thread_count, options.direct_io)
         self._through_cache = engine_options(options.thread_count, False)
         self._safetensors: dict[bool, _C.SafetensorsReads] | None = {} if contents.safetensors else None
         self._totals = dict.fromkeys(_PATHS, 0)
-        self.bytes = 0  #: of what is wanted
-        self.shared_bytes = 0  #: of `bytes`, what several ranks need and one of them read
+        self.bytes = 0  #: that this load needed
+        self.shared_bytes = 0  #: of `bytes`, those that several ranks needed and one of them read
         self._unverified = 0
         self._fallbacks = 0
 
@@ -83,20 +83,20 @@ class RecordReader:
         return index
 
     def look_at(self, name: str, key: str) -> None:
-        """Notes what the file is now."""
+        """Records the file's identity before it is read. Raises as `file`."""
         if name not in self._looked_at:
             check_relative(name, key)
             self._looked_at[name] = None
             self._seen.look(os.path.join(self._root, name))
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` if a file is not what it was when it was looked at."""
+        """Raises `CheckpointError` if a file changed after `look_at`."""
         self._seen.check(os.path.join(self._root, name) for name in self._looked_at)
 
     # --- Objects
 
     def objects(self, records: list[Record], known: dict[int, bytes]) -> Iterator[tuple[Record, bytes]]:
-        """Each object's bytes, checked. `known`: by row of `records`, what was read for all ranks."""
+        """Each object's bytes, checked. `known`: objects that were read for all ranks, by row of `records`."""
         own = iter(self.read_whole([record for row, record in enumerate(records) if row not in known]))
         for row, record in enumerate(records):
             data = known[row] if row in known else next(own)
@@ -114,7 +114,7 @@ class RecordReader:
             return _C.read_objects(self.paths, table, self._of_engine)
 
     def _check_ranges(self, records: Iterable[Record]) -> None:
-        """Before memory is taken for them."""
+        """Checks that the records lie in their files, before memory is allocated for them."""
         sizes: dict[str, int] = {}
         for record in records:
             path = self.paths[record.file]
@@ -135,7 +135,7 @@ class RecordReader:
                 )
 
     def _check_archive(self, data: bytes, record: Record, *, whole: bool) -> None:
-        """That an archive is sound and, where the checksum in metadata is of the `whole`, the one that was saved."""
+        """Checks that an archive is sound; with `whole`, also the CRC-32 in metadata, which is of the whole archive."""
         damage = _C.check_archive(data, self.options.verify)
         if not damage and whole and self.options.verify and record.crc not in (-1, _C.crc32(data)):
             damage = "it is not the object that was saved"
@@ -153,8 +153,11 @@ class RecordReader:
     def read_tensors(
         self, table: bytes | array[int], key_of: Callable[[int], str], *, through_cache: bool = False
     ) -> dict[str, Any]:
-        """Fills what the engine's table says, and reports it, for `count`; `unread` are rows of records for
-        `tensor_in`. `key_of` names a row in errors. On one thread at a time, but it need not be the object's."""
+        """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
+        records that `tensor_in` has to read. `key_of` names a row in errors.
+
+        May be called on any thread, but on one at a time.
+        """
         options = self._through_cache if through_cache else self._of_engine
         with named_errors(key_of, self.where):
             if self._safetensors is None:
@@ -172,12 +175,12 @@ class RecordReader:
             self.bytes += report["needed_bytes"]
 
     def tensor_in(self, record: Record, needed_bytes: int) -> torch.Tensor:
-        """What a record that the engine left unread holds, all of it: one that is no plain contiguous tensor."""
+        """The whole tensor of a record that the engine left unread: it is not contiguous."""
         self._fallbacks += 1
         (data,) = self.read_whole([record])
         if not _C.archive_has_checksums(data):
             self._unverified += needed_bytes
-        self._check_archive(data, record, whole=False)  # also unverified loads: it differs from what was expected
+        self._check_archive(data, record, whole=False)  # also without `verify`: the record has an unexpected form
         path = self.paths[record.file]
         crc = record.crc if self.options.verify else -1
         try:
@@ -193,7 +196,7 @@ class RecordReader:
     # --- The end
 
     def stats(self, seconds: float, tensors: int, objects: int) -> LoadStats:
-        """Raises `CheckpointError` if direct I/O was demanded and not possible."""
+        """The load's statistics. Raises `CheckpointError` if direct I/O was required but not possible."""
         if self.options.direct_io is True and self._totals["uncached_bytes"] + self._totals["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self._totals)})"

@@ -1,7 +1,7 @@
-"""Whether files stay what they are while they are read.
+"""Detects files that other programs change while a load reads them.
 
-Saves of ours never write to a file that exists. Stock DCP writes over the files of the checkpoint before, in place, and
-so do most tools that write safetensors: who reads meanwhile gets something of both.
+Saves of this package never write to a file that exists. Stock DCP overwrites the files of the checkpoint before in
+place, and so do most tools that write safetensors: a concurrent reader gets a mixture.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _Identity = tuple[int, ...]
 
 
 class SeenFiles:
-    """Files as they were when they were first looked at, before anything was read of them.
+    """The identities of files, recorded before they are read.
 
-    `metadata`: the file that says what is in them, which is looked at now; it need not be there. It counts for files
-    that are not ours: a later save of ours takes its place and leaves what it named alone.
+    `metadata`: the metadata file that names them; it may be missing. It is recorded now, and checked if one of the
+    files is not of this package. Otherwise it is not checked: a later save replaces it, but changes no file that it
+    named.
     """
 
     def __init__(self, metadata: str = "") -> None:
@@ -29,19 +30,19 @@ class SeenFiles:
         self.look(metadata)
 
     def look(self, path: str) -> None:
-        """Notes what the file is now, unless that is noted."""
+        """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
             self._seen[path] = _identity(path)
 
     def check(self, paths: Iterable[str]) -> None:
-        """Raises `CheckpointError` if one of them is not the file that it was."""
+        """Raises `CheckpointError` if one of the files was changed or replaced since it was recorded."""
         paths = [*paths]
         if not all(is_data_file(os.path.basename(path)) for path in paths):
             paths.append(self._metadata)
         for path in paths:
             seen, now = self._seen.get(path), _identity(path)
             if now is None and is_data_file(os.path.basename(path)):
-                continue  # removed after a later save: what was read of it cannot have been written over
+                continue  # removed after a later save: it was not overwritten before
             if seen is not None and seen != now:
                 raise CheckpointError(
                     f"{path} was changed while it was read: something else writes to this checkpoint. Load it again "
@@ -53,5 +54,5 @@ class SeenFiles:
 def _identity(path: str) -> _Identity | None:
     try:
         return stat_of(path).identity
-    except OSError:  # told by who reads it
+    except OSError:  # the code that reads the file raises it
         return None

@@ -1,4 +1,4 @@
-"""`verify`: whether a checkpoint is whole, without loading it anywhere."""
+"""Checks a checkpoint on disk without loading it, for `verify`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .no_checkpoint import explained
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
     """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
 
-    With `quick`, that the metadata is sound, and that each data file it names is a regular file, long enough for what
-    it is said to hold: the cost is one small file and one `stat` a data file. Otherwise also every byte of every tensor
-    and object, against its checksums; the index, the tables of checksums and the data descriptors, of which damage is
-    listed as harmless; and `unchecked` tells what there is no checksum of. Of data no more than
-    `VESCALE_CKPT_ARENA_BYTES` is in memory at a time.
+    With `quick` it checks that the metadata is sound, and that each data file that the metadata names is a regular file
+    and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
+    it also checks every byte of every tensor and object against its checksums; and the index, the tables of checksums
+    and the data descriptors, whose damage is listed as harmless. `unchecked` lists what has no checksum. At most
+    `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
 
-    Damage is not raised but listed, all of it; so is what cannot be read, and a directory without a checkpoint. A
+    All damage is listed, none is raised; so are files that cannot be read, and a directory without a checkpoint. A
     checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
-    safetensors files, one or a directory of them; of those `quick` checks headers, which say how long their files are.
+    safetensors files, one or a directory of them; of these `quick` checks headers, which give the lengths of the files.
 
     Raises ValueError for a URL that is no `file://`.
     """
@@ -89,16 +89,19 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
 
 
 def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
-    """How long each data file is at least, if that can be had without building the metadata, which is then checked."""
+    """The least length of each data file, from the index. Checks the metadata against its checksum.
+
+    None if there is no sound index: then the metadata has to be built.
+    """
     index = metadata_file.read_index(directory, rank)
     if index is None:
         return None
     path = os.path.join(directory, metadata_name(rank))
     data = metadata_file.metadata_bytes(directory, rank)
-    metadata_file.check(data, path)  # against its checksum, which the index repeats
+    metadata_file.check(data, path)  # against its checksum, which the index holds too
     try:
         files, ends = index.files, index.file_ends()
-    except _C.EngineError:  # a damaged index harms nobody: the metadata rules
+    except _C.EngineError:  # a damaged index is harmless: the metadata has all that it has
         return None
     report.indexed = True
     if report.quick:
@@ -115,7 +118,8 @@ def _check_index(path: str, report: VerifyReport) -> None:
 
 
 def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:
-    """Looks at each data file. Returns those that are not there; records that do not fit are left to who reads them."""
+    """Checks that each data file exists and is a regular file. Returns the names of those that are not. Its length is
+    checked with `quick` alone: otherwise the records are read."""
     bad = set()
     for name, end in ends.items():
         path = os.path.join(directory, name)
@@ -145,7 +149,7 @@ def _verify_safetensors(path: str, report: VerifyReport) -> None:
         add(error)
         return
     report.keys, report.files = listing.keys, len(found.files)
-    if not report.quick:  # of files of which the headers are sound the lengths are, too
+    if not report.quick:  # a sound header includes a sound length of the file
         check_records(listing, (), report)
 
 

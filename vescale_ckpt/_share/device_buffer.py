@@ -1,4 +1,4 @@
-"""Memory of the rounds of a load whose targets lie on devices: read into host memory, swapped from device to device."""
+"""Holds the memory of a broadcast load's rounds for targets on devices: files to host memory, messages over NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE = 4096
 
 
 class DeviceBuffer:
-    """This rank's memories, one for each of `sizes`, on the host (each starts at a page) and on its device."""
+    """This rank's buffers, one for each of `sizes` (bytes): on the host, each starting at a page, and on its device."""
 
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:
         self._group = group
@@ -24,36 +24,38 @@ class DeviceBuffer:
         self._host = [_from_page(self._device.host_memory(size + _PAGE), size) for size in sizes]
         self._device.begin()
         with self._device.queued():
-            self._there = [torch.empty(size, dtype=torch.uint8, device=self._device.device) for size in sizes]
+            self._on_device = [torch.empty(size, dtype=torch.uint8, device=self._device.device) for size in sizes]
 
     def __getitem__(self, number: int) -> torch.Tensor:
         return self._host[number % len(self._host)]
 
-    def meet(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """There is nobody near: all go through their devices."""
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
+        """Does nothing: all ranks exchange messages over their devices."""
         return None
 
     def close(self) -> None:
-        """The devices' memory is nobody else's."""
+        """Does nothing: no other process opens a device's memory."""
 
-    def let_go(self) -> None:
-        """Torch keeps it for the next one."""
-        del self._host, self._there
+    def release(self) -> None:
+        """Returns the memory to torch's allocators, which keep it for the next load."""
+        del self._host, self._on_device
 
-    def swap(self, peers: Connections, number: int, of: Round) -> CheckpointError | None:
-        """Takes what the host has of a round to the device, and sends and receives its messages there. What went wrong
-        is for all to be told later: others may still be waiting for this rank."""
-        host, there = self[number], self._there[number % len(self._there)]
-        nothing = there[:0]
+    def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
+        """Copies a round's data from the host to the device, and sends and receives its messages there.
+
+        Returns an error instead of raising it: other ranks may still wait for this one, and are told after the round.
+        """
+        host, on_device = self[number], self._on_device[number % len(self._on_device)]
+        nothing = on_device[:0]
         inputs, outputs = [nothing] * peers.size, [nothing] * peers.size
-        for peer, offset, size in of.messages(of.sends):
-            inputs[peer] = there[offset : offset + size]
-        for peer, offset, size in of.messages(of.receives):
-            outputs[peer] = there[offset : offset + size]
+        for peer, offset, size in round_.messages(round_.sends):
+            inputs[peer] = on_device[offset : offset + size]
+        for peer, offset, size in round_.messages(round_.receives):
+            outputs[peer] = on_device[offset : offset + size]
         try:
             with self._device.queued():
-                for start, end in _not_received(of):
-                    there[start:end].copy_(host[start:end], non_blocking=True)
+                for start, end in _not_received(round_):
+                    on_device[start:end].copy_(host[start:end], non_blocking=True)
             self._group.swap(outputs, inputs)
         except CheckpointError as error:
             return error
@@ -61,20 +63,20 @@ class DeviceBuffer:
             return CheckpointError(f"the devices could not swap what they had read: {type(error).__name__}: {error}")
         return None
 
-    def swapped(self, number: int, of: Round) -> dict[int, torch.Tensor]:
-        """By peer (-1: none), in what memory that lies which the round's places name."""
-        return {-1: self._there[number % len(self._there)]}
+    def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+        """The buffers that the round's placements copy from, by peer (-1: this rank)."""
+        return {-1: self._on_device[number % len(self._on_device)]}
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Copies out of the device's memory are queued, and done when it ends."""
+        """Queues the copies out of the device's buffer that are made within it, and waits for them at its end."""
         with self._device.queued():
             yield
         if not self._device.finish(self._group.seconds):
             raise CheckpointError(f"the device has not placed what it got within {self._group.seconds:g} s")
 
-    def give_back(self, peers: Connections, of: Round) -> None:
-        """Nobody looks at the memory of others."""
+    def acknowledge(self, peers: Connections, round_: Round) -> None:
+        """Does nothing: no rank reads another rank's buffer."""
 
 
 def _from_page(memory: torch.Tensor, size: int) -> torch.Tensor:
@@ -82,13 +84,13 @@ def _from_page(memory: torch.Tensor, size: int) -> torch.Tensor:
     return memory[start : start + size]
 
 
-def _not_received(of: Round) -> list[tuple[int, int]]:
-    """The parts of a round's memory that do not come from others."""
+def _not_received(round_: Round) -> list[tuple[int, int]]:
+    """The ranges of a round's memory that other ranks do not send."""
     parts, at = [], 0
-    for _, offset, size in sorted(of.messages(of.receives), key=lambda message: message[1]):
+    for _, offset, size in sorted(round_.messages(round_.receives), key=lambda message: message[1]):
         if offset > at:
             parts.append((at, offset))
         at = offset + size
-    if of.memory_bytes > at:
-        parts.append((at, of.memory_bytes))
+    if round_.memory_bytes > at:
+        parts.append((at, round_.memory_bytes))
     return parts

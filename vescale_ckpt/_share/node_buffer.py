@@ -1,6 +1,6 @@
-"""Memory of the rounds of a load, which other ranks of the node may look at.
+"""Holds the memory of a broadcast load's rounds in a file in memory that other ranks of the node map.
 
-Anonymous files (memfd), which no quota of /dev/shm limits and which vanish with the last process that maps them.
+The file is a memfd: no quota of /dev/shm applies to it, and it vanishes with the last process that maps it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
 
 
 class NodeBuffer:
-    """This rank's memories, one for each of `sizes`, and those of its neighbours on the node. Each starts at a page."""
+    """This rank's buffers, one for each of `sizes` (bytes), and those of its neighbours: ranks of the same node.
+
+    Each buffer starts at a page.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
@@ -42,29 +45,30 @@ class NodeBuffer:
     def __getitem__(self, number: int) -> torch.Tensor:
         return self._own.memories[number % len(self._sizes)]
 
-    def swap(self, peers: Connections, number: int, of: Round) -> CheckpointError | None:
+    def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
         """Sends and receives the messages of a round."""
         memory = self[number]
-        for peer, offset, size in of.messages(of.receives):
+        for peer, offset, size in round_.messages(round_.receives):
             peers.receive(peer, memory[offset : offset + size] if size else _word())
-        for peer, offset, size in of.messages(of.sends):
+        for peer, offset, size in round_.messages(round_.sends):
             peers.send(peer, memory[offset : offset + size] if size else _word())
         peers.wait()
         return None
 
-    def swapped(self, number: int, of: Round) -> dict[int, torch.Tensor]:
-        """By peer (-1: none), in what memory that lies which the round's places name."""
+    def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
+        """The buffers that the round's placements copy from, by peer (-1: this rank)."""
         found = {-1: self[number]}
-        for peer in of.near(of.receives):
+        for peer in round_.same_node_peers(round_.receives):
             memories = self._of_peers[peer].memories
             found[peer] = memories[number % len(memories)]
         return found
 
-    def give_back(self, peers: Connections, of: Round) -> None:
-        """Tells those whose memory was looked at in a round, and hears from those who looked at this rank's."""
-        for peer in of.near(of.sends):
+    def acknowledge(self, peers: Connections, round_: Round) -> None:
+        """Tells the neighbours whose buffers this rank read in a round that it is done, and waits until the neighbours
+        that read this rank's buffer are."""
+        for peer in round_.same_node_peers(round_.sends):
             peers.receive(peer, _word())
-        for peer in of.near(of.receives):
+        for peer in round_.same_node_peers(round_.receives):
             peers.send(peer, _word())
         peers.wait()
 
@@ -72,27 +76,28 @@ class NodeBuffer:
         self.close()
 
     def close(self) -> None:
-        """Nobody else can open it from now on; who has it keeps it."""
+        """Closes the file: from now on no other process can open it. Mappings stay."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
-    def let_go(self) -> None:
-        """Gives it all back, which takes a while, in a thread of its own."""
+    def release(self) -> None:
+        """Unmaps all buffers, in a thread of its own: it takes a while."""
         held = [self._own, self._of_peers]
         del self._own, self._of_peers
         threading.Thread(target=held.clear, name="vescale_ckpt memory", daemon=True).start()
 
-    def meet(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
-        """Opens the memories of `near` ranks, which do the same within the same collective. What went wrong, if any."""
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None:
+        """Maps the buffers of the neighbours `near`, which do the same within the same collective. Returns an error
+        instead of raising it."""
         hello = _HELLO.pack(os.getpid(), self._file, len(self._sizes), self._token)
-        said = tensor_over(bytearray(hello + struct.pack(f"<{len(self._sizes)}q", *self._sizes)))
-        heard = {peer: bytearray(len(said)) for peer in near}
-        for peer, buffer in heard.items():
+        sent = tensor_over(bytearray(hello + struct.pack(f"<{len(self._sizes)}q", *self._sizes)))
+        received = {peer: bytearray(len(sent)) for peer in near}
+        for peer, buffer in received.items():
             peers.receive(peer, tensor_over(buffer))
-            peers.send(peer, said)
+            peers.send(peer, sent)
         peers.wait()
-        for peer, buffer in heard.items():
+        for peer, buffer in received.items():
             try:
                 self._of_peers[peer] = _open(buffer)
             except (OSError, ValueError, _C.EngineError) as error:
@@ -101,12 +106,12 @@ class NodeBuffer:
 
 
 def _word() -> torch.Tensor:
-    """A message that says no more than that it came."""
+    """A message of one byte without meaning: only its arrival counts."""
     return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 class _Mapped:
-    """A file of memories, one behind another, and a page with their token."""
+    """A mapped file of buffers, one behind another, and a last page that begins with the token."""
 
     def __init__(self, file: int, sizes: Sequence[int]) -> None:
         whole = torch.frombuffer(_C.SharedMap(file, sum(sizes) + _PAGE), dtype=torch.uint8)
@@ -119,7 +124,7 @@ def _open(hello: bytearray) -> _Mapped:
     sizes = struct.unpack_from(f"<{count}q", hello, _HELLO.size)
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(file).st_size != sum(sizes) + _PAGE:  # to look beyond a file's end kills the process
+        if os.fstat(file).st_size != sum(sizes) + _PAGE:  # an access beyond a file's end kills the process
             raise ValueError("a file of another size is in its place")
         mapped = _Mapped(file, sizes)
     finally:

@@ -1,4 +1,4 @@
-"""One rank's part in a load in which ranks read for each other: read, send and receive, put in place, all at a time."""
+"""Runs one rank's rounds of a broadcast load: reads, sends and receives, and copies to targets, in a pipeline."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from .routes import BUFFERS, Round, Routes
 
 logger = logging.getLogger(__name__)
 
-# A rank that failed goes on to send what others wait for, until all look up to see whether somebody has.
-_ROUNDS_BETWEEN_LOOKS = 16
+# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
+_ROUNDS_BETWEEN_CHECKS = 16
 
 
 class PieceReader(Protocol):
-    """Reads what this rank sends to others, or puts in place from the memory of a round."""
+    """Reads the pieces of records that are this rank's to read, into the memory of a round."""
 
     @property
     def threads(self) -> int:
-        """Of the engine."""
+        """The number of the engine's threads."""
 
     def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
-        """Fills what the engine's table says; which of its rows hold no plain tensors and were left unread. `key_of`
-        names a row in errors."""
+        """Reads the rows of the engine's table. Returns the rows left unread: records of non-contiguous tensors.
+        `key_of` names a row in errors."""
 
     def read_piece_from_archive(
         self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
     ) -> None:
-        """Fills `piece` with what starts at `start` in a chunk of `sizes`; `record`: file, offset, length, CRC-32 and
-        dtype code of one that was left unread."""
+        """Fills `piece` with the values at `start` of a chunk of shape `sizes`. `record`: file, offset, length, CRC-32
+        and dtype code of a record that `read_pieces` left unread."""
 
 
 class Outcome(enum.Enum):
-    """What came of it, the same on all ranks that have no error of their own."""
+    """The result of `deliver`, the same on all ranks that have no error of their own."""
 
-    delivered = enum.auto()  #: what several ranks need is in place, unless one that had to read it has an error to tell
-    stood_down = enum.auto()  #: each rank reads all by itself
-    failed_elsewhere = enum.auto()  #: another rank has an error to tell
+    delivered = enum.auto()  #: this rank has what several ranks need, unless the rank that read it raises an error
+    stood_down = enum.auto()  #: each rank reads all that it needs itself
+    failed_elsewhere = enum.auto()  #: another rank raises an error
 
 
 class RoutedRead:
-    """For one load. `own_only`: each rank reads its tensors by itself; objects are read once."""
+    """One load by `routes`. `own_only`: each rank reads its tensors itself; objects are still read once."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class RoutedRead:
         self._error: BaseException | None = None
 
     def deliver(self, reader: PieceReader, reads: PackedReads | None) -> Outcome:
-        """Takes all rounds; `reads` are what the routes were made from, None if nothing. Raises this rank's error."""
+        """Runs all rounds. `reads`: what this rank's routes were planned from (None: nothing). Raises its own error."""
         if self._own_only:
             return Outcome.stood_down
         rounds = self.routes.rounds
         if not rounds:
             return Outcome.delivered
         self._reader, self._reads = reader, reads
-        sizes = [max((of.memory_bytes for of in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
-        memory = self._meet(sizes)
+        sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
+        memory = self._take_buffer(sizes)
         if memory is None:
             return Outcome.stood_down
         self._memory = memory
@@ -92,21 +92,22 @@ class RoutedRead:
             with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
                 outcome = self._run(pool, len(rounds))
         finally:
-            memory.let_go()
+            memory.release()
         if self._error is not None:
             raise self._error
         return outcome
 
     def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
-        """By row of `Reads.objects`: what all ranks want, which the coordinator reads. Raises on all if it cannot."""
+        """The objects that all ranks need, by row of `Reads.objects`: the coordinator reads them. Raises on all ranks
+        if it cannot."""
         rows, exchange, phase = self.routes.objects, self._exchange, f"{self._phase}: objects"
         if not rows:
             return {}
         data = exchange.together(lambda: pack(*read(rows)) if exchange.is_coordinator else b"", phase, LoadFailedError)
         return dict(zip(rows, unpack(exchange.broadcast(data, phase)), strict=True))
 
-    def _meet(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
-        """Memory for the rounds; None if not all ranks have it, and see what they have to see of each other's."""
+    def _take_buffer(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
+        """Allocates the rounds' memory. None on all ranks unless each has its own and has mapped its neighbours'."""
         memory, error = None, None
         try:
             memory = NodeBuffer(sizes) if self._devices is None else DeviceBuffer(sizes, self._devices)
@@ -114,9 +115,11 @@ class RoutedRead:
             error = raised
         if self._exchange.agree([int(memory is not None)], f"{self._phase}: take memory") == [1]:
             assert memory is not None
-            near = {peer for of in self.routes.rounds for table in (of.sends, of.receives) for peer in of.near(table)}
-            with self._exchange.peers("meet", self._phase) as peers:
-                error = memory.meet(peers, near)
+            near: set[int] = set()
+            for round_ in self.routes.rounds:
+                near.update(round_.same_node_peers(round_.sends), round_.same_node_peers(round_.receives))
+            with self._exchange.peers("open buffers", self._phase) as peers:
+                error = memory.open_neighbours(peers, near)
             if self._exchange.agree([int(error is None)], self._phase) == [1]:
                 memory.close()
                 return memory
@@ -124,7 +127,7 @@ class RoutedRead:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
         if memory is not None:
             memory.close()
-            memory.let_go()
+            memory.release()
         return None
 
     def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
@@ -132,14 +135,14 @@ class RoutedRead:
         read = {0: pool.submit(self._read, 0)}
         placed: dict[int, Future[None]] = {}
         while start < count:
-            stop = min(count, start + _ROUNDS_BETWEEN_LOOKS)
+            stop = min(count, start + _ROUNDS_BETWEEN_CHECKS)
             with self._peers(start, stop - 1) as peers:
                 for number in range(start, stop):
                     read.pop(number).result()
                     peers.progress(2 * number)
-                    if number - 2 in placed:  # out of the memories that the next round is read into
+                    if number - 2 in placed:  # the next round is read into the buffer of this one
                         placed.pop(number - 2).result()
-                        self._memory.give_back(peers, self.routes.rounds[number - 2])
+                        self._memory.acknowledge(peers, self.routes.rounds[number - 2])
                     if number + 1 < count:
                         read[number + 1] = pool.submit(self._read, number + 1)
                     self._send(peers, number)
@@ -147,49 +150,51 @@ class RoutedRead:
             if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
                 return Outcome.failed_elsewhere
             start = stop
-        return Outcome.delivered  # the pool's end waits for the last that are put in place
+        return Outcome.delivered  # leaving the pool waits for the last copies to targets
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
-        # The plan's number: if two loads cross, against the rules, one must not be filled with the other's bytes.
+        # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.
         of = f"{len(self.routes.rounds)}, plan {self.routes.number:x}"
         return self._exchange.peers(f"rounds {first} to {last} of {of}", self._phase)
 
-    # --- Steps of a round. An error is kept, and what comes after it left out, but for messages that others wait for.
+    # --- Steps of a round. After an error, which is kept, only messages are sent on: other ranks wait for them.
 
     def _read(self, number: int) -> None:
         def read() -> None:
-            of, memory = self.routes.rounds[number], self._memory[number]
-            if len(of.staged):
-                self._read_pieces(of, memory)
-            if len(of.packs):
-                _C.copy_boxes(_C.pack_table(of.packs, memory.data_ptr(), len(memory)), self._reader.threads)
+            round_, memory = self.routes.rounds[number], self._memory[number]
+            if len(round_.staged):
+                self._read_pieces(round_, memory)
+            if len(round_.packs):
+                _C.copy_boxes(_C.pack_table(round_.packs, memory.data_ptr(), len(memory)), self._reader.threads)
 
         self._guarded(read)
 
     def _send(self, peers: Connections, number: int) -> None:
         peers.progress(2 * number + 1)
-        error = self._memory.swap(peers, number, self.routes.rounds[number])
+        error = self._memory.exchange_messages(peers, number, self.routes.rounds[number])
         self._error = self._error or error
 
     def _place(self, number: int) -> None:
         def place() -> None:
-            of = self.routes.rounds[number]
-            if not len(of.places):
+            round_ = self.routes.rounds[number]
+            if not len(round_.placements):
                 return
             assert self._reads is not None
-            memories = self._memory.swapped(number, of)
+            memories = self._memory.sources(number, round_)
             if isinstance(self._memory, DeviceBuffer):
                 with self._memory.placing():
-                    self._copy_by_torch(of.places, None, memories)
+                    self._copy_by_torch(round_.placements, None, memories)
                 return
             table = int_table()
             for peer, memory in memories.items():
                 table.extend((peer, memory.data_ptr(), len(memory)))
             state = self._reads.description
-            copies, rest = _C.place_table(state.inventory, of.places, state.sources, state.table, state.ready, table)
+            copies, rest = _C.place_table(
+                state.inventory, round_.placements, state.sources, state.table, state.ready, table
+            )
             _C.copy_boxes(copies, self._reader.threads)
             if rest:
-                self._copy_by_torch(of.places, set(rest), memories)
+                self._copy_by_torch(round_.placements, set(rest), memories)
 
         self._guarded(place)
 
@@ -200,32 +205,32 @@ class RoutedRead:
             except BaseException as error:
                 self._error = error
 
-    def _read_pieces(self, of: Round, memory: torch.Tensor) -> None:
+    def _read_pieces(self, round_: Round, memory: torch.Tensor) -> None:
         assert self._reads is not None
         names = self._reads.description.names
         rows: list[list[int]] = []
 
         def row_at(number: int) -> list[int]:
-            if not rows:  # hardly ever asked for
-                rows.extend(_rows(of.staged, 8, 3))
+            if not rows:  # rarely needed
+                rows.extend(_rows(round_.staged, 8, 3))
             return rows[number]
 
-        table = _C.staging_table(of.staged, memory.data_ptr(), len(memory))
+        table = _C.staging_table(round_.staged, memory.data_ptr(), len(memory))
         for number in self._reader.read_pieces(table, lambda number: names[row_at(number)[1]]):
             offset, item, *record, ndim = row_at(number)[:8]
             chunk, start, size = _lists(row_at(number)[8:], ndim, 3)
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
             self._reader.read_piece_from_archive(names[item], record, chunk, start, piece)
 
-    def _copy_by_torch(self, places: memoryview, wanted: set[int] | None, memories: dict[int, torch.Tensor]) -> None:
-        """To tensors on other devices, or of another dtype than the stored one. `wanted`: which rows, None: all."""
+    def _copy_by_torch(self, placements: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]) -> None:
+        """Copies to targets on devices, or of another dtype than the stored one. `wanted`: the rows (None: all)."""
         assert self._reads is not None
-        for number, row in enumerate(_rows(places, 5, 4)):
+        for number, row in enumerate(_rows(placements, 5, 4)):
             if wanted is not None and number not in wanted:
                 continue
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)
-            source = narrowed(_tensor_at(memories[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
+            source = narrowed(_tensor_at(buffers[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
             self._reads.target(item, target, lengths).detach().copy_(source)
 
 
@@ -235,7 +240,7 @@ def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequ
 
 
 def _rows(table: memoryview, head: int, lists: int) -> Iterator[list[int]]:
-    """Rows of `head` numbers, the last of which counts dimensions, and so many lists of a number a dimension."""
+    """Rows of `head` numbers, of which the last is the number of dimensions, followed by `lists` lists of so many."""
     at = 0
     while at < len(table):
         end = at + head + lists * table[at + head - 1]

@@ -1,4 +1,4 @@
-"""Who reads what for whom: planned by the coordinator from what all ranks need, kept for the next load of that form."""
+"""Plans which rank reads what for which others, on the coordinator, and keeps the plan for loads of the same form."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from ..errors import LoadFailedError
 
-BUFFERS = 3  #: of a rank: a round is read, another one travels, and another is put in place
+BUFFERS = 3  #: of a rank: one round is read, one is sent, and one is copied to its targets at a time
 _MOST_KEPT = 4
 _UNKNOWN = 0
-_HEAD = 5  # words of packed routes
-_MOST_WHOLE_BYTES = 64 << 20  # of a record that can only be checked as a whole; larger ones each rank reads by itself
-_MOST_OBJECT_BYTES = 64 << 20  # that the coordinator reads for all; more than that each reads by itself
+_HEAD = 5  # 64-bit words before the tables of packed routes
+_MOST_WHOLE_BYTES = 64 << 20  # of a shared record that can only be checked whole; each rank reads larger ones itself
+_MOST_OBJECT_BYTES = 64 << 20  # of objects that the coordinator reads for all; each rank reads more than that itself
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does in one round: tables of csrc/share/routes.h, `RouteRound`."""
+    """What a rank does in one round: the tables of `RouteRound` in csrc/share/routes.h."""
 
     memory_bytes: int
     staged: memoryview
     packs: memoryview
     sends: memoryview
     receives: memoryview
-    places: memoryview
+    placements: memoryview
 
     def messages(self, table: memoryview) -> list[tuple[int, int, int]]:
-        """Peer, offset and bytes of those in `sends` or `receives`."""
+        """Peer, offset and bytes of each message in `sends` or `receives`."""
         return [(table[at], table[at + 1], table[at + 2]) for at in range(0, len(table), 3)]
 
-    def near(self, table: memoryview) -> list[int]:
-        """The peers among them that have no message, but memory that both see."""
+    def same_node_peers(self, table: memoryview) -> list[int]:
+        """The peers in `sends` or `receives` that map each other's buffers: their messages have no bytes."""
         return [peer for peer, _, size in self.messages(table) if size == 0]
 
 
 class Routes:
-    """One rank's. `number`: of the plan, which its ranks have in common with no other."""
+    """What one rank reads, sends and receives. `number`: the plan's, the same on its ranks and in no other plan."""
 
     def __init__(self, number: int, packed: bytes, objects: bytes = b"") -> None:
         self.number = number
-        self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks want, in one order
+        self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks need, in one order
         self._words = words(packed)
         self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own = self._words[:_HEAD]
         self._first = _HEAD + own
-        self.own = bytes(self._words[_HEAD : _HEAD + own])  #: what this rank alone needs: rows of `LoadPlan.reads`
+        self.own = bytes(self._words[_HEAD : _HEAD + own])  #: rows of `LoadPlan.reads` that only this rank needs
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """As many on all ranks."""
+        """All ranks have the same number of rounds."""
         table, at, rounds = self._words, self._first, []
         for _ in range(self._rounds):
             memory_bytes, *lengths = table[at : at + 6]
@@ -77,18 +77,18 @@ class Routes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a rank would read by itself, and with whom; in bytes, as it is told."""
+    """What a rank needs, and which ranks it may share reads with, packed as the coordinator gets it."""
 
     rows: bytes  #: `LoadPlan.reads`
     objects: bytes  #: `LoadPlan.objects`
     files: bytes  #: `LoadPlan.files`
-    group: bytes  #: ranks that differ in it deliver each other nothing
-    domain: bytes  #: ranks of the same see each other's memory
-    budget: int  #: of the rounds' memory, bytes
+    group: bytes  #: only ranks with the same group share reads
+    domain: bytes  #: ranks with the same domain map each other's buffers
+    budget: int  #: bytes of the rounds' memory on this rank
 
     @classmethod
     def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
-        """Of a plan (None: of nothing), but only those `rows` of tensors; `save` names the save that they are of.
+        """What a rank needs for `plan` (None: nothing), of its tensors only `rows`. `save`: id of the save they are of.
 
         Raises ValueError for a setting or a name that cannot be used.
         """
@@ -98,16 +98,15 @@ class Reads:
         return cls(rows, objects, json.dumps(files).encode(), group, domain, settings.number("broadcast_bytes"))
 
 
-_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by what they were made for
+_kept: OrderedDict[bytes, Routes] = OrderedDict()  # by a hash of what they were planned from
 _kept_lock = threading.Lock()
 
 
 def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, through_devices: bool = False) -> Routes:
-    """This rank's routes. All ranks call it together; it takes one reduction if all have them from the last time.
+    """This rank's routes. All ranks call it together; one reduction suffices if all have kept those of the same plan.
 
-    `through_devices`: nobody looks at the memory of others.
-
-    Raises on all ranks, as `together` does, if the coordinator cannot plan.
+    `through_devices`: ranks do not map each other's buffers. Raises on all ranks, as `together` does, if the
+    coordinator cannot plan.
     """
     domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
     needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
@@ -155,25 +154,27 @@ def _plan_for(gathered: list[bytes], verify: bool, budget: int) -> list[bytes]:
 
 
 def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
-    """For each rank the rows, in one order for all, of objects that every rank wants. `needs`: by rank the table of its
-    objects, the names of files, and its group; what ranks have in common is looked at once."""
-    places = {need: _object_places(*need) for need in set(needs)}
-    first, *others = places.values()
+    """For each rank the rows of the objects that every rank needs, in the same order on all ranks.
+
+    `needs`: for each rank its table of objects, its names of files, and its group. Equal ones are parsed once.
+    """
+    locations = {need: _object_locations(*need) for need in set(needs)}
+    first, *others = locations.values()
     common = sorted(set(first).intersection(*others))
     if sum(length for _, _, _, length, _ in common) > _MOST_OBJECT_BYTES:
         common = []
-    rows = {need: array("q", [of_need[place] for place in common]).tobytes() for need, of_need in places.items()}
+    rows = {need: array("q", [row_at[at] for at in common]).tobytes() for need, row_at in locations.items()}
     return [rows[need] for need in needs]
 
 
-def _object_places(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
-    """By where they are stored, the rows of a table of objects."""
+def _object_locations(table: bytes, names: bytes, group: bytes) -> dict[tuple[Any, ...], int]:
+    """The row of each object of a table, by the object's record location."""
     numbers, files = words(table), json.loads(names)
     rows = [numbers[at + 1 : at + OBJECT_ROW].tolist() for at in range(0, len(numbers), OBJECT_ROW)]
     return {(group, files[file], *where): row for row, (file, *where) in enumerate(rows)}
 
 
 def _numbered(values: list[bytes]) -> list[int]:
-    """A number for each that equal ones have in common."""
+    """A number for each value, the same for equal values."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

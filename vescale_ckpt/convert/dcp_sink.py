@@ -10,7 +10,7 @@ from typing import Any
 from .._engine import _C
 from .._engine.dtypes import dtype_code
 from .._engine.errors import named_errors
-from .._engine.rows import NO_LIMIT, OBJECT, PART_ROW, PLACE_ROW, SHARD, TENSOR, in_first_file, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PART_ROW, SHARD, TENSOR, in_first_file, words
 from .._ranks.message import pack, unpack
 from .._state import objects
 from .._state.inventory_rows import packed_row
@@ -120,5 +120,5 @@ def _row(piece: Piece) -> bytes:
 
 def _in_order_of(part: bytes, places: bytes) -> bytes:
     """Places of all rows of an inventory, in the order in which the plan's part has them. None was split."""
-    row_bytes = PLACE_ROW * struct.calcsize("q")
+    row_bytes = LOCATION_ROW * struct.calcsize("q")
     return b"".join(places[item * row_bytes : (item + 1) * row_bytes] for item in words(part)[::PART_ROW])

@@ -20,7 +20,7 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._native import metadata_file
-from .._native.names import METADATA_NAME, checked_place, crc_of
+from .._native.names import METADATA_NAME, checked_location, crc_of
 from .._read.by_items import ItemLoad
 from .._read.contents import Contents
 from .._read.filling import Filling
@@ -119,7 +119,7 @@ class DcpSource:
         info = self._metadata.storage_data.get(index)
         if item.lengths == chunk.sizes or info is None:
             return False
-        name = check_relative(checked_place(info, index.fqn).relative_path, index.fqn)
+        name = check_relative(checked_location(info, index.fqn).relative_path, index.fqn)
         if info.transform_descriptors:
             raise CheckpointError(
                 f"{index.fqn}: a part of it is wanted, but it was stored through a stream transform (compression): "

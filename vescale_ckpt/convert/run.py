@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .. import settings
 from .._engine.errors import of_system
-from .._hf.shard_size import shard_bytes
+from .._hf.folder import shard_bytes
 from .._ranks.exchange import Exchange
 from .._storage.directory import local_path
 from .._storage.pending import PendingFolder, put_back

@@ -11,7 +11,7 @@ from .._engine.dtypes import CODE_DTYPES
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
-from .._hf.contents import Box, SafetensorsContents
+from .._hf.contents import SafetensorsContents, StoredBox
 from .._read.match import not_all_there
 from .._read.seen_files import SeenFiles
 from .._state.structure import Path
@@ -33,7 +33,7 @@ class SafetensorsSource:
         for file in self._paths:
             self._seen.look(file)
         self._reads = _C.SafetensorsReads(True, engine_options(None, direct_io_setting("auto")))
-        self._boxes: dict[str, list[Box]] = {}
+        self._boxes: dict[str, list[StoredBox]] = {}
         for box in contents.boxes():
             if box.name not in contents.aliases:
                 self._boxes.setdefault(box.name, []).append(box)
