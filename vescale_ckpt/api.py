@@ -31,7 +31,7 @@ from ._engine.rows import words
 from ._hf.folder import shard_bytes
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
-from ._ranks.store_clerk import GRACE_SECONDS
+from ._ranks.store_thread import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number

@@ -1,4 +1,4 @@
-"""What can go wrong, by name. Every error is picklable, because errors travel between ranks."""
+"""Defines the errors of the package for its users. Every error can be pickled: ranks send them to each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class CheckpointError(RuntimeError):
-    """Base of all errors of this package; what an error names it also carries as attributes."""
+    """Base of all errors of this package. Names and numbers in the text of an error are its attributes, too."""
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ def _rebuild(kind: type[CheckpointError], attributes: dict[str, Any]) -> Checkpo
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Bytes on disk are not what was written: a flipped bit, a truncated or missing file."""
+    """Bytes on disk differ from what was written: a flipped bit, a truncated or missing file."""
 
     key: str | None  #: name of the tensor or object, None if the damage is not in one
     file: str
@@ -38,11 +38,11 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class Mismatch(NamedTuple):
-    """A key of which the state asks for something else than the checkpoint holds."""
+    """A key that has another shape, dtype or kind in the state than in the checkpoint."""
 
     key: str
-    expected: str  #: what the state asks for: a shape, a dtype, an object instead of a tensor
-    found: str  #: what the checkpoint holds
+    expected: str  #: in the state: a shape, a dtype, an object instead of a tensor
+    found: str  #: in the checkpoint
 
     def __str__(self) -> str:
         return f"{self.key}: the state to load into has {self.expected}, the checkpoint has {self.found}"
@@ -62,7 +62,7 @@ class IncompatibleStateError(CheckpointError):
 
 
 class MissingKeysError(CheckpointError):
-    """The state asks for keys that the checkpoint does not have (or, where strict, the other way round)."""
+    """The state has keys that the checkpoint lacks; with `strict`, also the other way round."""
 
     missing: list[str]
     unexpected: list[str]
@@ -88,12 +88,13 @@ class MissingKeysError(CheckpointError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """The checkpoint wants what data has no business wanting: code, a path outside, memory it has no bytes for."""
+    """The checkpoint is unsafe: it asks to run code, names a path outside its directory, or claims more bytes than its
+    files hold."""
 
 
 class StorageFullError(CheckpointError):
-    """No room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files; the text says which.
-    Nothing was committed; what was there before still is."""
+    """There is no room for the checkpoint: no bytes, no quota, no inodes, or a limit on the size of files. The text
+    says which. Nothing was committed; the checkpoint before is still there."""
 
     path: str
     needed: int  #: bytes
@@ -111,11 +112,11 @@ class StorageFullError(CheckpointError):
 
 
 class CheckpointTimeoutError(CheckpointError):
-    """Ranks were waited for in vain: they were late, have died, or have left with an error of their own."""
+    """Ranks did not come in time: they were late, have died, or have left with an error of their own."""
 
     phase: str  #: what the ranks were doing
-    late_ranks: list[int]  #: in the process group; empty if that cannot be known
-    committed: bool | None  #: of a save: whether the checkpoint is there all the same; None if that cannot be known
+    late_ranks: list[int]  #: numbers in the process group; empty if they are not known
+    committed: bool | None  #: in a save: whether the new checkpoint was committed; None if that is not known
 
     def __init__(self, phase: str, late_ranks: list[int], message: str = "", *, committed: bool | None = False) -> None:
         super().__init__(
@@ -127,10 +128,10 @@ class CheckpointTimeoutError(CheckpointError):
 
 
 class RankFailedError(CheckpointError):
-    """What all ranks raise when one has failed with an error that is not of this package."""
+    """All ranks raise it if one rank has failed with an error that is not of this package."""
 
     rank: int  #: the lowest that failed
-    cause: BaseException | str  #: its exception; the text of one that cannot be pickled
+    cause: BaseException | str  #: its exception, or the text of an exception that cannot be pickled
     failures: dict[int, str]  #: the text of every failed rank's error
 
     def __init__(
@@ -142,24 +143,25 @@ class RankFailedError(CheckpointError):
 
 
 class SaveFailedError(RankFailedError):
-    """The same, in a save. Nothing was committed."""
+    """A rank has failed in a save with an error that is not of this package. Nothing was committed."""
 
 
 class SaveInProgressError(CheckpointError):
-    """The save before is not done, and the caller chose not to wait for it."""
+    """The previous save is still running, and the caller chose not to wait for it."""
 
 
 class LoadFailedError(RankFailedError):
-    """The same, in a load. What is in the tensors that were to be filled is not defined."""
+    """A rank has failed in a load with an error that is not of this package. The content of the tensors to fill is
+    undefined."""
 
 
 def of_rank(error: CheckpointError, rank: int, message: str, failures: dict[int, str]) -> CheckpointError:
-    """The error as the other ranks raise it: the same class and attributes, and whose it is."""
+    """The error for other ranks: the same class and attributes, with the number of the failed rank."""
     return _rebuild(type(error), {**error.__dict__, "message": message, "rank": rank, "failures": failures})
 
 
 def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
-    """What to do about optimizers of which the state has the parameters' numbers, and the checkpoint their names."""
+    """Advice for optimizers whose parameters have numbers in the state and names in the checkpoint."""
     numbered = {match[1] for match in map(re.compile(r"(.*?\bstate\.)\d+\.[^.]+").fullmatch, missing) if match}
     return [
         f"the checkpoint has {prefix}* by names of parameters, not by numbers: load the optimizer together with the "
@@ -170,6 +172,6 @@ def _names_for_numbers(missing: list[str], unexpected: list[str]) -> list[str]:
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
-    """The first of them, and how many more there are."""
+    """The first `most` names, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,4 +1,4 @@
-"""What saves, loads and checks report: times, bytes and the way they took, what fits and what is damaged."""
+"""The reports that saves, loads and `verify` return: times, bytes, differences between state and checkpoint, damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransferStats:
     direct_bytes: int  #: past the page cache
     uncached_bytes: int  #: through the page cache, pages dropped at once
     buffered_bytes: int
-    io_path: str  #: the same in words
+    io_path: str  #: the last five in words
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,32 @@ class LoadStats(TransferStats):
     verified: bool
     unverified_bytes: int  #: of records that were written without checksums
     fallback_tensors: int  #: read by torch.load, because their records are not plain contiguous tensors
-    shared_bytes: int = 0  #: of `bytes`: what several ranks need and one of them read
+    shared_bytes: int = 0  #: of `bytes`: those that several ranks need and only one rank read
 
     @property
     def read_bytes(self) -> int:
-        """Of the data files: `bytes`, what lay between them, their framing, and the rest of blocks that have one
-        checksum. Without objects."""
+        """The bytes that were read from the data files, without objects: `bytes`, the bytes between them, their
+        framing, and the rest of blocks with one checksum."""
         return self.direct_bytes + self.uncached_bytes + self.buffered_bytes
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How a state and a checkpoint fitted each other, by the checkpoint's keys, and what was read.
+    """The differences between a state and a checkpoint, by the checkpoint's keys, and the statistics of the load.
 
-    The lists are the same on all ranks; `stats` are this rank's.
+    The lists are the same on all ranks. `stats` are those of this rank.
     """
 
-    missing: list[str]  #: asked for by a rank, not in the checkpoint
-    unexpected: list[str]  #: in the checkpoint, and selected, but asked for by no rank
-    mismatched: list[Mismatch]  #: of another shape, dtype or kind in the checkpoint
+    missing: list[str]  #: in the state of a rank, and not in the checkpoint
+    unexpected: list[str]  #: in the checkpoint and selected, and not in the state of any rank
+    mismatched: list[Mismatch]  #: of another shape, dtype or kind in the checkpoint than in the state
     stats: LoadStats
 
 
 class Damage(NamedTuple):
-    """One thing that is wrong. Where it is among `VerifyReport.damaged`, a load of `key` raises."""
+    """One damaged place. If it is in `VerifyReport.damaged`, a load of `key` raises."""
 
-    key: str | None  #: name of the tensor or object; None: it concerns all of the file
+    key: str | None  #: name of the tensor or object; None: the whole file is concerned
     file: str
     offset: int  #: bytes from the start of the file
     reason: str
@@ -71,7 +71,7 @@ class Damage(NamedTuple):
 
 @dataclass
 class VerifyReport:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     path: str
     quick: bool
@@ -80,13 +80,13 @@ class VerifyReport:
     files: int = 0  #: data files that it names, or safetensors files
     bytes: int = 0  #: of records that were read
     unverified_bytes: int = 0  #: of these, written without checksums or in a form that nothing here can check
-    #: what is damaged, though every load gives what was saved: loads do without the index, the tables of checksums of
-    #: blocks and what a record repeats. Not looked for with `quick`.
+    #: damage that no load notices: in the index, in the tables of block checksums, and in repeated parts of records.
+    #: Loads still give exactly what was saved. Not checked with `quick`.
     harmless: list[Damage] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)  #: what has nothing that it could be checked against, in words
-    indexed: bool = False  #: an index that belongs to the metadata lies beside it; without one loads begin slower
+    unchecked: list[str] = field(default_factory=list)  #: what has no checksum or copy to be checked against, in words
+    indexed: bool = False  #: whether an index belongs to the metadata; without one, loads start slower
 
     @property
     def ok(self) -> bool:
-        """Whether loads give what was saved, as far as that can be checked."""
+        """Whether loads give exactly what was saved, as far as that can be checked."""
         return not self.damaged

@@ -1,6 +1,6 @@
-"""The settings of the package, and the checks of arguments that users give.
+"""Reads the package's settings from environment variables, and checks the arguments that users give.
 
-Environment variables are read when a save or load begins, and all are checked then; an argument of the call wins.
+All environment variables are read and checked when a save or load begins. An argument of the call takes precedence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "VESCALE_CKPT_"
 
 MiB = 1 << 20
-_LONGEST = 10**9  # seconds: 31 years; much more is no time to a computer
+_LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ SETTINGS = {
 
 MOST_THREADS = SETTINGS["threads"].most
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS.values()}
-_NODE = PREFIX + "NODE"  # what it is otherwise is no constant: see node.py
+_NODE = PREFIX + "NODE"  # its default is not a constant: see _ranks/node.py
 # Of builds and tests.
 _NOT_SETTINGS = tuple(PREFIX + name for name in ("NO_NVCC", "WERROR", "TEST_", "FUZZ_"))
 _warned: set[str] = set()
@@ -96,8 +96,8 @@ def value(name: str) -> int | str:
 
 
 def lenient(name: str) -> int | str:
-    """The setting in force, or its default if the environment's is wrong: for what a rank needs before all ranks hear
-    that, from `check`."""
+    """The setting in force, or the default if the environment variable is wrong. For values that a rank needs before
+    `check` raises on all ranks."""
     try:
         return value(name)
     except ValueError:
@@ -111,7 +111,7 @@ def number(name: str) -> int:
 
 
 def node() -> int | None:
-    """Which machine this is, as the environment says. Raises ValueError for what is no number."""
+    """The number of this machine from the environment; None if it is not set. Raises ValueError if it is no number."""
     text = os.environ.get(_NODE)
     if text is None:
         return None
@@ -121,8 +121,8 @@ def node() -> int | None:
 
 
 def check() -> None:
-    """Raises ValueError if any environment variable of these is wrong, needed or not. One of our prefix that no setting
-    has is warned of, once a process."""
+    """Raises ValueError if the environment variable of any setting is wrong, needed or not. Warns once a process of
+    each variable with the prefix that is no setting."""
     names = [name for name in os.environ if name.startswith(PREFIX)]
     for name in names:
         if (setting := _BY_VARIABLE.get(name)) is not None:
@@ -137,7 +137,7 @@ def check() -> None:
 
 
 def timeout(argument: float | None) -> float:
-    """Seconds to wait for other ranks: the argument of a call, else the setting."""
+    """Seconds to wait for other ranks: the argument of a call; for None the setting."""
     seconds = checked_seconds("timeout", argument, zero=False)
     return float(lenient("timeout")) if seconds is None else min(seconds, _LONGEST)
 
@@ -153,14 +153,14 @@ def broadcast(argument: Broadcast) -> Broadcast:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Raises ValueError for anything but True and False: a text such as "no" counts as true elsewhere."""
+    """Raises ValueError for other values than True and False. A text such as "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: True or False is wanted")
     return value
 
 
 def checked_count(name: str, value: object, most: int | None = None) -> int | None:
-    """An option that is a number of something. Raises ValueError for what is none."""
+    """An argument that is a count of at least 1, or None. Raises ValueError for other values."""
     if value is None:
         return None
     try:
@@ -174,7 +174,7 @@ def checked_count(name: str, value: object, most: int | None = None) -> int | No
 
 
 def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
-    """An option that is a time. Raises ValueError for what is none. `zero`: whether none at all is one."""
+    """An argument that is a number of seconds, or None. `zero`: whether 0 is allowed. Raises ValueError for others."""
     if value is None:
         return None
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -184,7 +184,7 @@ def checked_seconds(name: str, value: object, *, zero: bool) -> float | None:
 
 
 def checked_path(name: str, value: object) -> str | os.PathLike[str]:
-    """Raises ValueError for what is no path, and for an empty one."""
+    """Raises ValueError if it is not a path, or if it is empty."""
     if not isinstance(value, (str, os.PathLike)):
         hint = f"; as bytes it is os.fsdecode({name})" if isinstance(value, bytes) else ""
         raise ValueError(f"{name}: a path or a file:// URL is wanted, not {type(value).__name__}{hint}")

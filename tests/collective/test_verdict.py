@@ -106,7 +106,7 @@ def _no_store(directory: Path) -> Any:
     vescale_ckpt.save(path, _state(1))
     if dist.get_rank() == 0:
         from vescale_ckpt._ranks.rendezvous import Rendezvous
-        from vescale_ckpt._ranks.store_clerk import StoreGoneError
+        from vescale_ckpt._ranks.store_thread import StoreGoneError
 
         with mock.patch.object(Rendezvous, "may_commit", side_effect=StoreGoneError()):
             error = _error_of_save(path)

@@ -24,7 +24,7 @@ from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state import shard_boxes
-from vescale_ckpt._state.shard_boxes import Piece, local_shape, pieces, pieces_of
+from vescale_ckpt._state.shard_boxes import ShardBox, boxes_at, boxes_of, local_shape
 
 Mesh = tuple[int, ...]
 
@@ -43,8 +43,8 @@ def narrowed(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...
     return tensor
 
 
-def assembled(full: torch.Tensor, found: tuple[Piece, ...]) -> torch.Tensor:
-    """The local tensor that consists of such pieces of `full`."""
+def assembled(full: torch.Tensor, found: tuple[ShardBox, ...]) -> torch.Tensor:
+    """The local tensor that consists of such boxes of `full`."""
     local = torch.full(local_shape(found), -1)
     for offset, size, local_offset in found:
         narrowed(local, local_offset, size).copy_(narrowed(full, offset, size))
@@ -74,11 +74,11 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Placement], Mesh]:
 
 @settings(max_examples=1000, deadline=None)
 @given(cases())
-def test_pieces_are_what_dtensor_splits_off(case: tuple[tuple[int, ...], list[Placement], Mesh]) -> None:
+def test_boxes_are_what_dtensor_splits_off(case: tuple[tuple[int, ...], list[Placement], Mesh]) -> None:
     shape, placements, mesh = case
     full = numbered(shape)
     for coordinate in itertools.product(*map(range, mesh)):
-        found = pieces(layout_of(shape, placements), mesh, coordinate)
+        found = boxes_at(layout_of(shape, placements), mesh, coordinate)
         assert torch.equal(assembled(full, found), split(full, placements, mesh, coordinate))
         if len(found) == 1:
             wanted = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
@@ -87,11 +87,11 @@ def test_pieces_are_what_dtensor_splits_off(case: tuple[tuple[int, ...], list[Pl
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_pieces_are_maximal_and_apart(case: tuple[tuple[int, ...], list[Placement], Mesh]) -> None:
+def test_boxes_are_maximal_and_apart(case: tuple[tuple[int, ...], list[Placement], Mesh]) -> None:
     shape, placements, mesh = case
     for coordinate in itertools.product(*map(range, mesh)):
-        found = pieces(layout_of(shape, placements), mesh, coordinate)
-        starts = [sorted({(piece.offset[dim], piece.size[dim]) for piece in found}) for dim in range(len(shape))]
+        found = boxes_at(layout_of(shape, placements), mesh, coordinate)
+        starts = [sorted({(box.offset[dim], box.size[dim]) for box in found}) for dim in range(len(shape))]
         assert len(found) == math.prod(map(len, starts))
         for runs in starts:
             assert all(start + length < after for (start, length), (after, _) in itertools.pairwise(runs))
@@ -100,26 +100,26 @@ def test_pieces_are_maximal_and_apart(case: tuple[tuple[int, ...], list[Placemen
 def test_fsdp_over_tensor_parallelism_on_one_dimension() -> None:
     placements: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]
     found = {
-        coordinate: pieces(layout_of((8,), placements), (2, 2), coordinate)
+        coordinate: boxes_at(layout_of((8,), placements), (2, 2), coordinate)
         for coordinate in itertools.product(range(2), range(2))
     }
-    assert {coordinate: piece.offset for coordinate, (piece,) in found.items()} == {
+    assert {coordinate: box.offset for coordinate, (box,) in found.items()} == {
         (0, 0): (0,), (0, 1): (4,), (1, 0): (2,), (1, 1): (6,),
     }  # fmt: skip
 
 
-def test_uneven_strided_shards_are_several_pieces() -> None:
+def test_uneven_strided_shards_are_several_boxes() -> None:
     placements: list[Placement] = [_StridedShard(0, split_factor=2), Replicate()]
-    assert pieces(layout_of((9, 4), placements), (4, 2), (0, 1)) == (
-        Piece((0, 0), (2, 4), (0, 0)),
-        Piece((5, 0), (1, 4), (2, 0)),
+    assert boxes_at(layout_of((9, 4), placements), (4, 2), (0, 1)) == (
+        ShardBox((0, 0), (2, 4), (0, 0)),
+        ShardBox((5, 0), (1, 4), (2, 0)),
     )
 
 
-def test_strided_on_two_dimensions_are_a_grid_of_pieces() -> None:
+def test_strided_on_two_dimensions_are_a_grid_of_boxes() -> None:
     placements: list[Placement] = [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)]
-    found = pieces(layout_of((8, 8), placements), (2, 2), (1, 0))
-    assert [(piece.offset, piece.local_offset) for piece in found] == [
+    found = boxes_at(layout_of((8, 8), placements), (2, 2), (1, 0))
+    assert [(box.offset, box.local_offset) for box in found] == [
         ((2, 0), (0, 0)),
         ((2, 4), (0, 2)),
         ((6, 0), (2, 0)),
@@ -129,9 +129,9 @@ def test_strided_on_two_dimensions_are_a_grid_of_pieces() -> None:
 
 
 def test_nothing_is_one_empty_piece() -> None:
-    assert pieces(layout_of((3, 5), [Shard(0), Shard(1)]), (4, 2), (3, 1)) == (Piece((3, 3), (0, 2), (0, 0)),)
-    assert pieces(layout_of((0, 5), [Replicate()]), (4,), (3,)) == (Piece((0, 0), (0, 5), (0, 0)),)
-    assert pieces(layout_of((), [Replicate()]), (4,), (3,)) == (Piece((), (), ()),)
+    assert boxes_at(layout_of((3, 5), [Shard(0), Shard(1)]), (4, 2), (3, 1)) == (ShardBox((3, 3), (0, 2), (0, 0)),)
+    assert boxes_at(layout_of((0, 5), [Replicate()]), (4,), (3,)) == (ShardBox((0, 0), (0, 5), (0, 0)),)
+    assert boxes_at(layout_of((), [Replicate()]), (4,), (3,)) == (ShardBox((), (), ()),)
 
 
 @settings(max_examples=200, deadline=None)
@@ -144,7 +144,7 @@ def test_shard_order(order: list[int], mesh: Mesh, size: int) -> None:
         local = full
         for mesh_dim in order:
             local = split(local, [Shard(0)], (mesh[mesh_dim],), (coordinate[mesh_dim],))
-        found = pieces(layout_of((size, 2), [Shard(0)] * 3, (entry,)), mesh, coordinate)
+        found = boxes_at(layout_of((size, 2), [Shard(0)] * 3, (entry,)), mesh, coordinate)
         assert torch.equal(assembled(full, found), local)
 
 
@@ -161,7 +161,7 @@ def test_shard_order(order: list[int], mesh: Mesh, size: int) -> None:
 )
 def test_what_is_no_layout_is_refused(placement: Placement, reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
-        pieces(layout_of((4, 4), [placement]), (2,), (0,))
+        boxes_at(layout_of((4, 4), [placement]), (2,), (0,))
 
 
 # --- With DTensors, on one rank of a group that does not exist
@@ -190,7 +190,7 @@ def test_dtensors(rank_3_of_8: None, shape: tuple[int, ...], placements: list[Pl
     mesh = init_device_mesh("cpu", (4, 2))
     full = numbered(shape)
     dtensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-    assert torch.equal(assembled(full, pieces_of(dtensor)), dtensor.to_local())
+    assert torch.equal(assembled(full, boxes_of(dtensor)), dtensor.to_local())
 
 
 def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
@@ -200,13 +200,13 @@ def test_a_spec_with_a_shard_order(rank_3_of_8: None) -> None:
     order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
     dtensor = DTensor(like.to_local(), spec, requires_grad=False)  # type: ignore[call-arg]
-    assert pieces_of(dtensor) == pieces_of(like)
-    assert torch.equal(assembled(numbered((16, 3)), pieces_of(dtensor)), like.to_local())
+    assert boxes_of(dtensor) == boxes_of(like)
+    assert torch.equal(assembled(numbered((16, 3)), boxes_of(dtensor)), like.to_local())
 
 
 def test_a_rank_outside_the_mesh_holds_nothing(rank_3_of_8: None) -> None:
     dtensor = distribute_tensor(torch.ones(8), DeviceMesh("cpu", [0, 1]), [Shard(0)], src_data_rank=None)
-    assert pieces_of(dtensor) == ()
+    assert boxes_of(dtensor) == ()
 
 
 def test_a_torch_that_keeps_its_specs_elsewhere(rank_3_of_8: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +236,8 @@ def test_what_the_largest_layouts_cost() -> None:
         ((wide, hidden), strided), ((wide, hidden), strided), ((hidden, wide), other),
         ((hidden,), plain), ((hidden,), plain),
     ]  # fmt: skip
-    shard_boxes._pieces.cache_clear()
+    shard_boxes._boxes.cache_clear()
     layouts = [layout_of(*kind) for kind in kinds]
-    calls = calls_of(lambda: [pieces(layout, mesh, coordinate) for _ in range(126 * 4) for layout in layouts])
+    calls = calls_of(lambda: [boxes_at(layout, mesh, coordinate) for _ in range(126 * 4) for layout in layouts])
     assert calls < 20 * 4536
-    assert shard_boxes._pieces.cache_info().misses == 6
+    assert shard_boxes._boxes.cache_info().misses == 6

@@ -13,7 +13,14 @@ from .._dcp.save_planner import SavePlanner
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedSavePlan
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
-from .._ranks.one_place import NO_NUMBER, PlaceToken, SeparateDirectoriesError, check_nodes, identity, separate
+from .._ranks.shared_directory import (
+    NO_NUMBER,
+    DirectoryMark,
+    SeparateDirectoriesError,
+    check_nodes,
+    identity,
+    separate_directories,
+)
 from .._state.describe import Description
 from .._state.per_rank import counted
 from ..errors import CheckpointError
@@ -36,13 +43,13 @@ class CollectivePlan:
         exchange: Exchange,
         planner: SavePlanner,
         doing: str,
-        place: PlaceToken | None = None,
+        mark: DirectoryMark | None = None,
         *,
         on_devices: bool = True,
     ) -> None:
         """`on_devices`: whether replicas on devices are compared, too."""
         self._exchange = exchange
-        self._place = place
+        self._mark = mark
         self._planner = planner
         self._doing = doing
         self._on_devices = on_devices
@@ -74,34 +81,34 @@ class CollectivePlan:
         self._error = error
         try:
             same_plan, all_pack = self._vote()
-            self._see_one_place()
+            self._check_shared_directory()
         finally:
-            if self._place is not None:
-                self._place.take_away()
+            if self._mark is not None:
+                self._mark.remove()
         if not all_pack:
             return None
         assert self._local is not None
         return self._plan(self._local, same_plan)
 
-    def _see_one_place(self) -> None:
+    def _check_shared_directory(self) -> None:
         """Raises on all ranks if they do not write to one directory; with placement="local", those of a node."""
-        exchange, place = self._exchange, self._place
-        if place is None or exchange.size == 1:
+        exchange, mark = self._exchange, self._mark
+        if mark is None or exchange.size == 1:
             return
         error: Exception | None = None
         try:
             mine = b""
             if self._planner.placement == "local":
-                mine = identity(place.directory)
+                mine = identity(mark.directory)
             else:
-                place.look(self._number, exchange.rank)
+                mark.look(self._number, exchange.rank)
         except (OSError, CheckpointError) as raised:
             error = raised
         if self._planner.placement == "local":
             of_all = exchange.gather(mine, self._phase("gather places"))
             if of_all is not None and all(of_all):
                 try:
-                    check_nodes(place.directory, of_all)
+                    check_nodes(mark.directory, of_all)
                 except SeparateDirectoriesError as raised:
                     error = raised
         try:
@@ -109,7 +116,7 @@ class CollectivePlan:
         except SeparateDirectoriesError as raised:
             if self._planner.placement == "local":
                 raise
-            raise separate(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
+            raise separate_directories(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
 
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"
@@ -122,7 +129,7 @@ class CollectivePlan:
         plan_id = local.plan_id if local is not None and kept else bytes(16)
         low, high = struct.unpack("<qq", plan_id)
         placement = PLACEMENTS.index(self._planner.placement)
-        number = NO_NUMBER if self._place is None else self._place.number
+        number = NO_NUMBER if self._mark is None else self._mark.number
         checked, check = (local.checked, local.check) if local is not None else (True, 0)
         ours = (int(self._error is None), int(local is not None), int(kept), low, ~low, high, ~high, int(checked))
         votes = self._exchange.agree((*ours, placement, ~placement, number), self._phase("agree"), [check])

@@ -15,7 +15,7 @@ from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS, with_ties
 from .._hf.names import name_of_rank
 from .._plan.save_plan import PackedItems
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import Piece
+from .._state.shard_boxes import ShardBox
 from .._write.export_files import Targets
 from ..errors import CheckpointError
 from .export_save import CollectiveExport
@@ -79,7 +79,7 @@ def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, li
             raise CheckpointError(f"{key}: this rank has several pieces of it, and its file can hold one", key=key)
         offsets[key] = {SHARDING_OFFSETS: list(chunk.offsets)}
         names.append(key)
-        origin = Piece((0,) * len(chunk.sizes), chunk.sizes, ())
+        origin = ShardBox((0,) * len(chunk.sizes), chunk.sizes, ())
         code = dtype_code(properties.dtype, key)
         rows.append(packed_row(TENSOR, code, False, properties.dtype.itemsize, origin, chunk.sizes))
     return _C.pack_inventory(names, b"".join(rows), 0), offsets

@@ -16,7 +16,7 @@ from .._dcp.storage_writer import StorageWriter
 from .._engine.errors import of_system
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .._ranks.exchange import Exchange
-from .._ranks.one_place import PlaceToken
+from .._ranks.shared_directory import DirectoryMark
 from .._state.application import saved_form
 from .._state.per_rank import counted
 from .._write.local_plan import write_packed
@@ -58,7 +58,7 @@ class CollectiveSave(ABC):
         self._doing = doing
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
-        self._place: PlaceToken | None = None
+        self._mark: DirectoryMark | None = None
         self._committed = False  # by this rank
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
@@ -71,9 +71,9 @@ class CollectiveSave(ABC):
             if error is not None:
                 raise error
             self._save = self._new_save()
-            self._place = self._place_token()
+            self._mark = self._directory_mark()
             # Ranks that save to different places, or are a save apart, are told so.
-            plan = CollectivePlan(self.exchange, self.planner, self._doing, self._place, on_devices=not gated)
+            plan = CollectivePlan(self.exchange, self.planner, self._doing, self._mark, on_devices=not gated)
             values = saved_form(state)
             self._set_up()
             values = self._describe(plan, values)
@@ -132,9 +132,9 @@ class CollectiveSave(ABC):
     @abstractmethod
     def _write_and_commit(self) -> None: ...
 
-    def _place_token(self) -> PlaceToken | None:
+    def _directory_mark(self) -> DirectoryMark | None:
         """None where ranks need not write to one directory."""
-        return PlaceToken(self.path)
+        return DirectoryMark(self.path)
 
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
         """Returns what is saved, should DCP have to plan it."""
@@ -152,14 +152,14 @@ class CollectiveSave(ABC):
         self._save.begin()
         if exchange.is_coordinator:
             self._clean_up()
-            if self._place is not None and exchange.size > 1 and self.placement != "local":
-                self._leave_token(self._place)
+            if self._mark is not None and exchange.size > 1 and self.placement != "local":
+                self._leave_mark(self._mark)
 
-    def _leave_token(self, place: PlaceToken) -> None:
+    def _leave_mark(self, mark: DirectoryMark) -> None:
         try:
-            place.leave()
+            mark.leave()
         except OSError as error:
-            raise of_system(error, place.directory) from None
+            raise of_system(error, mark.directory) from None
 
     def _phase(self, step: str) -> str:
         return f"{self._doing}: {step}"

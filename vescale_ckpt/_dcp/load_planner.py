@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.overrides import is_method_of
 from .._engine.tensor_checks import is_plain_tensor
 from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
@@ -29,6 +28,7 @@ from .._state.per_rank import PerRank, Restoring
 from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
 from .lazy_metadata import LazyMetadata
+from .overrides import is_method_of
 
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
 _FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")  # what gives and takes tensors

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
-from .._engine.overrides import is_method_of
 from .._engine.rows import NO_LIMIT, PART_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
 from .._native import metadata_file
@@ -26,6 +25,7 @@ from .._write.rank_files import RankFiles
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .lazy_metadata import LazyMetadata
+from .overrides import is_method_of
 
 
 class SaveFormat(Protocol):
@@ -70,7 +70,9 @@ class NativeFormat:
         save = self._save
         planned = metadata.planned if isinstance(metadata, LazyMetadata) else None
         if planned is None:
-            save.check_one_place([{result.storage_data.relative_path for result in of_rank} for of_rank in results])
+            save.check_shared_directory(
+                [{result.storage_data.relative_path for result in of_rank} for of_rank in results]
+            )
             metadata.version = CURRENT_DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
             metadata.storage_meta = self._storage_meta
@@ -79,7 +81,7 @@ class NativeFormat:
         assert isinstance(metadata, LazyMetadata)
         path, save_id = save.options.path, str(self._storage_meta.save_id)
         places, names = zip(*map(_places, results), strict=True)
-        save.check_one_place(names)
+        save.check_shared_directory(names)
         content, index = planned.files(list(places), list(names), path, save_id)
         if metadata.was_changed():  # by a writer derived from `StorageWriter`, say
             save.commit(_with_changes(content, metadata), None)

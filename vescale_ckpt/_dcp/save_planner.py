@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.overrides import is_method_of
 from .._engine.rows import NO_LIMIT, PART_ROW, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors
@@ -32,6 +31,7 @@ from .._state.structure import Structure
 from ..errors import CheckpointError
 from ..settings import PLACEMENTS, Placement, checked_flag
 from .lazy_metadata import metadata_of_plan
+from .overrides import is_method_of
 
 logger = logging.getLogger(__name__)
 

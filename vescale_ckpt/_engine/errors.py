@@ -1,4 +1,4 @@
-"""Turns errors of the engine and of the operating system into this package's."""
+"""Turns errors of the engine and of the operating system into errors of this package, for its callers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def named_errors(key_of: Callable[[int], str], path: str, needed: int = 0) -> It
 
 @contextmanager
 def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
-    """The same, and for errors of the operating system, too, met by Python: for what calls nothing of the user's."""
+    """The same, and it turns OSError of Python calls, too. Code within must not call functions of the user."""
     try:
         with named_errors(str, path, needed):
             yield
@@ -32,7 +32,7 @@ def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
 
 
 def check_space(directory: str, needed: int) -> None:
-    """Raises `StorageFullError` before anything is written for which there is no room. Within `named_errors`."""
+    """Raises `StorageFullError` if there is no room for `needed` bytes. Call it within `named_errors`."""
     free = _C.free_bytes(directory)
     if free < needed:
         raise StorageFullError(directory, needed, free)
@@ -54,7 +54,7 @@ def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, ne
 
 
 def of_system(error: OSError, path: str, needed: int = 0) -> CheckpointError:
-    """What to raise for an error of the operating system, met while doing something in `path`."""
+    """The error to raise for an error of the operating system in `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return _full(path, needed, error.errno, str(error))
     where = error.filename if isinstance(error.filename, str) else path
@@ -63,9 +63,9 @@ def of_system(error: OSError, path: str, needed: int = 0) -> CheckpointError:
 
 
 def _full(path: str, needed: int, number: int, cause: str) -> StorageFullError:
-    """What there is too little of: bytes, a quota, files, or the bytes that a file may have."""
+    """The error that names what is used up: bytes, a quota, inodes, or the allowed size of a file."""
     try:
-        while not os.path.lexists(path) and os.path.dirname(path) != path:  # it was to be made
+        while not os.path.lexists(path) and os.path.dirname(path) != path:  # it is not made yet
             path = os.path.dirname(path)
         space = os.statvfs(path)
         free, no_files = space.f_bavail * space.f_frsize, space.f_files > 0 and space.f_favail == 0

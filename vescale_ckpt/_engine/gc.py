@@ -1,7 +1,7 @@
-"""Pausing the cyclic garbage collector while many small, acyclic objects are made.
+"""Pauses the cyclic garbage collector while planning and metadata code makes many small objects without cycles.
 
-Plans, results and metadata are hundreds of thousands of little objects, none of them in a cycle. Making them wakes the
-collector again and again, and each time it walks all that were made before: a factor of up to ten.
+Such code makes hundreds of thousands of objects. The collector would start again and again and visit all of them each
+time, which makes the code up to ten times slower.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Nestable; the collector is left as it was found. Other threads share the pause, which is harmless."""
+    """A context, or a decorator, without garbage collection. Nestable. It affects all threads of the process."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Builds the engine's options from arguments and settings, and says in words how bytes travelled."""
+"""Builds the engine's options from arguments and settings, and words its I/O statistics for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffer
 
 
 def direct_io_setting(argument: DirectIO) -> DirectIO:
-    """The caller's `direct_io`, or the environment's where the caller left it open."""
+    """The caller's `direct_io`; for "auto" that of the environment. Raises ValueError for other values."""
     if argument != "auto" and not isinstance(argument, bool):
         raise ValueError(f"direct_io={argument!r}: 'auto', True or False is wanted")
     if argument == "auto":
@@ -26,7 +26,7 @@ def threads_of(argument: int | None) -> int:
 
 
 def engine_options(threads: int | None, direct_io: DirectIO, in_background: bool = False) -> _C.Options:
-    """The engine's options for one save or load; `in_background`: one that training goes on beside."""
+    """The engine's options for one save or load. `in_background`: training goes on meanwhile."""
     return _C.Options(
         threads=threads_of(threads),
         slot_bytes=settings.number("slot_bytes"),
@@ -38,7 +38,7 @@ def engine_options(threads: int | None, direct_io: DirectIO, in_background: bool
 
 
 def used_paths(stats: dict[str, Any]) -> str:
-    """How the bytes travelled, in words: `direct 98 % (in place 97 %)`."""
+    """The ways that the bytes took, in words: `direct 98 % (in place 97 %)`."""
     ways = {way: int(stats[f"{way}_bytes"]) for way in ("direct", "uncached", "buffered")}
     total = sum(ways.values())
     if total == 0:

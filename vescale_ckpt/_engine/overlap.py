@@ -1,4 +1,7 @@
-"""Preparing the next piece of work in Python while the engine, which needs no GIL, works on the one before."""
+"""Overlaps Python work and engine work for reads and writes: the next item is prepared while the engine runs.
+
+The engine does not hold the GIL.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from typing import TypeVar
 Prepared = TypeVar("Prepared")
 Done = TypeVar("Done")
 
-#: Tensors in one piece of work. Small enough that the engine starts soon, large enough that pieces cost nothing.
+#: Tensors in one item. Small enough that the engine starts soon, large enough that the cost of an item is negligible.
 GROUP_TENSORS = 2048
 
 
 def overlap(prepared: Iterator[Prepared], work: Callable[[Prepared], Done]) -> Iterator[tuple[Prepared, Done]]:
-    """Yields each item and `work(item)`, in order; `work` runs on a thread of its own, one item at a time.
+    """Yields each item and `work(item)`, in order. `work` runs on a thread of its own, one item at a time.
 
-    At most two items are alive at once. What either side raises is raised here, after running work has ended.
+    At most two items are alive at once. An exception of either side is raised here, after running work has ended.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vescale_ckpt") as pool:
         running: tuple[Prepared, Future[Done]] | None = None
@@ -31,7 +34,7 @@ def overlap(prepared: Iterator[Prepared], work: Callable[[Prepared], Done]) -> I
 def _submit(pool: ThreadPoolExecutor, work: Callable[[Prepared], Done], item: Prepared) -> Future[Done]:
     try:
         return pool.submit(work, item)
-    except RuntimeError:  # the interpreter is ending and starts no threads: a last save still has to be made
+    except RuntimeError:  # at its end the interpreter starts no threads, and a last save must still work
         future: Future[Done] = Future()
         future.set_result(work(item))
         return future

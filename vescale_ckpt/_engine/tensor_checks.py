@@ -1,4 +1,4 @@
-"""Tells which tensors the engine can read or fill where they are, and makes host tensors of the others."""
+"""Finds out which tensors the engine can read or fill directly, and copies other tensors to host memory for it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..errors import CheckpointError
 
 
 def is_plain_tensor(value: object) -> bool:
-    """Whether it is a tensor and nothing more: no shard of another, no subclass with a mind of its own."""
+    """Whether it is exactly a torch.Tensor or Parameter: no DTensor and no other subclass."""
     return type(value) is torch.Tensor or type(value) is torch.nn.Parameter
 
 
 def holds_any(flat: Mapping[Any, Any], kind: type) -> bool:
-    """Whether one of the values is an instance of `kind`: asks the few types that there are, not the many values."""
+    """Whether one of the values is an instance of `kind`. It checks each distinct type once."""
     return any(issubclass(type_, kind) for type_ in set(map(type, flat.values())))
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether the engine can use the tensor's memory as it is: dense, on the CPU, no lazy conjugation or negation, and
-    really there (frameworks free and resize the storages of tensors that live on)."""
+    """Whether the engine can use the tensor's memory directly: dense, on the CPU, without lazy conjugation or negation,
+    and with a storage that is large enough (frameworks free and resize storages of living tensors)."""
     return (
         is_plain_tensor(tensor)
         and tensor.is_cpu
@@ -41,7 +41,7 @@ def _is_backed(tensor: torch.Tensor) -> bool:
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Up to which byte of its storage a strided tensor goes."""
+    """The number of bytes of its storage up to the end of a strided tensor."""
     elements = tensor.numel()
     if elements == 0:
         return 0
@@ -50,15 +50,16 @@ def reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + elements) * tensor.itemsize
 
 
-_MOST_LOOKED_AT = 1 << 24  # elements, of a tensor whose strides alone do not tell
+_MOST_COMPARED = 1 << 24  # elements of a tensor whose strides alone do not decide
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of those of which several elements are the same memory: expanded ones, or windows that overlap. What
-    is loaded into one would be whatever was written last; torch refuses to copy into what is expanded, too."""
+    """The numbers of the tensors that overlap themselves: several elements are the same memory, as in expanded tensors
+    and overlapping windows. A load into such a tensor would keep only the last value that is written; `copy_` of torch
+    refuses expanded tensors, too."""
     try:
         contiguous = list(map(torch.Tensor.is_contiguous, tensors))
-    except RuntimeError:  # not dense: torch itself will see to them
+    except RuntimeError:  # a tensor is not dense: torch fills it and checks it itself
         contiguous = [not is_plain_tensor(tensor) or tensor.layout is not torch.strided for tensor in tensors]
     return [number for number, good in enumerate(contiguous) if not good and _overlaps_itself(tensors[number])]
 
@@ -75,8 +76,8 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
         last += (size - 1) * stride
     if disjoint:
         return False
-    if tensor.numel() > _MOST_LOOKED_AT:
-        return True  # hardly anybody cuts one like that and has no overlap
+    if tensor.numel() > _MOST_COMPARED:
+        return True  # not certain, but such strides without overlap are very rare
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in dims:
         places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
@@ -85,14 +86,15 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Whether `copy_` into a tensor that is not `is_host_memory` has somewhere to write. Subclasses know themselves."""
-    if tensor.is_meta:  # where `copy_` does nothing, and says nothing
+    """Whether `copy_` can write to a tensor that is not `is_host_memory`. True for subclasses, which check
+    themselves."""
+    if tensor.is_meta:  # there `copy_` does nothing, without an error
         return False
     return not is_plain_tensor(tensor) or tensor.layout is not torch.strided or _is_backed(tensor)
 
 
 def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A tensor of the same values that `is_host_memory`, and whether it has memory of its own.
+    """A tensor of the same values that is `is_host_memory`, and whether it is a copy.
 
     Raises `CheckpointError` for tensors whose values are not in one dense storage.
     """

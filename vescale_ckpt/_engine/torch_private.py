@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place, so that a new torch is checked by reading one file.
+"""Collects every private name of torch that this package uses, so that a new torch is checked by reading one file.
 
 `_StorageInfo` must be torch's own class: it is what plain `dcp.load` unpickles.
 """
@@ -65,7 +65,7 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 class DTensorLayout(NamedTuple):
-    """How a DTensor lies on its mesh."""
+    """The placement of a DTensor on its mesh."""
 
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
@@ -73,11 +73,11 @@ class DTensorLayout(NamedTuple):
     shard_order: Any = None  #: (tensor dim, mesh dims) pairs: which mesh dim cuts first. None: from left to right
 
 
-_AS_LAYOUT = partial(tuple.__new__, DTensorLayout)  # without the Python function that a NamedTuple's constructor is
+_AS_LAYOUT = partial(tuple.__new__, DTensorLayout)  # faster than the constructor, which is a Python function
 
 
 def dtensor_layouts(dtensors: Sequence[DTensor]) -> list[DTensorLayout]:
-    """Read without torch's dispatch, which costs microseconds a tensor."""
+    """The layouts, read without torch's dispatch, which takes microseconds a tensor."""
     try:
         return list(map(_AS_LAYOUT, map(_SPEC, dtensors)))
     except AttributeError:
@@ -85,7 +85,7 @@ def dtensor_layouts(dtensors: Sequence[DTensor]) -> list[DTensorLayout]:
 
 
 def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
-    """What each holds on this rank, as it is: collectives under way are not waited for."""
+    """The local tensor of each DTensor. Running collectives are not waited for."""
     try:
         return list(map(_LOCAL, dtensors))
     except AttributeError:
@@ -93,7 +93,7 @@ def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:
 
 
 def storage_identity(holder: torch.Tensor | torch.UntypedStorage) -> int:
-    """Equal for tensors of one storage, wherever it is: those on the meta device have no address."""
+    """A number that is equal for tensors of one storage, also on the meta device, where storages have no address."""
     storage = holder if isinstance(holder, torch.UntypedStorage) else holder.untyped_storage()
     return int(storage._cdata)
 
@@ -102,8 +102,8 @@ _VERSION = attrgetter("_version")
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Torch's version counter of each, which every change in place that torch knows of makes larger. -1 for tensors of
-    inference mode, which have none."""
+    """Torch's version counter of each tensor, which rises with every in-place change that torch knows. -1 for tensors
+    of inference mode, which have none."""
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
@@ -118,42 +118,41 @@ def _version_if_any(tensor: torch.Tensor) -> int:
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Tells torch that these are changed in place by code that it does not know of."""
+    """Raises the version counters of tensors that code outside torch has changed in place."""
     increment_version(tensors)
 
 
 def dtensor_over(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor that lies on its mesh as `like` does, with `local` as what this rank holds. No collective."""
+    """A DTensor with the layout of `like` and the local tensor `local`. Runs no collective."""
     return DTensor(local, like._spec, requires_grad=like.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def sharded_tensor_over(shards: list[Shard], like: ShardedTensor) -> ShardedTensor:
-    """A ShardedTensor with `shards` as what this rank holds of one that is cut as `like` is. No collective."""
+    """A ShardedTensor with the layout of `like` and the local shards `shards`. Runs no collective."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, like.metadata(), like._process_group, like._init_rrefs
     )
 
 
 def flattens_as_torch_2_3() -> bool:
-    """Whether DCP is looking for the keys of a checkpoint that was saved before torch 2.4."""
+    """Whether DCP currently flattens with the keys of a checkpoint that was saved before torch 2.4."""
     return bool(_version._derived_version == "2_3")
 
 
 def new_store_client(prefix: str) -> Store:
-    """The store of torch.distributed's default group by a connection of our own, which may block without blocking it.
-
-    Names in it get `prefix`.
+    """The store of torch.distributed's default group by a new connection, so that a call that blocks does not block
+    torch's own calls. Keys get `prefix`.
     """
     return PrefixStore(prefix, clone_of(_get_default_store()))
 
 
 def clone_of(store: Any) -> Store:
-    """The same store by a connection of its own."""
+    """The same store by a new connection."""
     clone: Store = store.clone()
     return clone
 
 
 def weights_only_globals() -> dict[str, Any]:
-    """By name, what torch's restricted unpickler builds."""
+    """The globals that torch's restricted unpickler allows, by name."""
     allowed: dict[str, Any] = _weights_only_unpickler._get_allowed_globals()
     return allowed

@@ -41,7 +41,7 @@ from .._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, w
 from .._engine.torch_private import StorageInfo
 from .._ranks.message import pack, unpack
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import Piece
+from .._state.shard_boxes import ShardBox
 from .._storage import file_kinds
 from .._storage.directory import check_relative, directory_at, is_file, stat_of
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
@@ -310,7 +310,7 @@ class _Reading:
             for offset, size, place in boxes:
                 kind = TENSOR if size == shape else SHARD
                 names.append(key)
-                rows.append(packed_row(kind, stored.code, False, item_bytes, Piece(offset, size, ()), shape))
+                rows.append(packed_row(kind, stored.code, False, item_bytes, ShardBox(offset, size, ()), shape))
                 locations.extend(place)
         inventory = _C.pack_inventory(names, b"".join(rows), 0)
         return SafetensorsContents(self.root, inventory, locations.tobytes(), self.files, frozenset(aliases))

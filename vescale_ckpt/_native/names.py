@@ -6,7 +6,7 @@ import os
 import re
 
 from .._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
-from .._storage.place import PLACE_PREFIX
+from .._storage.directory import MARK_PREFIX
 from ..errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
@@ -61,7 +61,7 @@ def is_temporary_file(name: str) -> bool:
 def may_be_in_use(temporary: str) -> bool:
     """Whether a temporary file may still be needed: ranks prove by it that they share a directory, or the process that
     writes it is alive on this machine and may be about to rename it."""
-    if temporary.startswith(PLACE_PREFIX):
+    if temporary.startswith(MARK_PREFIX):
         return True
     match = _OF_PROCESS.search(temporary)
     if match is None or int(match[1]) == os.getpid():

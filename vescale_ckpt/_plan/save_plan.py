@@ -24,7 +24,7 @@ from .._engine.rows import LOCATION_ROW, OBJECT, PART_ROW, SHARD, TENSOR, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import Piece
+from .._state.shard_boxes import ShardBox
 from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
@@ -257,11 +257,11 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
     for item in items:
         data = item.tensor_data
         if data is None:
-            rows.append(packed_row(OBJECT, 0, False, 1, Piece((), (), ()), ()))
+            rows.append(packed_row(OBJECT, 0, False, 1, ShardBox((), (), ()), ()))
             continue
         sizes, dtype = data.chunk.sizes, data.properties.dtype
         kind = TENSOR if item.type == WriteItemType.TENSOR else SHARD
         code = dtype_code(dtype, item.index.fqn)
-        piece = Piece(data.chunk.offsets, sizes, ())
+        piece = ShardBox(data.chunk.offsets, sizes, ())
         rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
     return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)

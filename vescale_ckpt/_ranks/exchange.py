@@ -1,8 +1,9 @@
-"""Every collective of ours: on connections of our own, never longer than a timeout, with names for who is missing.
+"""Runs all collectives of saves and loads on connections of its own, with a timeout and with names of missing ranks.
 
-Ranks talk along a tree (`agree`, `broadcast`) or each with the coordinator (`gather`, `scatter`), in plain tensors from
-rank to rank, so that the rank is known that a failure comes from. Each collective begins with a greeting between
-neighbours in the tree that says where each is: ranks in different places find out before any data moves.
+Messages travel along a tree of ranks (`agree`, `broadcast`) or between each rank and the coordinator (`gather`,
+`scatter`). They are point-to-point sends of plain tensors, so a failure tells which rank it comes from. Each collective
+begins with a greeting between neighbours in the tree that names the collective: ranks that are in different collectives
+raise before any data moves.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .connections import Connections, tensor_over
 from .groups import check_alone_on_purpose, resolved
 from .nccl import Device, DeviceGroup
 from .rendezvous import Rendezvous
-from .store_clerk import StoreGoneError
+from .store_thread import StoreGoneError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TEXT = 2000  # characters of each rank's error that reach the other ranks
+_LONGEST_TEXT = 2000  # characters; longer texts of errors are cut before they are sent to other ranks
 _NO_ERROR = 1
 
 _Result = TypeVar("_Result")
@@ -41,13 +42,13 @@ _Result = TypeVar("_Result")
 class Exchange:
     """Collectives of the ranks of a process group, numbered within it; rank 0 coordinates.
 
-    Every rank calls the same methods in the same order. `phase` says what for; errors show it, and where ranks differ
-    in it, or in the method, all raise CheckpointError. With the save's name in it, a rank that is a whole save behind
-    is told so, not heard.
+    Every rank calls the same methods in the same order. `phase` names the purpose of a call in errors. If ranks differ
+    in the phase or the method, all raise CheckpointError. `phase` contains the save's path, so a rank that is one save
+    behind gets an error instead of being mixed in.
 
-    All raise CheckpointTimeoutError, on every rank, when a rank does not come within `timeout` seconds of the call,
-    dies, or leaves with an error of its own. From then on this exchange only raises; `Exchange.of` gives the next one.
-    Any thread may call, but not two at once.
+    Every method raises CheckpointTimeoutError, on every rank, if a rank does not come within `timeout` seconds of the
+    call, dies, or leaves with an error of its own. After that every call of this exchange raises; `Exchange.of` makes
+    the next one. Any thread may call, but only one at a time.
     """
 
     def __init__(self, links: Connections | None, timeout: float) -> None:
@@ -62,10 +63,10 @@ class Exchange:
     ) -> Exchange:
         """The exchange of a group (None: the default group); without torch.distributed, one of a single rank.
 
-        Each `purpose` has connections of its own, so that what goes on for one, in a thread, does not meet the other.
+        Each `purpose` has its own connections, so that a background save and a load can run at the same time.
 
-        At first use and after a failure all ranks of the group connect, together; the connections are kept while the
-        group lives. The group itself is not used. `timeout`: seconds, else the setting's. Raises as the methods do.
+        At first use and after a failure all ranks of the group connect together. The connections are kept while the
+        group lives. The group itself is not used. `timeout`: seconds; None: the setting. Raises as the methods do.
         """
         limit = settings.timeout(timeout)
         group = resolved(process_group)
@@ -86,8 +87,8 @@ class Exchange:
         return self.rank == 0
 
     def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
-        """The least of each value over all ranks, then of each of `sums` the sum, modulo 2^64 (64-bit integers, equally
-        many on each rank)."""
+        """The minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo 2^64. All are 64-bit
+        integers, and every rank gives equally many."""
         links = self._links
         least = torch.tensor([*values, *sums], dtype=torch.int64, device="cpu")
         if links is not None:
@@ -110,7 +111,7 @@ class Exchange:
         return result
 
     def gather(self, data: bytes, phase: str) -> list[bytes] | None:
-        """Every rank's bytes on the coordinator, by rank; None elsewhere. They take their sum in memory there."""
+        """Every rank's bytes, by rank, on the coordinator; None on other ranks. The coordinator holds all at once."""
         links = self._links
         if links is None:
             return [data]
@@ -134,7 +135,7 @@ class Exchange:
         return parts
 
     def scatter(self, parts: Sequence[bytes] | None, phase: str) -> bytes:
-        """This rank's part of what the coordinator gives, which is one for each rank, by rank."""
+        """This rank's element of `parts`. The coordinator gives one part for each rank, by rank; other ranks None."""
         if self.is_coordinator and (parts is None or len(parts) != self.size):
             raise ValueError(f"scatter: {self.size} parts are wanted, one for each rank")
         links = self._links
@@ -150,7 +151,7 @@ class Exchange:
         return parts[0]
 
     def broadcast(self, data: bytes | None, phase: str) -> bytes:
-        """The coordinator's bytes on every rank."""
+        """The coordinator's bytes, on every rank."""
         if self.is_coordinator and data is None:
             raise ValueError("broadcast: the coordinator has nothing to send")
         links = self._links
@@ -166,26 +167,26 @@ class Exchange:
         return data
 
     def may_commit(self) -> None:
-        """To be asked by a rank behind the last collective before it does what cannot be taken back. Raises
-        CheckpointTimeoutError if other ranks have given up, or if that cannot be known."""
+        """A rank calls it after the last collective, before a step that cannot be undone. Raises CheckpointTimeoutError
+        if other ranks have given up, or if the store does not answer."""
         if self._links is not None:
             self._links.may_commit(self.timeout)
 
     @contextmanager
     def commit_in_doubt(self, committed: Callable[[], bool]) -> Iterator[None]:
-        """For what follows the collective behind which ranks may ask `may_commit`: a CheckpointTimeoutError that ends
-        this exchange within it says what became of the commit. `committed`: whether this rank has made it."""
+        """A context for the steps after `may_commit`: a CheckpointTimeoutError that ends this exchange within it says
+        whether the commit was made. `committed`: whether this rank has made it."""
         links = self._links
         since = 0 if links is None else links.calls
         try:
             yield
         except CheckpointTimeoutError as error:
-            if links is None or links.verdict is None:
-                raise  # told by another rank, and known to all
-            verdict = links.verdict
+            if links is None or links.failure is None:
+                raise  # another rank's error, which all ranks have
+            failure = links.failure
             if committed():
                 text, known = "this rank had committed: the new checkpoint is there", True
-            elif verdict.commit >= since or not verdict.commit_is_known:
+            elif failure.commit >= since or not failure.commit_is_known:
                 text, known = "a commit may have begun: whether the new checkpoint is there is not known", None
             else:
                 raise
@@ -195,14 +196,14 @@ class Exchange:
 
     @contextmanager
     def peers(self, kind: str, phase: str) -> Iterator[Connections]:
-        """A collective of messages from rank to rank, of which all have to be sent and received within it. Not for
-        a single rank. What is raised inside ends the exchange."""
+        """A context for a collective of messages from rank to rank. All of them must be sent and received within it. An
+        exception raised inside ends the exchange. Needs at least two ranks."""
         assert self._links is not None
         with self._links.collective(kind, phase, self.timeout):
             yield self._links
 
     def may_swap_on(self, device: Device | None) -> bool:
-        """Whether this rank is for `device_group`."""
+        """Whether this rank can take part in `device_group` with this device."""
         links = self._links
         if device is None or links is None:
             return False
@@ -211,8 +212,8 @@ class Exchange:
         return True
 
     def device_group(self, device: Device, phase: str) -> DeviceGroup | None:
-        """The connections among the devices of all ranks, made at the first call. None on all if they cannot be made:
-        ranks that share a device, for instance. All ranks must be for it (`may_swap_on`)."""
+        """The connections among the devices of all ranks, made at the first call. None on all ranks if they cannot be
+        made, for instance because ranks share a device. `may_swap_on` must be true on all ranks."""
         links = self._links
         assert links is not None
         if links.devices_tried:
@@ -228,7 +229,7 @@ class Exchange:
         return links.devices
 
     def _succeed(self, step: Callable[[], None], phase: str) -> bool:
-        """Whether a step towards the devices succeeds on all ranks."""
+        """Runs a step that connects devices. Returns whether it succeeds on all ranks."""
         done = True
         try:
             step()
@@ -246,7 +247,7 @@ class Exchange:
     def together(
         self, step: Callable[[], _Result], phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> _Result:
-        """Takes a step on all ranks; if it fails on one, all raise as `fail_together` says."""
+        """Runs a step on all ranks. If it fails on one, all ranks raise as `fail_together` says."""
         results: list[_Result] = []
         error = None
         try:
@@ -259,25 +260,26 @@ class Exchange:
     def fail_together(
         self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
     ) -> None:
-        """Returns if no rank has an error, after one `agree`. Else all ranks raise, and the exchange goes on. A process
-        that is alone raises its error itself if it is of this package.
+        """Returns if no rank has an error, after one `agree`. Otherwise all ranks raise; the exchange can be used
+        again.
 
-        What is raised tells of the lowest failed rank, with the texts of all in `failures`: an error of this package as
-        its own class (so that StorageFullError can be caught on every rank) with `rank` added, any other as `kind`. An
-        exception that does not survive pickling travels as its text. What is no `Exception` (KeyboardInterrupt) its
-        own rank raises as it is.
+        All ranks raise the error of the lowest failed rank, with the texts of all failed ranks in `failures`. An error
+        of this package keeps its class, so that StorageFullError can be caught on every rank, and gets the attribute
+        `rank`. Any other error is raised as `kind`. An exception that cannot be pickled is sent as its text. A rank
+        whose error is no `Exception` (KeyboardInterrupt) raises it unchanged. A single process raises an error of this
+        package unchanged.
         """
         if self._links is None:
             return _raise_alone(error, phase, kind)
         if self.agree([_NO_ERROR if error is None else 0], phase) == [_NO_ERROR]:
             return
         reports = self.gather(b"" if error is None else _report(error), phase)
-        told = None
+        lowest = None
         if reports is not None:
             failed = {rank: pickle.loads(report) for rank, report in enumerate(reports) if report}
             first = min(failed)
-            told = pickle.dumps((first, failed[first][1], {rank: text for rank, (text, _) in failed.items()}))
-        first, pickled, failures = pickle.loads(self.broadcast(told, phase))
+            lowest = pickle.dumps((first, failed[first][1], {rank: text for rank, (text, _) in failed.items()}))
+        first, pickled, failures = pickle.loads(self.broadcast(lowest, phase))
         if error is not None and not isinstance(error, Exception):
             raise error
         cause = pickle.loads(pickled) if pickled else failures[first]
@@ -290,40 +292,41 @@ class Exchange:
 
 
 class _Place:
-    """Where the connections of one process group for one purpose are kept, one generation after another."""
+    """Keeps the connections of one process group for one purpose: one generation after another."""
 
     def __init__(self, purpose: str) -> None:
         self._purpose = purpose
         self._lock = threading.Lock()
-        self._roll: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._links: Connections | None = None
         self._failed = False  # the last attempt, on this rank
 
     def links(self, group: dist.ProcessGroup, timeout: float) -> Connections:
         with self._lock:
-            if self._roll is None:
+            if self._rendezvous is None:
                 ranks = dist.get_process_group_ranks(group)
                 digest = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
                 prefix = f"vescale_ckpt/{self._purpose}/{group.group_name}/{digest}"
-                self._roll = Rendezvous(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
-            if self._links is not None and self._still_good(self._links, self._roll):
+                self._rendezvous = Rendezvous(partial(new_store_client, prefix), dist.get_rank(group), len(ranks))
+            if self._links is not None and self._still_good(self._links, self._rendezvous):
                 return self._links
             failed_before, self._failed = self._failed, True
-            self._roll = self._roll.next(failed_before, timeout)
-            self._links = Connections(self._roll, dist.get_process_group_ranks(group), timeout)
+            self._rendezvous = self._rendezvous.next(failed_before, timeout)
+            self._links = Connections(self._rendezvous, dist.get_process_group_ranks(group), timeout)
             self._failed = False
             return self._links
 
-    def _still_good(self, links: Connections, roll: Rendezvous) -> bool:
-        """Raises if the others gave up in a collective that this rank has yet to come to: it is late for that one."""
-        if links.verdict is not None:
+    def _still_good(self, links: Connections, rendezvous: Rendezvous) -> bool:
+        """Whether the connections can be used. Raises if the other ranks gave up in a collective that this rank has not
+        reached yet."""
+        if links.failure is not None:
             self._failed = True
             return False
-        with suppress(StoreGoneError):  # it is not needed while all goes well
-            links.verdict = roll.verdict()
-        if links.verdict is not None and links.calls < links.verdict.calls:
-            raise links.verdict.error()
-        return links.verdict is None
+        with suppress(StoreGoneError):  # collectives do not need the store unless they fail
+            links.failure = rendezvous.failure()
+        if links.failure is not None and links.calls < links.failure.calls:
+            raise links.failure.error()
+        return links.failure is None
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]] = weakref.WeakKeyDictionary()
@@ -333,7 +336,7 @@ atexit.register(_places.clear)
 
 
 def digest(data: bytes) -> int:
-    """Of bytes, for ranks to compare."""
+    """A hash of bytes that ranks compare."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
@@ -362,18 +365,18 @@ def _receive(links: Connections, peer: int) -> bytes:
 
 
 def _raise_alone(error: BaseException | None, phase: str, kind: type[RankFailedError]) -> None:
-    """What a process without others raises: nobody asks whose error it is."""
+    """Raises in a single process, without naming a rank."""
     if error is None:
         return
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     text = f"{type(error).__name__}: {error}"
-    # With the traceback of the error that it names, which is not shown a second time.
+    # It takes over the traceback of the original error, which is not shown a second time.
     raise kind(0, error, f"{phase}: {text}", {0: text}).with_traceback(error.__traceback__) from None
 
 
 def _report(error: BaseException) -> bytes:
-    """An error for other ranks: its text, and its pickle where that works."""
+    """An error as it is sent to other ranks: its text, and its pickle if it can be pickled."""
     text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
     try:
         pickled = pickle.dumps(error)

@@ -1,4 +1,4 @@
-"""Process groups as callers name them, and what is kept for each of them."""
+"""Resolves the process groups that callers give, and keeps a value for each of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..errors import CheckpointError
 
 Value = TypeVar("Value")
 
-_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to those who are not in it
+_NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` returns on ranks outside the group
 
 
 def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group itself where None stands for the default one; None if torch.distributed is not initialised."""
+    """The group; for None the default group. None if torch.distributed is not initialised."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup) and process_group != _NO_MEMBER:
         hint = ": its mesh.get_group()" if isinstance(process_group, DeviceMesh) else ""
         raise ValueError(f"process_group: a group is wanted, or None, not {type(process_group).__name__}{hint}")
@@ -31,8 +31,8 @@ def resolved(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 
 
 def check_alone_on_purpose() -> None:
-    """Raises `CheckpointError` where torch.distributed is not initialised in one of several processes of a job: each
-    would save alone, to one directory, and the last would win."""
+    """Raises `CheckpointError` if a job has several processes and torch.distributed is not initialised: each process
+    would save alone to the same directory, and the last one would replace the saves of the others."""
     size = os.environ.get("WORLD_SIZE", "")
     if resolved(None) is not None or not size.isdecimal() or int(size) < 2 or settings.number("alone"):
         return
@@ -44,7 +44,7 @@ def check_alone_on_purpose() -> None:
 
 
 class PerGroup(Generic[Value]):
-    """A value for each process group while it lives, and one for this process without any."""
+    """One value for each process group, kept while the group lives, and one for a process without groups."""
 
     def __init__(self, make: Callable[[], Value]) -> None:
         self._make = make

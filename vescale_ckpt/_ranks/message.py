@@ -1,4 +1,4 @@
-"""Messages between ranks: a few byte strings in one."""
+"""Packs several byte strings into one message between ranks, and unpacks them."""
 
 from __future__ import annotations
 

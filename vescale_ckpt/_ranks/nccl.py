@@ -1,7 +1,8 @@
-"""NCCL among ranks that each have a CUDA device of their own: swaps of bytes from device to device, in bounded time.
+"""Swaps bytes between the CUDA devices of ranks by NCCL, in bounded time, for broadcast loads.
 
-A communicator of its own, made beside the user's groups as `Connections` are, and for the same reasons. What goes wrong
-in it is found out over those: a rank that waits in vain gives up here, and asks there who is gone.
+Each rank has a CUDA device of its own. The communicator is not made by `new_group`, for the reasons that
+`connections.py` gives. A swap that exceeds its time raises here; the next collective on `Connections` finds out which
+rank is gone.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from .._engine.torch_private import Store
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-MOST_SECONDS = 120.0  # that one swap may take: a dead peer would otherwise be waited for as long as for a late one
+MOST_SECONDS = 120.0  # for one swap: NCCL cannot tell a dead peer from a late one
 _PAUSE = 0.0002
 
 
 class Device(Protocol):
-    """What a swap takes of a kind of device."""
+    """The operations of a device that swaps use."""
 
     device: torch.device
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Bytes from which copies to the device run asynchronously."""
+        """A tensor of bytes from which copies to the device run asynchronously."""
 
     def identity(self) -> str:
-        """Equal for ranks that have the same device."""
+        """A text that is equal on ranks that have the same device."""
 
     def begin(self) -> None:
-        """What is queued from now on comes behind what the caller's stream has queued."""
+        """Orders all work that is queued from now on after the work in the caller's current stream."""
 
     def queued(self) -> AbstractContextManager[None]:
-        """Work is queued on a stream of ours, by any thread."""
+        """A context in which any thread queues work on this object's own stream."""
 
     def finish(self, seconds: float) -> bool:
-        """Whether all that was queued is done within so many seconds."""
+        """Waits for the queued work, at most `seconds`. Returns whether it is done."""
 
 
 class CudaDevice:
@@ -76,18 +77,19 @@ class CudaDevice:
 
 
 class DeviceGroup:
-    """The ranks of an exchange, each with its device. All of them make it together, and take each swap together."""
+    """The devices of all ranks of an exchange, one a rank. All ranks make it together and call each swap together."""
 
     def __init__(self, device: Device, backend: Any, timeout: float) -> None:
         self.device = device
         self.usable = True
         self._backend = backend
-        self.seconds = min(timeout, MOST_SECONDS)  #: that one step on the device may take
+        self.seconds = min(timeout, MOST_SECONDS)  #: the limit of one step on the device
 
     def swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Sends `inputs[i]` to rank i and fills `outputs[i]` with what it sends: bytes on the device, perhaps none.
+        """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. Tensors of bytes on the
+        device, which may be empty.
 
-        Raises `CheckpointError` if that is not done in time, and from then on.
+        Raises `CheckpointError` if it takes longer than `seconds`. After that every swap raises.
         """
         if not self.usable:
             raise CheckpointError("the connection among the devices has failed before")
@@ -108,16 +110,16 @@ class DeviceGroup:
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
-    """Connects at the first swap."""
+    """An NCCL process group, which connects at its first swap."""
     options = dist.ProcessGroupNCCL.Options()
-    # Its watchdog ends the process when this is over: we give up before.
+    # NCCL's watchdog ends the process after this time. Swaps raise long before.
     options._timeout = timedelta(seconds=min(timeout, MOST_SECONDS) + 600)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:
-    """The CUDA device on which most of their bytes lie, or the current one if there are none of them. None if they
-    lie elsewhere or on several, or there is no NCCL."""
+    """The CUDA device that holds most bytes of `tensors`, or the current one if there are no tensors. None if most
+    bytes are in host memory, if they are on several devices, or without NCCL."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return None
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

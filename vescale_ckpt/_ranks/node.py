@@ -1,4 +1,4 @@
-"""Which machine this process runs on, as a number that its ranks can compare."""
+"""Numbers the machine that this process runs on, so that ranks can compare their machines."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def memory_domain() -> str:
 
 
 def ranks_of_this_node(otherwise: int) -> int:
-    """As who started them says, if that is a number above 0."""
+    """`LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; else `otherwise`."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else otherwise

@@ -1,11 +1,11 @@
-"""Who is where: each rank of a group notes its latest collective in the store that the processes share.
+"""Records each rank's current collective in the TCPStore for `Connections`, so that a timeout can name missing ranks.
 
-Nobody reads it while all goes well. When a rank waits in vain, this is where the names of the missing come from, and
-where the first to give up leaves its verdict, so that all ranks raise the same error and a rank that comes later
-learns at once that the others have gone. A rank that waits repeats its note; one that is stopped or cut off does not.
+The notes are read only after a failure. A rank that times out reads from them which ranks are missing. The first rank
+that gives up writes a failure report to the store: then all ranks raise the same error, and a rank that arrives later
+raises at once. A rank that waits repeats its note; a rank that is stopped or cut off does not.
 
-A group whose ranks fell out of step meets anew: each meeting has a number, its generation. A rank's next generation
-follows its last one, so ranks that call equally often meet in the same one.
+After a failure the ranks of a group connect anew. Each attempt has a number, its generation. Each rank counts its own
+generations, so ranks that have called equally often meet in the same one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple, TypeVar
 from .._engine import torch_private
 from .._engine.torch_private import PrefixStore, Store
 from ..errors import CheckpointError, CheckpointTimeoutError
-from .store_clerk import GRACE_SECONDS, StoreClerk
+from .store_thread import GRACE_SECONDS, StoreThread
 
-GRACE = 6.0  # seconds: a rank that has waited for its timeout raises no later than so long after it
-_BEATS_OF_SILENCE = 5  # after which a rank that should repeat its note, and has not, is silent
-_COMMIT = "commit "  # what stands in the place of the verdict from then on, with the number of the collective before it
+GRACE = 6.0  # seconds after its timeout within which a rank raises
+_BEATS_OF_SILENCE = 5  # a rank that waits and has not repeated its note for so many beats is silent
+_COMMIT = "commit "  # written in place of a failure report when a commit begins; the number of its collective follows
 
 _Result = TypeVar("_Result")
 
 
 class Note(NamedTuple):
-    """Where a rank is: in its `calls`-th collective, a `step`, and how far in it, or behind that if not `inside`."""
+    """Where a rank is: in its `calls`-th collective, which is `step`, at `progress`. Not `inside`: it has left it."""
 
     calls: int
     step: str
@@ -38,7 +38,7 @@ class Note(NamedTuple):
     beat: int  #: rises while it is inside
 
 
-Notes = dict[int, Note | None]  #: by rank; None where it has not come
+Notes = dict[int, Note | None]  #: by rank; None for ranks that have not come
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FailureReport:
     late: list[int]
     text: str
     mismatch: bool = False  # ranks were in different collectives
-    commit: int = 0  # the collective behind which the latest commit began
+    commit: int = 0  # the number of the collective after which the latest commit began
     commit_is_known: bool = True
 
     def error(self) -> CheckpointError:
@@ -67,34 +67,41 @@ class FailureReport:
 
 
 class Rendezvous:
-    """The notes of one generation of a group. `connect` makes a client of the store, of its own.
+    """The notes and the failure report of one generation of a group. `connect` makes a new client of the store.
 
-    Whatever reads raises StoreGoneError if the store does not answer within seconds.
+    All methods that read raise StoreGoneError if the store does not answer within seconds.
     """
 
     def __init__(
-        self, connect: Callable[[], Store], rank: int, size: int, clerk: StoreClerk | None = None, generation: int = 0
+        self,
+        connect: Callable[[], Store],
+        rank: int,
+        size: int,
+        store_thread: StoreThread | None = None,
+        generation: int = 0,
     ) -> None:
         self.rank = rank
         self.size = size
         self._generation = generation
         self._connect = connect
-        self._beat = 0.4 + size / 10_000  # seconds: a store can take the notes of ten thousand ranks that wait
-        self._clerk = clerk if clerk is not None else StoreClerk(connect, self._beat)
+        self._beat = 0.4 + size / 10_000  # seconds; longer for more ranks, to bound the load on the store
+        self._store_thread = store_thread if store_thread is not None else StoreThread(connect, self._beat)
 
     def next(self, failed_before: bool, timeout: float) -> Rendezvous:
-        """Of the next generation; `failed_before`: of the next but those that failed meanwhile without this rank.
+        """The rendezvous of this rank's next generation.
 
-        Not so at first: a generation that failed while this rank was on its way has failed for it too.
+        `failed_before`: this rank's attempt before this one failed. Then generations that have failed meanwhile without
+        this rank are passed over. Otherwise they are not: a generation that failed before this rank came has failed for
+        this rank, too.
         """
-        # A client that waits for an answer does so until TCP gives up, which may be long after the network is back.
-        clerk = self._clerk if self._clerk.answers else StoreClerk(self._connect, self._beat)
+        # A client that waits for an answer waits until TCP gives up, perhaps long after the network is back.
+        store_thread = self._store_thread if self._store_thread.answers else StoreThread(self._connect, self._beat)
         key = f"generation/{self.rank}"
         while True:
-            generation = clerk.ask(lambda store: store.add(key, 1), timeout)
-            roll = Rendezvous(self._connect, self.rank, self.size, clerk, generation)
-            if not (failed_before and roll.verdict() is not None):
-                return roll
+            generation = store_thread.ask(lambda store: store.add(key, 1), timeout)
+            rendezvous = Rendezvous(self._connect, self.rank, self.size, store_thread, generation)
+            if not (failed_before and rendezvous.failure() is not None):
+                return rendezvous
 
     def meet(self, phase: str, timeout: float) -> None:
         """Returns when all ranks have come to this generation. Raises CheckpointTimeoutError if one does not."""
@@ -105,42 +112,41 @@ class Rendezvous:
             if store.add(present, 1) == self.size:
                 store.compare_set(outcome, "", "met")
 
-        def judge(notes: Notes) -> FailureReport:
+        def diagnose(notes: Notes) -> FailureReport:
             absent = [rank for rank, note in notes.items() if note is None]
             return FailureReport(0, phase, absent, f"{phase}: {self.named(absent)} did not come within {timeout:g} s")
 
         deadline = time.monotonic() + timeout
-        self._clerk.ask(come, timeout)
+        self._store_thread.ask(come, timeout)
         self._look_until(lambda store: store.check([outcome]), deadline)
-        end = self._clerk.ask(lambda store: bytes(store.compare_set(outcome, "", "given up")))
+        end = self._store_thread.ask(lambda store: bytes(store.compare_set(outcome, "", "given up")))
         if end != b"met":
-            raise self.settle(judge).error()
+            raise self.settle(diagnose).error()
 
     def store_for_connections(self) -> Store:
-        """Of the client that the notes go by: to be used for moments."""
-        return PrefixStore(self._key("connections"), self._clerk.ask(lambda store: store))
+        """The store by the client that also writes the notes. Calls must be short."""
+        return PrefixStore(self._key("connections"), self._store_thread.ask(lambda store: store))
 
     def store_for_devices(self) -> Store:
-        """A client of its own: the ranks' devices wait for each other in it."""
-        return PrefixStore(self._key("devices"), self._clerk.ask(torch_private.clone_of))
+        """The store by a client of its own, because the ranks' devices wait in it for each other."""
+        return PrefixStore(self._key("devices"), self._store_thread.ask(torch_private.clone_of))
 
     def note(self, calls: int, step: str, progress: int = 0, inside: bool = True) -> None:
-        """Says where this rank is: in its `calls`-th collective, a `step`, and how far in it; or that it has left it.
-        Costs microseconds."""
+        """Notes where this rank is; the arguments are those of `Note`. Costs microseconds."""
 
         def text(beat: int) -> str:
             return json.dumps(Note(calls, step, progress, inside, beat))
 
-        self._clerk.note(self._key(f"at/{self.rank}"), text, repeated=inside)
+        self._store_thread.note(self._key(f"at/{self.rank}"), text, repeated=inside)
 
-    def verdict(self, wait: float = 0.0) -> FailureReport | None:
-        """The verdict on this generation, once there is one; None if there is none within `wait` seconds."""
-        return self._look_until(self._verdict, time.monotonic() + wait)
+    def failure(self, wait: float = 0.0) -> FailureReport | None:
+        """The failure report of this generation. None if there is none within `wait` seconds."""
+        return self._look_until(self._read_failure, time.monotonic() + wait)
 
     def may_commit(self, calls: int, timeout: float) -> FailureReport | None:
-        """Says that a commit begins behind the `calls`-th collective, and returns None; or the verdict that is there
-        already. Whoever gives up from now on learns that the commit has begun."""
-        key, said = self._key("verdict"), f"{_COMMIT}{calls}"
+        """Notes that a commit begins after the `calls`-th collective, and returns None. If there is a failure report,
+        notes nothing and returns the report. Reports that are written after the note say that the commit began."""
+        key, said = self._key("failure"), f"{_COMMIT}{calls}"
 
         def begin(store: Store) -> FailureReport | None:
             there = b""
@@ -150,22 +156,23 @@ class Rendezvous:
                     return None
                 if not now.startswith(_COMMIT.encode()):
                     return FailureReport.decode(now)
-                there = now  # another rank's, or that of an earlier save
+                there = now  # a commit of another rank or of an earlier save
 
-        return self._clerk.ask(begin, timeout)
+        return self._store_thread.ask(begin, timeout)
 
-    def settle(self, judge: Callable[[Notes], FailureReport]) -> FailureReport:
-        """The one verdict on this generation: the first that a rank leaves. `judge` makes one from all ranks' notes.
+    def settle(self, diagnose: Callable[[Notes], FailureReport]) -> FailureReport:
+        """The failure report of this generation: the first that a rank writes. `diagnose` makes it from all ranks'
+        notes.
 
-        Where many ranks fail at once, one judges and the others wait for it.
+        If many ranks fail at once, one of them makes the report and the others wait for it.
         """
-        first = self._clerk.ask(lambda store: store.add(self._key("judges"), 1) == 1)
-        verdict = None if first else self.verdict(wait=GRACE_SECONDS + self._seconds_of_silence)
-        return self._leave(judge(self.notes())) if verdict is None else verdict
+        first = self._store_thread.ask(lambda store: store.add(self._key("diagnoses"), 1) == 1)
+        failure = None if first else self.failure(wait=GRACE_SECONDS + self._seconds_of_silence)
+        return self._leave(diagnose(self.notes())) if failure is None else failure
 
     def silent(self, before: Notes, among: list[int]) -> list[int]:
-        """Which of the ranks, all inside a collective as of the notes `before`, do not repeat their notes: they are
-        stopped or cut off. Takes as long as that takes to tell."""
+        """The ranks `among` that do not repeat their notes, because they are stopped or cut off. All of them were
+        inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""
 
         def beat(notes: Notes, rank: int) -> int:
             note = notes[rank]
@@ -180,7 +187,7 @@ class Rendezvous:
         return still
 
     def notes(self) -> Notes:
-        """Where all ranks are."""
+        """The notes of all ranks."""
         keys = {self._key(f"at/{rank}"): rank for rank in range(self.size)}
 
         def read(store: Store) -> list[tuple[str, bytes]]:
@@ -188,13 +195,13 @@ class Rendezvous:
             return list(zip(there, store.multi_get(there), strict=True)) if there else []
 
         notes: Notes = dict.fromkeys(range(self.size))
-        for key, text in self._clerk.ask(read, GRACE_SECONDS + self.size / 1000):  # many notes take long to read
+        for key, text in self._store_thread.ask(read, GRACE_SECONDS + self.size / 1000):  # many notes take long to read
             notes[keys[key]] = Note(*json.loads(text))
         return notes
 
     def named(self, ranks: list[int], most: int = 10) -> str:
         """'rank 3 of 8', 'ranks 3, 5 of 8'."""
-        if not ranks:  # they came in the moment in which another gave up
+        if not ranks:  # they came just when another rank gave up
             return f"some of {self.size} ranks"
         shown = ", ".join(str(rank) for rank in ranks[:most])
         more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
@@ -204,33 +211,34 @@ class Rendezvous:
     def _seconds_of_silence(self) -> float:
         return _BEATS_OF_SILENCE * self._beat
 
-    def _verdict(self, store: Store) -> FailureReport | None:
-        key = self._key("verdict")
+    def _read_failure(self, store: Store) -> FailureReport | None:
+        key = self._key("failure")
         if not store.check([key]):
             return None
         text = bytes(store.get(key))
         return None if text.startswith(_COMMIT.encode()) else FailureReport.decode(text)
 
-    def _leave(self, verdict: FailureReport) -> FailureReport:
-        """The verdict that counts: this one, if there is none."""
-        key = self._key("verdict")
+    def _leave(self, failure: FailureReport) -> FailureReport:
+        """Writes the report if there is none yet. Returns the one that is in the store."""
+        key = self._key("failure")
 
         def leave(store: Store) -> FailureReport:
-            there, mine = b"", verdict
+            there, mine = b"", failure
             while True:
                 now = bytes(store.compare_set(key, there.decode(), mine.encode()))
                 if not now.startswith(_COMMIT.encode()):
                     return FailureReport.decode(now)
-                there, mine = now, replace(verdict, commit=int(now[len(_COMMIT) :]))
+                there, mine = now, replace(failure, commit=int(now[len(_COMMIT) :]))
 
-        return self._clerk.ask(leave)
+        return self._store_thread.ask(leave)
 
     def _look_until(self, question: Callable[[Store], _Result], deadline: float) -> _Result:
-        """Asks until the answer is something, or the time is over. The store could wait, but nobody else could ask."""
+        """Asks until the answer is true or the deadline is over. A wait inside the store would block other
+        questions."""
         nap = 0.002
         while True:
-            left = deadline - time.monotonic()  # a store that does not answer may do so again meanwhile
-            answer = self._clerk.ask(question, max(GRACE_SECONDS, left))
+            left = deadline - time.monotonic()  # a store that does not answer now may answer before the deadline
+            answer = self._store_thread.ask(question, max(GRACE_SECONDS, left))
             if answer or left <= 0:
                 return answer
             time.sleep(min(nap, left))

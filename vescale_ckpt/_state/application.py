@@ -1,10 +1,10 @@
-"""Modules, optimizers and other stateful objects in what users save and load: from them to plain state and back.
+"""Replaces modules, optimizers and other stateful objects by their state for a save, and hands loaded state back.
 
-A module's state has its `state_dict()` names, without those of wrappers (DDP, `torch.compile`, FSDP1). An optimizer's
-has the names of the parameters where some module of the same state owns them, so that a job that numbers its
+A module's state has its `state_dict()` names, without the prefixes of wrappers (DDP, `torch.compile`, FSDP1). An
+optimizer's state has the names of the parameters if modules of the same state own them. Then a job that numbers its
 parameters in another way, or shards them over other ranks, finds its own. Both are the names that
-`torch.distributed.checkpoint.state_dict` gives. Anything else with `state_dict` and `load_state_dict` gives and takes
-its state itself.
+`torch.distributed.checkpoint.state_dict` gives. Any other object with `state_dict` and `load_state_dict` is asked for
+its state and given it by these methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .optimizers import OptimizerState, is_wrapped
 from .per_rank import PerRank
 from .structure import Path
 
-# Asking a value whether it follows a protocol takes ten microseconds: of a flat dictionary, more than planning takes.
+# A check of a value against a protocol takes ten microseconds: for a flat dictionary, more than planning takes.
 _LEAVES = frozenset(
     {torch.Tensor, torch.nn.Parameter, DTensor, ShardedTensor, PerRank}
     | {int, float, str, bool, bytes, type(None), tuple, set}
@@ -34,16 +34,16 @@ _LEAVES = frozenset(
 
 
 def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the state of each module, optimizer and `Stateful` in its place, at any depth of dicts and lists.
+    """`state` with each module, optimizer and `Stateful` replaced by its state, at any depth of dicts and lists.
 
-    Changes nothing: the state of an optimizer that has taken no step yet is saved as it is, empty.
+    Changes no object: the state of an optimizer that has taken no step yet is saved empty.
     """
     parts = _find(state)
     return with_forms(state, {part.path: part.form() for part in parts})
 
 
 def check_is_mapping(state: object, function: str) -> None:
-    """Raises `TypeError` that says what to do."""
+    """Raises `TypeError` with advice if `state` is no mapping."""
     if isinstance(state, Mapping):
         return
     kind = type(state).__name__
@@ -62,10 +62,10 @@ def check_is_mapping(state: object, function: str) -> None:
 
 
 class Application:
-    """The objects in a state that is being loaded which keep state of their own.
+    """The stateful objects in a state that is being loaded.
 
-    `form` holds that state, for loading into: tensors are the objects' own where they can be. After all has arrived
-    there, `restore` hands it back to the objects; `abandon` undoes what was changed for the form's sake.
+    `form` is the state with these objects replaced by theirs. Its tensors are the objects' own if possible. After the
+    load has filled `form`, `restore` hands it back to the objects. `abandon` undoes the changes that `prepare` made.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -74,32 +74,34 @@ class Application:
         self.form: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Makes `form`. Gives optimizers without state one, because only they know what it consists of."""
+        """Makes `form`. Makes optimizers without state create it, because only an optimizer knows its tensors."""
         self._parts = _find(self._state)
         self.form = with_forms(self._state, {part.path: part.form_to_load() for part in self._parts})
 
     def closed_prefixes(self) -> tuple[str, ...]:
-        """Under which prefixes the form has all keys that there are: those of modules, and of optimizers' state."""
+        """The prefixes of keys under which the form is complete: those of modules, and of optimizers' state."""
         modules = [part.prefix for part in self._parts if isinstance(part, _ModulePart)]
         return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
-        """Makes `form` ask for the state of optimizers as it is `stored`, by key.
+        """Changes the optimizers in `form` to ask for what is `stored`, the keys of the checkpoint.
 
-        By numbers, where that finds some and names find none: a plain `optimizer.state_dict()` was saved. Without the
-        state of parameters that had none when their optimizer was saved, and get one at their first step: themselves
-        they are stored, but none of their state is. And with all groups, so that no parameter's is overlooked.
+        - Parameters are numbered if numbers are among the stored keys and names are not: then a plain
+          `optimizer.state_dict()` was saved.
+        - The state of a parameter is left out if the parameter is stored and nothing of its state is: it had no state
+          when the optimizer was saved, and gets it at its first step.
+        - All stored parameter groups are asked for.
         """
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
                 part.drop_absent_state(stored)
 
     def owns(self, path: Path) -> bool:
-        """Whether what lies at a path of `form` belongs to one of the objects."""
+        """Whether the value at a path of `form` belongs to one of the objects."""
         return any(part.contains(path) for part in self._parts)
 
     def restore(self, loaded: set[str]) -> None:
-        """Hands `form` to the objects for which something was loaded: `loaded` holds the keys. Modules come first."""
+        """Hands `form` to the objects of which at least one key is in `loaded`. Modules come first."""
         for part in sorted(self._parts, key=lambda part: part.order):
             form: Any = self.form
             for name in part.path:
@@ -116,9 +118,9 @@ class Application:
 
 
 class _Part:
-    """An object with state of its own, and where it stands."""
+    """A stateful object and its path in the state."""
 
-    order = 2  #: in which they are restored
+    order = 2  #: objects of lower order are restored first
 
     def __init__(self, path: tuple[Any, ...], value: Any) -> None:
         self.path = path
@@ -223,8 +225,8 @@ def _find(state: Mapping[str, Any]) -> list[_Part]:
 
 
 def _has_usual_state(optimizer: Optimizer) -> bool:
-    """Whether its state is that of parameters and groups. Containers of optimizers, as torchtitan has them, are
-    optimizers with a state of their own form: objects like any other."""
+    """Whether its state consists of parameters and groups. That of a container of optimizers (torchtitan has them) may
+    not; such a container is treated like any other stateful object."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return True
     form = optimizer.state_dict()
@@ -248,7 +250,8 @@ def _objects(container: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
 
 
 def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """`state` with other values at some paths; containers on the way there are copies, all else is the same."""
+    """`state` with `forms` in place of the values at their paths. Containers on these paths are copied; the rest is
+    shared."""
     result = dict(state)
     copies: dict[tuple[Any, ...], Any] = {(): result}
     for path, form in forms.items():
@@ -262,14 +265,14 @@ def with_forms(state: Mapping[str, Any], forms: Mapping[tuple[Any, ...], Any]) -
 
 
 def _give_memory(module: torch.nn.Module, loaded: Mapping[str, Any]) -> None:
-    """Makes parameters and buffers on the meta device those that were loaded for them. They stay the same objects, so
-    that whoever else has them (optimizers, tied layers) has them still."""
+    """Gives parameters and buffers on the meta device the memory of the loaded tensors. They stay the same objects,
+    because optimizers and tied layers refer to them."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
     for name, own in module.state_dict(keep_vars=True).items():
         value = loaded.get(name.replace("_orig_mod.", ""))
         if isinstance(own, torch.Tensor) and own.is_meta and isinstance(value, torch.Tensor) and not value.is_meta:
-            # Not the loaded tensor itself: the swap leaves its partner on the meta device.
+            # The loaded tensor itself is not swapped: after a swap it would be on the meta device.
             requires_grad = own.requires_grad
             real = torch.nn.Parameter(value, requires_grad) if isinstance(own, torch.nn.Parameter) else value.detach()
             torch.utils.swap_tensors(own, real)  # type: ignore[no-untyped-call]

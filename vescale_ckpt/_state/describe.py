@@ -1,7 +1,7 @@
-"""Describes a rank's state for planning: an inventory of boxes and objects, and where in memory each box lies.
+"""Describes a rank's state for planning: an inventory of its boxes and objects, and the memory that holds each box.
 
-The inventory (csrc/state/inventory.h) is bytes without a tensor in sight, and the same bytes as long as the state has
-the same keys, dtypes, shapes and shards; sources, table and tensors stay on the rank.
+The inventory (csrc/state/inventory.h) is plain bytes. The bytes stay the same as long as the keys, dtypes, shapes and
+shards of the state do. The other fields of a `Description` stay on the rank.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .tensor_table import ON_HOST, ready_tensors_and_storages
 
 @dataclass(frozen=True)
 class Description:
-    """What a rank holds, or wants filled."""
+    """A rank's state, to be saved or to be loaded into."""
 
     inventory: bytes  #: an item for each box of a tensor and each object, in the order of the keys
     names: list[str]  #: the key of each item
     sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
-    tensors: list[torch.Tensor]  #: what lies on this rank; `table` is true as long as these live unchanged
+    tensors: list[torch.Tensor]  #: on this rank; `table` is valid as long as these live unchanged
     table: bytes  #: `tensor_table` of them
-    ready: bytes  #: for each, what `ready_tensors` says: whether the engine, or a snapshot, may use its memory as it is
+    ready: bytes  #: for each, the flag of `ready_tensors`: whether the engine or a snapshot may use its memory
     objects: dict[str, Any]  #: values of the items that are no tensors
-    other: dict[str, Any]  #: values that describe themselves to DCP or are tensors of a class of their own: no items
-    wrappers: dict[int, DTensor]  #: by number of the tensor that it has here: those count changes for themselves
-    storages: list[torch.UntypedStorage]  #: that tensors in memory lie in, held: one that is given another leaves it
+    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are tensor subclasses
+    wrappers: dict[int, DTensor]  #: by the number of their local tensor; each has its own version counter
+    storages: list[torch.UntypedStorage]  #: of `tensors`, kept alive although a tensor may be given another one
     storage_bytes: list[int]
-    versions: list[int] | None = None  #: of a state that is saved: of `tensors`, then of `wrappers`
+    versions: list[int] | None = None  #: in a save, the version counters of `tensors`, then of `wrappers`
 
     @property
     def all_ready(self) -> bool:
-        """Whether the engine may use the memory of all tensors as it is."""
+        """Whether the engine may use the memory of all tensors."""
         return self.ready.count(ON_HOST) == len(self.ready)
 
     @cached_property
@@ -60,15 +60,15 @@ class Description:
         return rows
 
     def tensor_number(self, item: int) -> int:
-        """Which of `tensors` an item of a tensor lies in."""
+        """The number in `tensors` of the tensor that holds an item. The item must be one of a tensor."""
         return self._source_rows[item][0]
 
     def watched(self) -> Description:
-        """The same, which tells what is changed from now on."""
+        """The same with `versions`: `changed` then finds the tensors that are changed from now on."""
         return replace(self, versions=versions([*self.tensors, *self.wrappers.values()]))
 
     def changed(self) -> set[int]:
-        """Which of `tensors` were changed since, or lost their memory."""
+        """The numbers of `tensors` that were changed since `watched`, or of which the memory was freed or cut."""
         if self.versions is None:
             return set()
         now = versions([*self.tensors, *self.wrappers.values()])
@@ -84,15 +84,15 @@ class Description:
         return changed
 
     def source(self, item: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """The local tensor that an item of a tensor lies in, and at which offset."""
+        """The local tensor that holds an item of a tensor, and the item's offset in it."""
         tensor, *offset = self._source_rows[item]
         return self.tensors[tensor], tuple(offset)
 
 
 class Describer:
-    """Describes states that are mostly the same from one time to the next, and says when they are.
+    """Describes states, and reuses the inventory of the call before if the state has not changed its form.
 
-    Not thread-safe. Holds no tensor between calls. Pickles without what it keeps.
+    Not thread-safe. Holds no tensor between calls. Its pickle is empty.
     """
 
     def __init__(self) -> None:
@@ -105,9 +105,10 @@ class Describer:
     def describe(
         self, flat: Mapping[str, Any], object_bytes: Mapping[str, int] | None = None, node: int = 0
     ) -> tuple[Description, bool]:
-        """Describes `flat`, and whether its inventory is the one of the call before (then it is that very object).
+        """A description of `flat`, and whether its inventory is that of the call before (then it is the same object).
 
-        `object_bytes` are what objects took when last saved: weights for planning, whose change alone changes nothing.
+        `object_bytes`: the sizes of objects when last saved, which planning uses as weights. If only they change, the
+        inventory stays.
         Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold.
         """
         values = list(flat.values())
@@ -134,6 +135,6 @@ class Describer:
             storages,
             storage_bytes,
         )
-        state.tensors = []  # kept, they would hold a model in memory
+        state.tensors = []  # else the describer would keep a model in memory
         self._last = state, items
         return description, same

@@ -1,7 +1,7 @@
-"""Turns nested containers into one dictionary with dotted keys, as DCP's `flatten_state_dict`, and back.
+"""Flattens nested containers into one dictionary with dotted keys, as DCP's `flatten_state_dict` does, and back.
 
-Mappings are taken apart, and lists that hold a tensor, a mapping, a `PerRank` or such a list; all else stays whole.
-Keys become text, list elements their number.
+Mappings are flattened, and lists that contain a tensor, a mapping, a `PerRank` or such a list. Every other value stays
+whole. Keys become text; elements of lists get their index.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .structure import Path, Structure, is_number
 
 logger = logging.getLogger(__name__)
 
-#: The common types, for which one look at a set replaces asking what they are instances of.
+#: Common types: a lookup in a set is cheaper than `isinstance`.
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _SCALARS = frozenset({int, float, str, bool, bytes, type(None), tuple})
 _LEAVES = _TENSORS | _SCALARS
 
 _MOST_NAMED = 5  # mappings in a message
-_MOST_GAPS = 1 << 20  # elements of lists, over all of them, that were not loaded
+_MOST_GAPS = 1 << 20  # elements that were not loaded, over all lists
 
 
 # --- From nested containers to dotted keys
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The values of `state` by dotted key, and for each key the path that it stands for, both in the state's order.
+    """The values of `state` by dotted key, and the path of each key, both in the order of the state.
 
     Raises `ValueError` if two paths have one key.
     """
@@ -43,7 +43,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
 
 def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
-    """The same, and what the paths do not tell."""
+    """The same, and a `Structure`: what the paths leave out."""
     if torch_private.flattens_as_torch_2_3():
         return *torch_private.flatten_state_dict(dict(state)), Structure()
     flattening = _Flattening()
@@ -104,19 +104,20 @@ def _duplicate(key: str) -> ValueError:
 
 
 class _Dict(dict[str, Any]):
-    """A container under way: a dict that was loaded is a value."""
+    """A mapping that `nested` is building. A plain dict is a loaded value."""
 
 
 class _List(dict[int, Any]):
-    """A list under way, by index."""
+    """A list that `nested` is building, by index."""
 
 
 def nested(values: Mapping[str, Any], paths: object, structure: Structure | None = None) -> dict[str, Any]:
-    """`values` by the paths that their keys stand for in a checkpoint's metadata; at the top level if there is none.
+    """Nested containers with `values` at the `paths` of their keys in a checkpoint's metadata. A key without a path is
+    at the top level.
 
-    Elements of lists that are not among the values are None. Keys of mappings are what `structure` says they were.
-    Without it they are text, but for parameters that an optimizer's state has by their numbers; a warning names other
-    mappings whose keys look like numbers. Raises `UntrustedCheckpointError` for paths that no state can have had.
+    Elements of lists that are not among the values are None. `structure` gives the original keys of mappings. Without
+    it keys are text, except numbers of parameters in an optimizer's state; a warning names other mappings whose keys
+    look like numbers. Raises `UntrustedCheckpointError` for paths that no state can have.
     """
     root = _Dict()
     known = paths if isinstance(paths, Mapping) else {}
@@ -148,7 +149,7 @@ def nested(values: Mapping[str, Any], paths: object, structure: Structure | None
 
 
 def place(root: Any, path: Path, value: Any) -> None:
-    """Puts `value` where `flatten` found one: elements of the path are text, also of keys that are not."""
+    """Puts `value` at a path that `flatten` gave. A path has text also for keys that are not text."""
     container = root
     for name in path[:-1]:
         container = container[_own_name(container, name)]
@@ -164,7 +165,7 @@ def _own_name(container: Any, name: str | int) -> Any:
 
 
 def _is_path(path: object) -> bool:
-    """A name, then names and indices."""
+    """Whether it is a name followed by names and indices."""
     return (
         isinstance(path, tuple)
         and len(path) > 0
@@ -178,7 +179,7 @@ def _conflict(key: str) -> UntrustedCheckpointError:
 
 
 def _add_empty(root: _Dict, path: Path) -> None:
-    """A mapping without elements, where nothing else lies."""
+    """Adds a mapping without elements, unless there is a value at its path."""
     if not _is_path(path):
         raise UntrustedCheckpointError(f"metadata gives {path!r} as a place in the state")
     container: Any = root
@@ -191,12 +192,14 @@ def _add_empty(root: _Dict, path: Path) -> None:
 
 
 class _Finishing:
-    """From containers under way to those of a state."""
+    """Turns `_Dict` and `_List` into the containers of a state."""
 
     def __init__(self, structure: Structure | None) -> None:
         self._structure = structure
         self._gaps = _MOST_GAPS
-        self.doubtful: list[Path] = []  #: mappings of which nobody knows whether their keys were numbers
+        self.doubtful: list[
+            Path
+        ] = []  #: mappings whose keys look like numbers, without a structure that says what they were
 
     def finished(self, value: Any, path: Path) -> Any:
         if type(value) is _List:
@@ -222,7 +225,7 @@ class _Finishing:
 
 
 def _numbers_parameters(optimizer: Mapping[str, Any]) -> bool:
-    """Whether that is what `state_dict` of an optimizer gives, with parameters in groups by their numbers."""
+    """Whether it has the form of an optimizer's `state_dict`, with numbered parameters in groups."""
     groups = optimizer.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return False

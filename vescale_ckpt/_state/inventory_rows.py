@@ -1,4 +1,4 @@
-"""Makes the rows of a state's inventory (csrc/state/inventory.h), and the sources: where each lies in memory."""
+"""Makes the rows of a state's inventory (csrc/state/inventory.h) for `describe`, and the memory source of each row."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
 from .local_state import LocalState, describes_itself
-from .shard_boxes import Piece, local_shape, pieces
+from .shard_boxes import ShardBox, boxes_at, local_shape
 
 _REQUIRES_GRAD = 1  # flag
 
 
 @dataclass(frozen=True)
 class Items:
-    """All items of a state. Holds none of its values."""
+    """All items of a state, without its values."""
 
     inventory: bytes
-    identity: tuple[bytes, list[str], int]  #: what of the inventory is no mere weight: all but the sizes of objects
+    identity: tuple[bytes, list[str], int]  #: of the inventory, all except the sizes of objects, which are only weights
     names: list[str]  #: the key of each item
     sources: bytes
     objects: list[int]  #: positions in the state of values that are no tensors
-    other: list[int]  #: positions of those without items: they plan for themselves
+    other: list[int]  #: positions of values without items
 
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
@@ -50,7 +50,7 @@ class _Making:
         self._add_dtensors()
         self._add_sharded()
         for position in state.groups.objects:
-            self.items[position] = [(packed_row(OBJECT, 0, False, 0, Piece((), (), ()), ()), -1, _offsets(()))]
+            self.items[position] = [(packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), -1, _offsets(()))]
 
     def made(self) -> Items:
         keys, items = self.state.keys, self.items
@@ -86,8 +86,8 @@ class _Making:
             if found is None:
                 code = dtype_code(tensor.dtype, state.keys[position])
                 origin = (0,) * tensor.dim()
-                piece = Piece(origin, tuple(tensor.shape), origin)
-                row = packed_row(TENSOR, code, requires_grad, tensor.itemsize, piece, piece.size)
+                box = ShardBox(origin, tuple(tensor.shape), origin)
+                row = packed_row(TENSOR, code, requires_grad, tensor.itemsize, box, box.size)
                 found = self.rows[traits] = [(row, _offsets(origin))]
             ((row, offsets),) = found
             self.items[position] = [(row, number, offsets)]
@@ -109,7 +109,7 @@ class _Making:
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad)
             found = self.rows.get(traits)
             if found is None:
-                found = self.rows[traits] = self._pieces(
+                found = self.rows[traits] = self._boxes(
                     state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad
                 )
             self.items[position] = [(row, number, offsets) for row, offsets in found]
@@ -122,7 +122,7 @@ class _Making:
             self.meshes[id(layout.mesh)] = mesh
         return mesh
 
-    def _pieces(
+    def _boxes(
         self,
         key: str,
         layout: DTensorLayout,
@@ -133,7 +133,7 @@ class _Making:
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
-            found = pieces(layout, mesh_shape, coordinate)
+            found = boxes_at(layout, mesh_shape, coordinate)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
         if local_shape(found) != tuple(tensor.shape):
@@ -143,8 +143,8 @@ class _Making:
                 key=key,
             )
         return [
-            (packed_row(SHARD, code, requires_grad, tensor.itemsize, piece, layout.shape), _offsets(piece.local_offset))
-            for piece in found
+            (packed_row(SHARD, code, requires_grad, tensor.itemsize, box, layout.shape), _offsets(box.local_offset))
+            for box in found
         ]
 
     def _add_sharded(self) -> None:
@@ -161,19 +161,21 @@ class _Making:
                     )
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
-                row = packed_row(SHARD, code, requires_grad, tensor.itemsize, Piece(offset, size, origin), shape)
+                row = packed_row(SHARD, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
                 self.items[position].append((row, number, _offsets(origin)))
                 number += 1
 
 
-def packed_row(kind: int, code: int, requires_grad: bool, item_bytes: int, piece: Piece, shape: Iterable[int]) -> bytes:
+def packed_row(
+    kind: int, code: int, requires_grad: bool, item_bytes: int, box: ShardBox, shape: Iterable[int]
+) -> bytes:
     """An item's row in an inventory."""
     flags = _REQUIRES_GRAD if requires_grad else 0
     total = item_bytes
-    for size in piece.size:
+    for size in box.size:
         total *= size
-    head = kind | code << 8 | flags << 16 | len(piece.size) << 32
-    words = (head, total, *shape, *piece.offset, *piece.size)
+    head = kind | code << 8 | flags << 16 | len(box.size) << 32
+    words = (head, total, *shape, *box.offset, *box.size)
     return struct.pack(f"{len(words)}q", *words)
 
 

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are loaded, and under which names the state knows them."""
+"""Selects the keys of a checkpoint that a load reads, and renames them to the state's keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 
 class Selection:
-    """Keys by names or patterns: a key is selected if it is one of them, lies under one (`model` selects
-    `model.layers.0.weight`), or matches one as `fnmatch` does (`*.exp_avg`). What one that begins with `!` selects is
-    left out, wherever that stands; where all begin so, all else is selected. None selects all."""
+    """Selects keys by names and patterns.
+
+    A name selects the key itself and the keys under it (`model` selects `model.layers.0.weight`). A pattern selects the
+    keys that match it as `fnmatch` does (`*.exp_avg`). Names and patterns that begin with `!` exclude keys, wherever
+    they stand. If all begin with `!`, all other keys are selected. None selects all keys.
+    """
 
     def __init__(self, names: str | Iterable[str] | None) -> None:
         if names is not None and not isinstance(names, Iterable):
@@ -37,7 +40,7 @@ class Selection:
         return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
 
     def without_match(self, keys: Iterable[str]) -> list[str]:
-        """The names and patterns that select none of `keys`. Those that begin with `!` need not."""
+        """The names and patterns that select none of `keys`; those with `!` are left out."""
         present = {key for key in keys if key in self}
         return [name for name in self.names or () if name not in present and not _selects_any(Selection(name), present)]
 
@@ -47,10 +50,10 @@ def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:
 
 
 def renaming(rename: Rename | None) -> Callable[[str], str]:
-    """From a key of the state to the checkpoint's.
+    """A function from a key of the state to the key of the checkpoint.
 
-    A mapping is from keys of the state, or prefixes of them up to a dot, to those of the checkpoint: the longest that
-    fits counts, an empty one stands before every key.
+    A mapping maps keys of the state, or prefixes of them that end before a dot, to those of the checkpoint. The longest
+    prefix that fits is used. An empty prefix fits every key.
     """
     if rename is None:
         return lambda key: key
@@ -62,7 +65,7 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
 
 
 def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
-    """For each key of the state the checkpoint's. Raises `ValueError` if two keys would be one."""
+    """The key of the checkpoint for each key of the state. Raises `ValueError` if two keys would become one."""
     result = {}
     back: dict[str, str] = {}
     for key in keys:
@@ -77,8 +80,8 @@ def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
 
 
 def suggested(missing: Sequence[str], stored: Sequence[str]) -> tuple[dict[str, str], int]:
-    """A renaming of one prefix by which most of the missing keys, at least half of them, are among those stored; and
-    how many. An empty one if there is none."""
+    """The renaming of one prefix that finds most of the missing keys among the stored ones, and how many it finds.
+    Empty if no renaming finds at least half."""
     present = set(stored)
     best: dict[str, str] = {}
     most = (len(missing) - 1) // 2

@@ -1,4 +1,4 @@
-"""The memory of tensors to load into: made for those that have none, and shared by those that are tied."""
+"""Allocates memory for the tensors of a load that have none, and finds tensors that are tied to each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .._engine.tensor_checks import is_plain_tensor, reach
 
 
 def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """For each tensor on the meta device a new one: on the CPU, a DTensor with the same placements on the device of its
-    mesh. A ShardedTensor gets new shards, on the CPU. Storages that were freed, or never filled, are allocated in
-    place."""
+    """A new tensor for each tensor on the meta device, by key.
+
+    The new tensor is on the CPU; a DTensor is on the device of its mesh, with the same placements. A ShardedTensor gets
+    new shards on the CPU in place. Storages that were freed or never allocated are allocated in place.
+    """
     new = {}
     for key, value in values.items():
-        if isinstance(value, ShardedTensor):  # itself it knows what it is made of only if that is one shard
+        if isinstance(value, ShardedTensor):  # its own methods work only with exactly one shard
             for shard in value.local_shards():
                 if shard.tensor.is_meta:
                     shard.tensor = torch.empty_like(shard.tensor, device="cpu")
@@ -34,8 +36,8 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
-    """Which of the keys `missing` are other names of tensors among the rest of `values`: the same elements of the same
-    memory. A file may hold tied weights under one of their names."""
+    """For each key of `missing` that is tied, another key of `values` with the same elements of the same memory. A file
+    may hold tied weights under only one of their names."""
     absent = set(missing)
     if not absent:
         return {}
@@ -48,7 +50,8 @@ def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _place(value: Any) -> Any:
-    """Equal for tensors that are the same elements of one storage, even on the meta device. None for what has none."""
+    """A value that is equal for tensors of the same elements of one storage, also on the meta device. None for values
+    without a storage."""
     layout: Any = None
     if type(value) is DTensor:
         layout = value.placements, value.shape

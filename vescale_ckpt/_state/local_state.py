@@ -1,4 +1,4 @@
-"""Reads the keys, types, layouts and local tensors of a state on this rank, with little Python for each tensor."""
+"""Reads the keys, types, layouts and local tensors of a state on this rank, for `describe`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Groups:
 class LocalState:
     """A state's keys and traits, and the tensors on this rank.
 
-    Tensors are plain ones, then local ones of DTensors, then those of shards: each group in the order of the keys.
+    `tensors` has the plain tensors first, then the local tensors of DTensors, then the shards of ShardedTensors. Each
+    group is in the order of the keys.
     """
 
     keys: list[str]
@@ -66,7 +67,7 @@ class LocalState:
     table: bytes
 
     def like(self, other: LocalState) -> bool:
-        """Whether both are described alike. `self` must have been looked at with `other` as the last."""
+        """Whether both have the same description. `self` must come from `look` with `other` as `last`."""
         return (
             self.groups is other.groups
             and self.node == other.node
@@ -79,7 +80,7 @@ class LocalState:
 
 
 def look(keys: list[str], values: list[Any], node: int, last: LocalState | None) -> LocalState:
-    """Reads a state; `last` is the one before, which it is likely to be like."""
+    """Reads a state. `last`: the state before, of which equal parts are reused."""
     types = list(map(type, values))
     known = last is not None and keys == last.keys and types == last.types
     groups = last.groups if last is not None and known else Groups.of(keys, types)

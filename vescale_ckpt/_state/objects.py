@@ -1,7 +1,7 @@
-"""Objects that are not tensors: as `torch.save` writes them, but cheap when they are plain, and never trusted.
+"""Writes objects that are not tensors as `torch.save` does, for saves, and reads them for loads without trusting them.
 
-A training state has hundreds of small numbers and strings; `torch.save` and `torch.load` cost 0.2 ms for each. Plain
-values take a shortcut in both directions: the same archive around the same pickle, made and opened in C++.
+A training state has hundreds of small numbers and strings, and `torch.save` and `torch.load` take 0.2 ms for each. For
+plain values C++ writes and opens the same archive with the same pickle, which is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_PLAIN_ITEMS = 256
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether pickling `value` needs no class: exact builtins, and not many of them."""
+    """Whether `value` consists of a few exact builtins, so that its pickle names no class."""
     budget = _MAX_PLAIN_ITEMS
     stack = [value]
     while stack:
@@ -50,8 +50,8 @@ def _is_plain(value: Any) -> bool:
 def dump(value: object, key: str, *, tells: bool = True) -> bytes:
     """`value` as `torch.save` writes it: `torch.load(io.BytesIO(dump(x, "x")))` gives `x` back.
 
-    Raises `CheckpointError` with the key for what does not pickle. `tells`: a warning, once, if loads will refuse it
-    unless they trust the checkpoint.
+    Raises `CheckpointError` with the key if it cannot be pickled. `tells`: warn, once a key, if loads with
+    `weights_only=True` will refuse it.
     """
     if _is_plain(value):
         return _C.object_record(pickle.dumps(value, protocol=2))
@@ -94,7 +94,7 @@ def _no_bytes() -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds numbers, strings and containers; the first wish for anything else ends it."""
+    """Builds numbers, strings and containers. Raises `_NotPlain` for anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         # Protocol 2 has no bytes: it encodes text, or calls bytes() for empty ones.
@@ -114,15 +114,15 @@ def _load_plain(data: bytes) -> tuple[bool, Any]:
         return False, None
     try:
         return True, _PlainUnpickler(io.BytesIO(pickled)).load()
-    except Exception:  # not plain, or not what it seems: torch.load decides
+    except Exception:  # not plain, or damaged: torch.load decides
         return False, None
 
 
 def load(data: bytes, *, weights_only: bool, key: str) -> Any:
     """The object in an archive of `torch.save`.
 
-    With `weights_only` only what torch or `harmless` know is built, else anything: raises `UntrustedCheckpointError`
-    for the rest, `CorruptCheckpointError` for what is no such archive.
+    `weights_only`: build only classes that torch or `trusted_types` allow, and raise `UntrustedCheckpointError` for
+    others. Raises `CorruptCheckpointError` if `data` is no such archive.
     """
     plain, value = _load_plain(data)
     if plain:

@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of parameters, and back."""
+"""Names an optimizer's state by parameters for a save, and hands loaded state back to the optimizer."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsd
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether names within it may be others than those of the same model without wrappers. Then torch is asked, which
-    takes ten times as long."""
+    """Whether its names may differ from those of the same model without wrappers. Then torch's functions make the
+    names, which takes ten times as long."""
     return any(not _WRAPPED.isdisjoint(part._modules) or hasattr(part, "_fqn_modifiers") for part in module.modules())
 
 
 class OptimizerState:
     """The state of an optimizer, by names if modules of the same application state own all its parameters.
 
-    `modules` by their keys. Where one of them owns all parameters (the first, if several do) names are those within
-    it. Where it takes several, names start with their keys. Else, and after `number`, parameters are numbered, as
-    `state_dict()` does.
+    `modules`: by their keys. If one module owns all parameters (the first such one), the names are those within the
+    module. If several modules own them together, the names start with the keys of the modules. Otherwise, and after
+    `number`, parameters are numbered as in `state_dict()`.
     """
 
     def __init__(self, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
         self._optimizer = optimizer
-        self._before: dict[Any, Any] | None = None  # the state that was there, if it was changed
+        self._before: dict[Any, Any] | None = None  # the state before `give_state`, if that changed it
         self._module: nn.Module | None = None
         self._prefixes: dict[str, str] = {}  # of names: keys of their modules
         parameters = set(self._parameters())
@@ -56,7 +56,7 @@ class OptimizerState:
                 self._prefixes[f"{name}."] = f"{key}."
 
     def key_of(self, name: Any) -> str | None:
-        """Under which key the parameter of that name itself is saved; None where parameters are numbered."""
+        """The key under which the parameter of that name is saved. None if parameters are numbered."""
         for prefix, key in self._prefixes.items():
             if str(name).startswith(prefix):
                 return key + str(name)[len(prefix) :]
@@ -67,7 +67,7 @@ class OptimizerState:
         return self._module is not None
 
     def number(self) -> None:
-        """Parameters have numbers for names from now on."""
+        """Numbers parameters from now on, instead of naming them."""
         self._module, self._prefixes = None, {}
 
     def form(self) -> dict[str, Any]:
@@ -86,13 +86,13 @@ class OptimizerState:
         return form
 
     def restore(self, form: dict[str, Any], was_loaded: Callable[[Any, Mapping[str, Any]], bool], key: str) -> None:
-        """Hands the optimizer what was loaded into `form`. State that it had before, and was not loaded, stays.
+        """Hands the optimizer the state that was loaded into `form`. State that it had before and was not loaded stays.
 
         Raises `IncompatibleStateError` if parameters were grouped in another way when they were saved.
         """
         optimizer, module = self._optimizer, self._module
         of_parameters = form["state"]
-        if self._before is not None:  # what was only made for loading into
+        if self._before is not None:  # leave out state that `give_state` made and the load did not fill
             had = self._named_before()
             of_parameters = {
                 name: values for name, values in of_parameters.items() if name in had or was_loaded(name, values)
@@ -113,8 +113,8 @@ class OptimizerState:
         self._before = None
 
     def give_state(self) -> None:
-        """Gives a state to parameters that have none, without changing them: a step with gradients, learning rate and
-        weight decay of zero, which no hook and no scheduler sees."""
+        """Creates the state of parameters that have none, without changing the parameters. It takes a step with
+        gradients, learning rate and weight decay of zero, past hooks and schedulers."""
         optimizer = self._optimizer
         lacking = {p for p in self._parameters() if p.requires_grad and not optimizer.state.get(p)}
         if not lacking:
@@ -122,7 +122,7 @@ class OptimizerState:
         self._before = dict(optimizer.state)
         gradients = {parameter: parameter.grad for parameter in self._parameters()}
         settings = [dict(group) for group in optimizer.param_groups]
-        # Without a learning rate nobody knows whether a step leaves parameters where they are.
+        # In a group without a learning rate a step may change parameters: their values are copied back afterwards.
         values = {
             parameter: parameter.detach().clone()
             for group in optimizer.param_groups
@@ -165,7 +165,7 @@ class OptimizerState:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _names(self, module: nn.Module) -> list[str]:
-        """By the number of the parameter."""
+        """The names of all parameters, by number."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         return [names[parameter] for parameter in self._parameters()]
 
@@ -178,7 +178,8 @@ class OptimizerState:
 
 
 class _StateLeftAlone:
-    """Keeps torch from giving an empty optimizer a state by a step of its own: where gradients are it takes none."""
+    """Keeps torch's functions from taking a step with an optimizer without state. They take none if a parameter has a
+    gradient, so one parameter gets one meanwhile."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -195,8 +196,8 @@ class _StateLeftAlone:
 
 
 def _in_groups(own: list[dict[str, Any]], loaded: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """The optimizer's own groups with what was loaded for them: by the names of parameters and, for names that were not
-    saved together with the group (those of other pipeline stages), by its number."""
+    """The optimizer's own groups with the loaded settings. A loaded group is found by the names of parameters; for
+    names that were not saved with any group (those of other pipeline stages), by the number of the group."""
     group_of = {name: number for number, group in enumerate(loaded) for name in group["params"]}
     groups = []
     for number, group in enumerate(own):

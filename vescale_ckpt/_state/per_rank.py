@@ -1,7 +1,7 @@
-"""`PerRank`: state that each rank has for itself, such as its random state or its place in the data.
+"""`PerRank` saves and restores an object of which each rank has its own: a random state, a position in the data.
 
-DCP keeps one value of each key. A `PerRank` under the key `data` is saved as `data.rank_0_of_8`, `data.rank_1_of_8` …,
-objects like any other (`{"state": value}`), so every reader of DCP checkpoints finds them.
+DCP keeps one value for each key. So a `PerRank` under the key `data` is saved under `data.rank_0_of_8`,
+`data.rank_1_of_8` …. Each is an ordinary object (`{"state": value}`), which every reader of DCP checkpoints finds.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import IncompatibleStateError
 
-_STATE = "state"  # what is stored is a dict, so that a tensor in it is part of an object and no tensor of its own
+_STATE = "state"  # key of the stored dict: a tensor in it is part of the object and is not stored separately
 Reshard = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
-    """Wraps an object that is saved by, and given back to, each rank. Its place is in dictionaries and lists: in a
-    tuple or a set, which are saved whole, it is refused.
+    """Wraps an object that each rank saves and gets back. It may stand in dictionaries and lists. In a tuple or a set,
+    which are saved as one object, it is refused.
 
     Args:
-        obj: anything that can be pickled; of an object with `state_dict` and `load_state_dict` it is its state that is
-            saved, and loading calls `load_state_dict`. Otherwise loading replaces `.obj`.
-        reshard: called as `reshard(objects, rank, size)` when another number of ranks loads than saved, with what all
-            ranks saved, in their order; returns what this rank gets. Without it such a load raises
-            `IncompatibleStateError`.
+        obj: anything that can be pickled. If it has `state_dict` and `load_state_dict`, its state is saved, and a load
+            calls `load_state_dict`. Otherwise a load replaces `.obj`.
+        reshard: called as `reshard(objects, rank, size)` if the number of ranks differs between save and load.
+            `objects` are those of all ranks that saved, by rank. It returns this rank's object. Without it such a load
+            raises `IncompatibleStateError`.
     """
 
     def __init__(self, obj: Any, *, reshard: Reshard | None = None) -> None:
@@ -52,7 +52,7 @@ _counted: ContextVar[tuple[int, int] | None] = ContextVar("_counted", default=No
 
 @contextmanager
 def counted(rank: int, size: int) -> Iterator[None]:
-    """Within it this rank has that number, among so many: those of a process group."""
+    """A context in which `this_rank` returns these numbers, which are those of a process group."""
     token = _counted.set((rank, size))
     try:
         yield
@@ -61,7 +61,7 @@ def counted(rank: int, size: int) -> Iterator[None]:
 
 
 def this_rank() -> tuple[int, int]:
-    """Rank and number of ranks of the save or load, where we know its group; else of the job."""
+    """Rank and number of ranks: of the save's or load's process group if it is known, else of the job."""
     if (known := _counted.get()) is not None:
         return known
     if dist.is_available() and dist.is_initialized():
@@ -92,13 +92,13 @@ def unwrapped(flat: dict[str, Any], paths: dict[str, Any]) -> tuple[dict[str, An
 
 
 class Restoring:
-    """The `PerRank` objects of a state that is being loaded, and what has arrived for them."""
+    """The `PerRank` objects of a state that is being loaded, and the values that were read for them."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, tuple[_Collected, int]] = {}
 
     def wanted(self, flat: dict[str, Any], stored: Callable[[], Iterable[str]]) -> dict[str, Any]:
-        """A flattened state to load, with each `PerRank` replaced by the names that it is loaded from. `stored` gives
+        """A flattened state to load, with each `PerRank` replaced by the keys from which it is loaded. `stored` returns
         the checkpoint's keys."""
         if not _any_in(flat):
             return flat
@@ -124,7 +124,7 @@ class Restoring:
         return state
 
     def take(self, name: str, value: Any) -> bool:
-        """Whether `name` is one of them; if so it has been taken."""
+        """Takes `value` if `name` is a key of a `PerRank`. Returns whether it is."""
         if name not in self._waiting:
             return False
         collected, number = self._waiting.pop(name)
@@ -152,8 +152,8 @@ class _Collected:
 
 
 def _any_in(flat: dict[str, Any]) -> bool:
-    """Whether one of the values is a `PerRank`. Raises for one inside a value: DCP takes dictionaries and lists apart,
-    but a tuple or a set is one object, of which one rank's is saved."""
+    """Whether one of the values is a `PerRank`. Raises for one inside a tuple or a set: DCP saves these as one object,
+    and that of one rank only."""
     kinds = set(map(type, flat.values()))
     if any(map(_is_container, kinds)):
         for key, value in flat.items():

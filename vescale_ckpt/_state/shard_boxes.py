@@ -1,9 +1,9 @@
-"""Which boxes of the whole tensor a rank's local tensor holds, in closed form.
+"""Computes which boxes of the whole tensor a rank's local DTensor holds, for inventories, from placements alone.
 
-A placement cuts one dimension of what the placements before it left: `Shard` as `torch.chunk` does, a strided shard
-(FSDP over tensor parallelism) every one of `split_factor` chunks by itself. So a dimension of a local tensor is a list
-of runs of the whole one, and the local tensor the product of those lists. Torch finds the same by cutting up index
-tensors as long as the dimension, and keeps only the first run.
+Each placement cuts one dimension of what the placements before it have left. `Shard` cuts it as `torch.chunk` does; a
+strided shard (FSDP over tensor parallelism) cuts each of `split_factor` chunks separately. So a dimension of the local
+tensor is a list of runs of the whole dimension, and the local tensor is the product of these lists. Torch computes the
+same from index tensors as long as the dimension, and keeps only the first run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
 
 
-class Piece(NamedTuple):
-    """A box of a tensor, as elements by dimension."""
+class ShardBox(NamedTuple):
+    """A box of a tensor. All three are elements by dimension."""
 
     offset: tuple[int, ...]  #: in the whole tensor
     size: tuple[int, ...]
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Keeps one of `parts` chunks of a dimension, or one of each of its `factor` chunks."""
+    """Divides each of `factor` chunks of a dimension in `parts`, and keeps the part number `kept` of each."""
 
     parts: int
     kept: int
@@ -39,19 +39,19 @@ class _Cut(NamedTuple):
 _Run = tuple[int, int]  # start in the whole dimension, length > 0
 
 
-def pieces_of(dtensor: DTensor) -> tuple[Piece, ...]:
-    """The boxes that this rank's local tensor consists of; none where the rank is not in the mesh.
+def boxes_of(dtensor: DTensor) -> tuple[ShardBox, ...]:
+    """The boxes that this rank's local tensor consists of. There are none if the rank is not in the mesh.
 
-    A local tensor without elements is one box without elements. Raises `CheckpointError` for placements that are no
-    layout of values: `Partial`, and those not known here.
+    A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for unknown
+    placements.
     """
     (layout,) = torch_private.dtensor_layouts([dtensor])
     coordinate = layout.mesh.get_coordinate()
-    return () if coordinate is None else pieces(layout, tuple(layout.mesh.shape), tuple(coordinate))
+    return () if coordinate is None else boxes_at(layout, tuple(layout.mesh.shape), tuple(coordinate))
 
 
-def pieces(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Piece, ...]:
-    """As `pieces_of`, at any coordinate of the mesh."""
+def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
+    """The same as `boxes_of`, for any coordinate of the mesh."""
     cuts: list[list[_Cut]] = [[] for _ in layout.shape]
     for mesh_dim in _mesh_dims_in_order(layout):
         placement = layout.placements[mesh_dim]
@@ -62,17 +62,17 @@ def pieces(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple
         if not 0 <= dim < len(cuts):
             raise CheckpointError(f"a tensor of shape {tuple(layout.shape)} cannot be sharded by {placement}")
         cuts[dim].append(_Cut(mesh_shape[mesh_dim], coordinate[mesh_dim], factor))
-    return _pieces(tuple(layout.shape), tuple(map(tuple, cuts)))
+    return _boxes(tuple(layout.shape), tuple(map(tuple, cuts)))
 
 
-def local_shape(found: Sequence[Piece]) -> tuple[int, ...]:
-    """The shape of the local tensor that consists of such pieces, of which there is at least one."""
+def local_shape(found: Sequence[ShardBox]) -> tuple[int, ...]:
+    """The shape of the local tensor that consists of these boxes. There must be at least one."""
     last = found[-1]
     return tuple(start + size for start, size in zip(last.local_offset, last.size, strict=True))
 
 
 def _mesh_dims_in_order(layout: DTensorLayout) -> Iterable[int]:
-    """In which order placements apply. Only the order of those that cut the same dimension matters."""
+    """The order in which placements apply. It matters only for placements that cut the same dimension."""
     if layout.shard_order is None:
         return range(len(layout.placements))
     ordered = [mesh_dim for entry in layout.shard_order for mesh_dim in entry.mesh_dims]
@@ -92,16 +92,16 @@ def _factor(placement: Placement) -> int:
 
 
 @lru_cache(maxsize=4096)  # layers repeat: a few shapes and placements make up a model
-def _pieces(shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...]) -> tuple[Piece, ...]:
+def _boxes(shape: tuple[int, ...], cuts: tuple[tuple[_Cut, ...], ...]) -> tuple[ShardBox, ...]:
     runs = [_runs(size, dim_cuts) for size, dim_cuts in zip(shape, cuts, strict=True)]
     lengths = tuple(sum(length for _, length in dim_runs) for dim_runs in runs)
     if 0 in lengths:
         offset = tuple(dim_runs[0][0] if dim_runs else size for dim_runs, size in zip(runs, shape, strict=True))
-        return (Piece(offset, lengths, (0,) * len(shape)),)
+        return (ShardBox(offset, lengths, (0,) * len(shape)),)
     found = []
     for box in product(*map(_with_local_starts, runs)):
         offset, size, local = zip(*box, strict=True) if box else ((), (), ())
-        found.append(Piece(offset, size, local))
+        found.append(ShardBox(offset, size, local))
     return tuple(found)
 
 
@@ -114,7 +114,7 @@ def _with_local_starts(runs: list[_Run]) -> list[tuple[int, int, int]]:
 
 
 def _runs(size: int, cuts: Sequence[_Cut]) -> list[_Run]:
-    """What is left of a dimension, in the order in which it lies in the local tensor."""
+    """The runs of a dimension that all cuts leave, in their order in the local tensor."""
     runs = [(0, size)] if size else []
     for cut in cuts:
         length = sum(length for _, length in runs)
@@ -134,7 +134,7 @@ def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
-    """What rising ranges of positions in `runs` cover, neighbours joined."""
+    """The runs at the positions `ranges`, counted over all `runs`. Ranges rise. Adjacent runs are joined."""
     taken: list[_Run] = []
     number, at = 0, 0  # the run at hand, and the position of its first element
     for begin, end in ranges:

@@ -1,4 +1,4 @@
-"""Finds tensors in the same memory, for formats that store each tensor once, by one name."""
+"""Finds tensors that share memory, for formats that store each tensor once, under one name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .describe import Description
 
 
 def tied_names(description: Description) -> dict[str, str]:
-    """For each key whose tensor is another's, in the same memory: the key that is kept, the first of the state.
+    """For each key whose tensor is the same memory as that of an earlier key: the first such key, which is kept.
 
-    Raises RuntimeError for tensors that share memory and are not the same.
+    Raises RuntimeError for tensors that share memory without being equal in every respect.
     """
     groups = _C.items_that_share_memory(
         description.inventory, description.sources, description.table, description.ready
@@ -45,10 +45,11 @@ def tied_names(description: Description) -> dict[str, str]:
 
 
 def empty_duplicates(description: Description) -> set[str]:
-    """Keys of which this rank has nothing but empty boxes, but for the first of each shape and dtype.
+    """Keys of which this rank has only empty boxes, without the first key of each shape and dtype.
 
-    Whether such are tied memory does not tell, other ranks may know that they are and not store them: then an empty box
-    would be all that is left. Where they are not tied others hold all of them, and an empty box adds nothing.
+    Empty boxes have no memory that tells whether the tensors are tied. If they are, other ranks do not store them, and
+    an empty box must not stand for such a tensor. If they are not, other ranks hold all elements, so that leaving out
+    an empty box loses nothing.
     """
     if all(tensor.numel() for tensor in description.tensors):
         return set()
@@ -61,7 +62,7 @@ def empty_duplicates(description: Description) -> set[str]:
 
 
 def _where(description: Description, item: int) -> tuple[Any, ...]:
-    """What an item is, in every respect but its name."""
+    """All traits of an item except its name."""
     _, _, dtype, _, _, shape, offset, size = description.items[item]
     tensor, local_offset = description.source(item)
     lies = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -69,7 +70,7 @@ def _where(description: Description, item: int) -> tuple[Any, ...]:
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Groups of tensors whose memory overlaps. Parts of one storage that do not overlap are no such group."""
+    """Groups of tensors whose memory overlaps. Disjoint parts of one storage do not count."""
     areas: dict[torch.device, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
@@ -94,7 +95,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def shared_memory_error(groups: Sequence[Sequence[str]]) -> RuntimeError:
-    """What to raise for groups of names whose tensors share memory."""
+    """The error for groups of names whose tensors share memory."""
     return RuntimeError(
         f"tensors that share memory would be stored once each, and be apart when they are loaded: "
         f"{'; '.join(some(group) for group in groups)}. Save one of each group and tie the others again after "

@@ -1,7 +1,7 @@
-"""Notes what the dotted keys of a nested state leave out: keys that are no text, and mappings without elements.
+"""Records what the dotted keys of a nested state leave out, for loads: keys that are no text, and empty mappings.
 
-DCP makes text of all keys of mappings, and an empty mapping has no element to be stored. Both are noted beside the
-paths of the keys, in an attribute of `.metadata` that stock readers do not look at (docs/format.md).
+DCP turns all keys of mappings into text, and an empty mapping has no element to store. Both are recorded beside the
+paths of the keys, in an attribute of `.metadata` that stock readers ignore (docs/format.md).
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 class _NotKept(Exception):
-    """No key of this kind can be noted."""
+    """A key is of a kind that cannot be recorded."""
 
 
 @dataclass
 class Structure:
-    """Of one state. Paths are those of `flatten`: text for keys of mappings, numbers for elements of lists."""
+    """The record of one state. Paths are those of `flatten`: text for keys of mappings, numbers for elements of
+    lists."""
 
     numbered: set[Path] = field(default_factory=set)  #: mappings whose keys are whole numbers, all of them
     keys: dict[Path, Any] = field(default_factory=dict)  #: other keys that are no text, by the path that they end
     empty: set[Path] = field(default_factory=set)  #: mappings without elements
-    lost: list[Path] = field(default_factory=list)  #: of keys that will come back as text; not stored
+    lost: list[Path] = field(default_factory=list)  #: keys that will be loaded as text; not stored
 
     def see(self, mapping: Mapping[Any, Any], path: Path) -> None:
-        """Notes the keys of a mapping that lies at `path`."""
+        """Records the keys of the mapping at `path`."""
         if not mapping:
             if path:
                 self.empty.add(path)
@@ -64,7 +65,7 @@ class Structure:
         return self.keys.get((*path, text), text) if self.keys else text
 
     def pack(self) -> str:
-        """As text; empty if there is nothing to note."""
+        """The record as text; empty if it has no content."""
         if not (self.numbered or self.keys or self.empty):
             return ""
         numbered, empty = (sorted(map(list, paths), key=repr) for paths in (self.numbered, self.empty))
@@ -88,7 +89,7 @@ class Structure:
 
     @staticmethod
     def merged(packed: Iterable[str]) -> str:
-        """Of the states of all ranks, as text."""
+        """The records of all ranks as one, as text."""
         distinct = [text for text in dict.fromkeys(packed) if text]
         if len(distinct) < 2:
             return "".join(distinct)
@@ -101,13 +102,13 @@ class Structure:
 
 
 def structure_of(metadata: Metadata) -> Structure | None:
-    """What a checkpoint's metadata note; None if whoever wrote it notes nothing."""
+    """The record in a checkpoint's metadata. None if it has none: another tool wrote it."""
     noted = getattr(metadata, ATTRIBUTE, None)
     return Structure.unpack(noted) if isinstance(noted, str) else None
 
 
 def is_number(text: str) -> bool:
-    """Whether it is what `str` makes of a whole number."""
+    """Whether `text` is the result of `str` for a whole number."""
     digits = text.removeprefix("-")
     return digits.isdecimal() and digits.isascii() and len(digits) < 4000 and str(int(text)) == text
 

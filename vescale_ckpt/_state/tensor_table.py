@@ -1,9 +1,9 @@
-"""Makes tables of tensors for the engine: where each lies in memory, and whether its memory may be used as it is.
+"""Makes tables of tensors for the engine: the address of each, and whether the engine may use its memory directly.
 
-A table is rows of 64-bit integers, one behind another: address, dtype code or -1, device or -1, dimensions n, n sizes,
-n strides (elements). A device is DLPack's code, 1 for host memory, and its number times 2^32. Address and device are -1
-for what has no memory of its own to be read: meta and sparse tensors, quantized ones, subclasses. The dtype is -1 if no
-checkpoint can hold it.
+A table has one row a tensor, all of 64-bit integers: address, dtype code, device, number of dimensions n, n sizes, n
+strides (elements). A device is DLPack's code, 1 for host memory, plus its number times 2^32. Address and device are -1
+for tensors without plain memory: meta, sparse and quantized tensors, subclasses. The dtype code is -1 if no checkpoint
+can hold the dtype.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .._engine.tensor_checks import is_host_memory, is_plain_tensor
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 HOST_DEVICE, CUDA_DEVICE = 1, 2  # DLPack's codes
 
-# What `ready_tensors` says of each tensor. From ON_DEVICE on: on the CUDA device of that number less ON_DEVICE.
+# The flags of `ready_tensors`. ON_DEVICE + i: on CUDA device i.
 NOT_READY, ON_HOST, ON_DEVICE = 0, 1, 2
 
 
 def tensor_table(tensors: list[torch.Tensor]) -> bytes:
-    """The table of all `tensors`, read in one call. No tensor raises; which row is of what use its numbers say."""
+    """The table of all `tensors`, read in one call. Raises for no kind of tensor."""
     return _C.tensor_table(tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row)
 
 
 def tensor_row(tensor: torch.Tensor) -> list[int]:
-    """One row, through torch's Python interface instead of DLPack."""
+    """The row of one tensor, by torch's Python interface instead of DLPack."""
     try:
         shape = [int(size) for size in tensor.shape]
     except Exception:  # nested tensors have none; subclasses may do anything
@@ -58,7 +58,7 @@ def _device(tensor: torch.Tensor) -> int:
 
 
 def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """A view of a box of it."""
+    """A view of a box of a tensor."""
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
         if start != 0 or tensor.size(dim) != length:
             tensor = tensor.narrow(dim, start, length)
@@ -66,12 +66,12 @@ def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -
 
 
 def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
-    """For each tensor, whether it may be used where it is. `table` is the `tensor_table` of them.
+    """For each tensor, whether its memory may be used directly. `table` is the `tensor_table` of them.
 
-    ON_HOST: as `is_host_memory`, by all of the engine. ON_DEVICE and above: the same of memory of a CUDA device,
-    which snapshots copy. CUDA is not touched unless there are tensors on it.
+    ON_HOST: the whole engine may use it (see `is_host_memory`). ON_DEVICE and above: it is memory of a CUDA device,
+    which snapshots copy. CUDA is used only if there are tensors on it.
 
-    Maps over torch's C methods: no Python runs for a tensor in host memory.
+    It maps torch's C methods over the tensors, so that no Python code runs for a tensor in host memory.
     """
     return ready_tensors_and_storages(tensors, table)[0]
 
@@ -79,7 +79,7 @@ def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
 def ready_tensors_and_storages(
     tensors: list[torch.Tensor], table: bytes
 ) -> tuple[bytes, list[torch.UntypedStorage], list[int]]:
-    """The same, and the storages that were asked for it, with the bytes of each."""
+    """The same, and the storages of the tensors that have one, with the bytes of each."""
     devices = _C.tensor_devices(table)
     asked, with_cuda = tensors, False
     if devices.count(HOST_DEVICE) != len(tensors):
@@ -109,5 +109,5 @@ def _is_cuda(device: int) -> bool:
 
 
 def device_number(ready: int) -> int:
-    """The CUDA device that `ready_tensors` speaks of; -1 for none."""
+    """The CUDA device of a flag of `ready_tensors`; -1 for none."""
     return ready - ON_DEVICE if ready >= ON_DEVICE else -1

@@ -1,8 +1,9 @@
-"""What a restricted unpickler may build beside what torch's own does: values of the standard library, and numpy's.
+"""Unpickles objects for loads with `weights_only=True`: torch's list of types, and those listed here.
 
-torch's list can be added to, but only for the whole process. So pickles that it refuses are read a second time, by an
-unpickler that knows torch's list, what the user has added to that, and this one. Nothing in the list acts or opens
-anything; numpy's arrays are made anew from their bytes, as numpy's own `__setstate__` trusts what it is given.
+The list here has types of the standard library and of numpy. torch's list can only be extended for the whole process.
+So a pickle that torch refuses is read a second time by an unpickler that knows torch's list, the user's additions to
+it, and the list here. No entry of the list runs code from the pickle or opens a file. numpy's arrays are made from
+their bytes, because numpy's own `__setstate__` does not check its input.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     bytes: _bytes,
     **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
-#: What defaultdicts are made with. A pickle has no need to call them: `list(range(n))` would take n of memory,
-#: `int(Decimal("1e999999999"))` as much.
+#: Allowed as the factory of a defaultdict, and never called from a pickle: `list(range(n))` would take memory for n
+#: values, and `int(Decimal("1e999999999"))` as much.
 _NEVER_CALLED = (int, float, bool, str, list, dict, tuple, torch.Tensor)
 _BY_NAME = {(kind.__module__, kind.__qualname__): make for kind, make in _CLASSES.items()}
 _WITH_ATTRIBUTES = (argparse.Namespace, types.SimpleNamespace)
@@ -77,7 +78,7 @@ _LISTS = (list, collections.deque)
 
 
 class Recorder:
-    """Pickles through torch.save, and keeps which classes and functions it has used that loads would refuse."""
+    """Pickles for torch.save, and records the used classes and functions that loads would refuse."""
 
     __name__ = "pickle"  # which torch.save asks of what it takes for a module
 
@@ -119,7 +120,7 @@ def _is_numpy_dtype(value: Any) -> bool:
 
 
 def _of_the_user() -> dict[str, Any]:
-    """By name, what was given to `torch.serialization.add_safe_globals`."""
+    """The globals that the user gave to `torch.serialization.add_safe_globals`, by name."""
     found = {}
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
@@ -131,7 +132,7 @@ def _of_the_user() -> dict[str, Any]:
 
 
 def load(data: bytes) -> Any:
-    """What torch.load gives, of an archive which that refuses with weights_only=True. Raises `UnpicklingError`."""
+    """The object in an archive that torch.load refuses with weights_only=True. Raises `UnpicklingError`."""
     module = types.SimpleNamespace(__name__="pickle", Unpickler=_Unpickler, load=_refuse)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=module)
 
@@ -149,7 +150,7 @@ def _numpy() -> Any:
 
 
 class _UnderWay:
-    """A value of numpy's that its state is still to come for."""
+    """A numpy value of which the pickle has not given the state yet."""
 
     def __init__(self) -> None:
         self.memos: list[int] = []  #: under which numbers the pickle remembers it
@@ -159,7 +160,7 @@ class _UnderWay:
 
 
 class _Dtype(_UnderWay):
-    """numpy's dtype under way: `numpy.dtype(name, align, copy)`, then its state."""
+    """A numpy dtype: `numpy.dtype(name, align, copy)`, then its state."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class _Dtype(_UnderWay):
 
 
 class _Array(_UnderWay):
-    """numpy's array under way: `_reconstruct(numpy.ndarray, (0,), b"b")`, then its state."""
+    """A numpy array: `_reconstruct(numpy.ndarray, (0,), b"b")`, then its state."""
 
     def __init__(self, kind: Any, *_: Any) -> None:
         super().__init__()
@@ -217,7 +218,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 
 class _NDARRAY:
-    """Stands for numpy.ndarray itself, which nobody calls."""
+    """Stands for numpy.ndarray, which pickles name and do not call."""
 
 
 _NUMPY: dict[tuple[str, str], Any] = {
@@ -228,7 +229,7 @@ _NUMPY: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that calls something can be looked at
+class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations can be overridden
     proto: int
     stack: list[Any]
     memo: dict[int, Any]
@@ -249,7 +250,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: each operation that c
         self._known -= {id(kind) for kind in _NEVER_CALLED}
         self._of_torch = {id(function) for function in self._torch_s.values()}
         self._rebuild = self._torch_s.get("torch._tensor._rebuild_from_type_v2")
-        self._under_way = 0  # values that their state is still to come for
+        self._under_way = 0  # values without their state so far
 
     def load(self) -> Any:
         value = super().load()

@@ -1,4 +1,4 @@
-"""`Watch` tells whether tensors that are read for a while were changed meanwhile, for saves and loads."""
+"""`Watch` finds tensors that another thread changes while a save reads them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..errors import CheckpointError
 
 
 class Watch:
-    """Of some tensors, from when it is made.
+    """Finds changes of some tensors since it was made.
 
-    Torch's version counters tell, which are those of the tensors given: a name by `.data` has one of its own, and a
-    DTensor another than what it holds on this rank. So do address and size of the storages. The storages are held: a
-    tensor that is given other memory (`.data =`) does not take the old one away from who reads it.
+    It compares torch's version counters and the addresses and sizes of storages. Only the counters of the given tensors
+    count: a tensor made by `.data` has its own counter, and a DTensor has another than its local tensor. The storages
+    are kept alive, so that the old memory of a tensor that is given other memory (`.data =`) can still be read.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -27,7 +27,7 @@ class Watch:
         self._versions, self._places = torch_private.versions(tensors), self._places_now()
 
     def changed(self) -> list[int]:
-        """The numbers of those that were changed, or whose memory was."""
+        """The numbers of the tensors that were changed, or whose memory was."""
         versions, places = torch_private.versions(self._tensors), self._places_now()
         if versions == self._versions and places == self._places:
             return []
@@ -41,7 +41,7 @@ class Watch:
 
 
 class WatchedState:
-    """The same of the tensors of a flat state, by its keys."""
+    """A `Watch` of all tensors of a flat state, by its keys."""
 
     def __init__(self, flat: Mapping[str, Any]) -> None:
         found = [(key, tensor) for key, value in flat.items() for tensor in tensors_of(value)]
@@ -49,21 +49,21 @@ class WatchedState:
         self._watch = Watch([tensor for _, tensor in found])
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` naming what was changed."""
+        """Raises `CheckpointError` that names a tensor that was changed."""
         if changed := self._watch.changed():
             raise changed_meanwhile(self._names[changed[0]])
 
 
 def tensors_of(value: Any) -> Sequence[torch.Tensor]:
-    """What changes when the value does: a DTensor counts for itself, and what it holds on this rank, too."""
+    """The tensors to watch for a value. For a DTensor they are itself and its local tensor, which count separately."""
     if isinstance(value, DTensor):
         return value, *local_parts(value)
     return local_parts(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else ()
 
 
 def local_parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
-    """What a tensor holds on this rank."""
-    if isinstance(value, ShardedTensor):  # which calls itself a tensor
+    """The tensors that hold a value on this rank."""
+    if isinstance(value, ShardedTensor):  # which is an instance of torch.Tensor, too
         return [shard.tensor for shard in value.local_shards()]
     return torch_private.local_tensors([value]) if isinstance(value, DTensor) else [value]
 
@@ -77,7 +77,7 @@ def changed_meanwhile(key: str) -> CheckpointError:
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """One for each; an empty one where there is none to speak of: of sparse tensors, and of some subclasses."""
+    """The storage of each tensor; an empty one for tensors without storage: sparse tensors and some subclasses."""
     try:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         list(map(torch.UntypedStorage.data_ptr, storages))

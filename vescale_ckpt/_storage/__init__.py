@@ -1,1 +1,1 @@
-"""Storage: the one package that touches a checkpoint's files, but for the large ones that the engine streams."""
+"""Reads, writes and locks the files of checkpoints for all other packages; only the engine opens large files itself."""

@@ -1,7 +1,7 @@
-"""A directory of a checkpoint, an export or a manager: what everything above asks of a storage, and where it is local.
+"""`Directory` is the interface to a storage for checkpoints, exports and managers; `LocalDirectory` implements it.
 
-A storage needs to give: names in any order, files that appear whole, and writes that are seen by reads that follow. Its
-users rename nothing and lock nothing themselves. Large files the engine reads and writes, by their paths.
+A storage must give names in any order, files that appear whole, and reads that see all earlier writes. Its users do not
+rename or lock anything themselves. The engine reads and writes large files by their paths.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from .locks import LOCK_NAME, READ, FileLock
 
 logger = logging.getLogger(__name__)
 
+#: Of the names of marks. They are named like temporary files of a checkpoint's metadata, so that clean-ups find them.
+MARK_PREFIX = ".metadata.tmp.place."
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-_BEGINNING = 1 << 20  # bytes that are looked at before all of a larger file is read
-_MOST_NAMES = 10_000  # of directories that are remembered as durable
+_BEGINNING = 1 << 20  # bytes that are checked before the rest of a larger file is read
+_MOST_NAMES = 10_000  # directories that are remembered as durable
 _SET_ASIDE = ".deleting"
 
-CheckBeginning = Callable[[bytes, int], None]  # of a file's first bytes, and how long it is; raises if it is unsound
+CheckBeginning = Callable[[bytes, int], None]  # of a file's first bytes and its size; raises if the file is unsound
 IsTaken = contextlib.AbstractContextManager["bool | None"]
 
 
 class Stat(NamedTuple):
-    """What a storage knows of a file without reading it."""
+    """What a storage knows about a file without reading it."""
 
     size: int  #: bytes
     modified_ns: int  #: when it was last written to
-    identity: tuple[int, ...]  #: changes when it is written to, and when another takes its name
-    changed_ns: int  #: when that, or how it is named, changed last
+    identity: tuple[int, ...]  #: changes when the file is written to or replaced
+    changed_ns: int  #: when its content or name was last changed
     is_file: bool
     is_folder: bool
 
@@ -54,8 +57,11 @@ class Stat(NamedTuple):
 
 
 class Directory(ABC):
-    """A directory, which need not exist. Unless they say something else, methods raise OSError, FileNotFoundError for
-    what is missing, and `_C.EngineError` where the engine writes. They may be called from any thread."""
+    """A directory, which need not exist. Any thread may call its methods.
+
+    Unless a method says otherwise, it raises OSError (FileNotFoundError for a missing file), and `_C.EngineError` if it
+    writes through the engine.
+    """
 
     path: str  #: as messages name it, and the engine takes it
 
@@ -63,97 +69,107 @@ class Directory(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Of files and folders, in no order."""
+        """The names of files and folders, in any order."""
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """Names of folders, links left out. None if the directory is missing."""
+        """The names of folders, without links. Empty if the directory is missing."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is something of that name. Cheaper than `names`. Raises nothing."""
+        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing."""
 
     @abstractmethod
     def stat(self, name: str = "") -> Stat:
-        """Of a file; without a name, of what is at `path`."""
+        """The `Stat` of a file; without a name, that of `path` itself."""
 
     # --- Small files
 
     @abstractmethod
     def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
-        """All of a file. Raises OSError for what is no regular file, too.
+        """The content of a file. Raises OSError also if it is no regular file.
 
-        `check` looks at the beginning of a large file before memory is taken for the rest, and at how long it claims to
-        be. Raises what `check` raises, and `UntrustedCheckpointError` if the file claims bytes that nobody wrote.
+        `check` gets the beginning and the size of a large file before memory for the rest is allocated. Raises what
+        `check` raises, and then `UntrustedCheckpointError` if the file has holes.
         """
 
     @abstractmethod
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
-        """The bytes from `begin` on, which counts from the end where it is negative, and what the file was that they
-        are of. Fewer bytes where the file is shorter."""
+        """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
+        end. Fewer bytes if the file is shorter."""
 
     @abstractmethod
     def write(self, name: str, content: bytes) -> None:
-        """Writes a whole file, in place of one that has the name. It appears all at once, and is durable."""
+        """Writes a whole file, atomically and durably. Replaces a file of that name."""
 
     @abstractmethod
     def remove(self, name: str) -> bool:
-        """Removes a file. Whether there was one."""
+        """Removes a file. Returns whether it was there."""
 
     @abstractmethod
     def add_name(self, name: str, other: str) -> None:
-        """Gives the content of a file a second name, which is free. Where that is not possible, raises."""
+        """Gives a file a second name, which must be free. Raises if the storage cannot do that."""
+
+    # --- Whether ranks use one directory
+
+    @abstractmethod
+    def leave_mark(self, name: str) -> None:
+        """Makes an empty file, which must be missing before. It is not durable."""
+
+    @abstractmethod
+    def sees_mark(self, name: str) -> bool:
+        """Whether the directory holds the file now, without what a client may have cached. Raises nothing."""
 
     # --- The directory itself
 
     @abstractmethod
     def make(self) -> None:
-        """Makes it if it is missing, durably, with the directories above it. Raises `CheckpointError`."""
+        """Makes the directory and those above it durably, if they are missing. Raises `CheckpointError`."""
 
     @abstractmethod
     def make_durable(self, holds_one: bool) -> None:
-        """Makes durable that the directory is there: whoever made it may not have. Once in a process for each directory
-        that holds a checkpoint (`holds_one`)."""
+        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether it holds a
+        checkpoint; then it is synced only once in a process."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Makes durable which names there are."""
+        """Makes the names in the directory durable."""
 
     # --- Others who use it
 
     @abstractmethod
     def share(self, name: str = LOCK_NAME) -> FileLock | None:
-        """Keeps the directory from being removed while the file `name` is read; without a name, while a save goes on,
-        for which it is made if it is missing.
+        """A lock that keeps the directory from being removed while the file `name` is read. Without a name, it is the
+        lock of a save: then the directory is made if it is missing.
 
-        None if nobody can tell who uses what, or there is no such file. For a save raises `CheckpointError`.
+        None if the storage has no locks, or there is no such file. For a save it raises `CheckpointError`.
         """
 
     @abstractmethod
     def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
-        """A context: whether nobody else uses the directory, told by the files that loads (`held`) and saves (`tested`)
-        lock. Nobody begins to as long as it lasts. None: nobody can tell."""
+        """A context that gives whether nobody else uses the directory; None if the storage has no locks. While it
+        lasts, no new use begins. `held`: the files that loads lock; `tested`: those that saves lock."""
 
     # --- Folders in it
 
     @abstractmethod
     def set_aside(self, name: str) -> None:
-        """Begins to remove a folder: nobody finds anything under its name any more."""
+        """Begins the removal of a folder: takes away its name, at once."""
 
     @abstractmethod
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
-        """Removes the folders that were set aside, by anybody, with names for which `is_one`: the file `first` goes
-        before all others, durably. So what is interrupted is a whole folder or one without `first`. Failures are
-        logged."""
+        """Removes all folders that were set aside, by any process, and whose names satisfy `is_one`. The file `first`
+        is removed before all others, durably: an interrupted removal leaves a whole folder or one without `first`.
+        Failures are logged."""
 
 
 def directory_at(path: str) -> Directory:
-    """The directory that a checked path names (see `local_path`)."""
+    """The directory at a path that `local_path` returned."""
     return LocalDirectory(path)
 
 
 def stat_of(path: str) -> Stat:
-    """Of one file or directory. Raises OSError."""
+    """The `Stat` of one file or directory. Raises OSError."""
     return directory_at(path).stat()
 
 
@@ -172,7 +188,7 @@ def is_file(path: str) -> bool:
 
 
 class LocalDirectory(Directory):
-    """On a file system that this machine has mounted."""
+    """A directory on a file system that this machine has mounted."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -219,6 +235,24 @@ class LocalDirectory(Directory):
     def add_name(self, name: str, other: str) -> None:
         _C.link_file(self._at(name), self._at(other))
 
+    def leave_mark(self, name: str) -> None:
+        os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+    def sees_mark(self, name: str) -> bool:
+        # Each look opens the directory: then the client of a network file system asks its server about it again.
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            os.stat(name, dir_fd=descriptor)
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(descriptor)
+
     def make(self) -> None:
         if os.path.isdir(self.path):
             return
@@ -231,8 +265,8 @@ class LocalDirectory(Directory):
                 _sync_name(level)
 
     def make_durable(self, holds_one: bool) -> None:
-        # One that holds none may have been removed and made anew since, by anybody: it has the same number then on many
-        # file systems.
+        # A directory without a checkpoint may have been removed and made anew by another process. On many file systems
+        # it then has the same inode number.
         status = os.stat(self.path)
         if not holds_one or (self.path, status.st_dev, status.st_ino) not in _durable_names:
             _sync_name(self.path)
@@ -248,7 +282,7 @@ class LocalDirectory(Directory):
         return locks.alone(self.path, held, tested)
 
     def set_aside(self, name: str) -> None:
-        # A rename: what is under the name is whole or not there, whenever this ends.
+        # By a rename: at every instant the folder is whole under its name, or has lost the name.
         os.rename(self._at(name), self._at(name + _SET_ASIDE))
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
@@ -257,7 +291,7 @@ class LocalDirectory(Directory):
         if not found:
             return
         try:
-            self.sync()  # or a crash might bring the old name back, to what is half erased
+            self.sync()  # else a crash might bring back the old name of a half erased folder
         except _C.EngineError as error:
             logger.warning("cannot remove %s now: %s", ", ".join(found), error)
             return
@@ -268,7 +302,7 @@ class LocalDirectory(Directory):
                     _C.sync_directory(path)
                 shutil.rmtree(path)
             except (OSError, _C.EngineError) as error:
-                if error.errno != errno.ENOENT:  # two who erase the same
+                if error.errno != errno.ENOENT:  # another process erases it, too
                     logger.warning("cannot remove %s now: %s", path, error)
 
     def _at(self, name: str) -> str:
@@ -282,10 +316,10 @@ def _checked(status: os.stat_result, path: str) -> Stat:
 
 
 def _check_no_hole(descriptor: int, size: int, path: str) -> None:
-    """That a file that claims to be large is not just that: it may be longer than what was ever written to it."""
+    """Raises if a large file has holes: its size may exceed what was ever written to it."""
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
-    except OSError:  # no such question here
+    except OSError:  # the file system does not report holes
         hole = size
     if hole < size:
         raise UntrustedCheckpointError(
@@ -293,12 +327,12 @@ def _check_no_hole(descriptor: int, size: int, path: str) -> None:
         )
 
 
-_durable_names: set[tuple[str, int, int]] = set()  # paths that were synced, and what they were
+_durable_names: set[tuple[str, int, int]] = set()  # synced paths, with device and inode
 
 
 def _sync_name(directory: str) -> None:
-    """Syncs the directory above this one. Where that may not be opened, this one: of one that is new, most file systems
-    write the name, too."""
+    """Syncs the directory above this one. If that may not be opened, syncs this one: for a new directory, most file
+    systems write its name, too."""
     try:
         _C.sync_directory(os.path.dirname(directory.rstrip(os.sep) or os.sep))
     except _C.EngineError as error:
@@ -312,8 +346,8 @@ def _sync_name(directory: str) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The file or directory that `path` names, as an absolute path: the working directory may change later, while a
-    save goes on. Raises ValueError for what is no local path or `file://` URL."""
+    """`path` as an absolute path, because the working directory may change while a save runs. Raises ValueError if it
+    is neither a local path nor a `file://` URL."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"a checkpoint's path is text, not {text!r}")
@@ -329,16 +363,16 @@ def local_path(path: str | os.PathLike[str]) -> str:
         joined = os.path.join(os.getcwd(), text)
     except OSError as error:
         raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
-    # Not where a link may stand before "..": that of a link's target is meant.
+    # A path with ".." is not normalized: after a link, ".." means the directory above the link's target.
     return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
 
 
 def _path_of_url(text: str, scheme: str) -> str:
-    """Of a URL all parts count, or it is refused with what to write in its place."""
+    """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
     if scheme != "file":
         raise ValueError(f"{text}: no storage for {scheme}:// is built in; local paths and file:// are")
     if not text[len("file:") :].startswith("//"):
-        # What became of a URL as a `Path`, perhaps.
+        # A URL that went through `pathlib.Path` looks like this.
         raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
     host, slash, rest = text[len("file://") :].partition("/")
     if host.lower() not in ("", "localhost"):

@@ -1,4 +1,4 @@
-"""What is no checkpoint to load, but a conversion can make one of: what to say to who tries."""
+"""Recognizes files of torch.save and numpy, and words the advice to convert them, for errors of loads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 from .directory import directory_at
 
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
-_LENGTH_BYTES = 8  # that a safetensors file begins with, then comes its header; they may look like anything
+_LENGTH_BYTES = 8  # at the start of a safetensors file, with any values; its header follows
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".npz", ".npy")
 
 
 def advice_for_file(path: str) -> str | None:
-    """What to do with a file of torch.save or numpy; None if it is something else. Raises OSError."""
+    """The advice for a file of torch.save or numpy. None for other files. Raises OSError."""
     kind = kind_of_file(path)
     if kind == "archive":
         return f"{path} is a file of torch.save or numpy, which is no checkpoint to load: {_convert(path)}"
@@ -24,7 +24,7 @@ def advice_for_file(path: str) -> str | None:
 
 
 def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
-    """By how it begins. Raises OSError."""
+    """The kind of a file, by its first bytes. Raises OSError."""
     directory, name = os.path.split(path)
     _, begin = directory_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
     if begin[_LENGTH_BYTES:] == b"{":
@@ -33,7 +33,7 @@ def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
 
 
 def advice_for_directory(path: str) -> str | None:
-    """What to do with such files in a directory that holds no checkpoint; None if there are none."""
+    """The advice for a directory without a checkpoint that holds such files. None if it holds none."""
     with contextlib.suppress(OSError):
         names = sorted(name for name in directory_at(path).names() if name.endswith(_SUFFIXES))
         if names:

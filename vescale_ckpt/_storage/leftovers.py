@@ -1,4 +1,4 @@
-"""The one clean-up of files that writers which died have left: callers say which, this module whether they are over."""
+"""Removes files and folders that dead writers have left, for saves, exports and conversions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from . import locks
 
 logger = logging.getLogger(__name__)
 
-#: How long a writer that lives leaves its files untouched at most, in seconds: what tells that they are left over where
-#: no lock does.
+#: Seconds without a modification after which files count as left over. Used only where there are no locks: a living
+#: writer modifies its files more often.
 SMALL_FILE_GRACE = 600.0  # one file that is written at once
 SAVE_GRACE = 24 * 3600.0  # the files of a save or an export
-NEVER = float("inf")  # a folder, whose time of change says nothing of the files in it
+NEVER = float("inf")  # a folder: its modification time does not tell about the files in it
 
 
 def _not_wanted() -> bool:
@@ -30,18 +30,18 @@ def _not_wanted() -> bool:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What one writer may have left."""
+    """Files or a folder that one writer may have left."""
 
-    paths: Sequence[str]  #: of files, which go together, the last one first
+    paths: Sequence[str]  #: removed together, the last one first
     marked: str | None  #: the file or folder that the writer keeps locked; None: such files are never locked
     grace_seconds: float
-    is_wanted: Callable[[], bool] = _not_wanted  #: asked last, with `marked` locked: the writer may have committed
+    is_wanted: Callable[[], bool] = _not_wanted  #: called last, with `marked` locked: the writer may have committed
     are_folders: bool = False
 
 
 def remove(found: Iterable[Leftover]) -> list[str]:
-    """Removes what nobody writes any more and nobody wants, and returns its paths. Failures are logged: a leftover does
-    no harm."""
+    """Removes the leftovers that have no living writer and are not wanted, and returns their paths. Failures are only
+    logged, because a leftover does no harm."""
     removed: list[str] = []
     for leftover in found:
         try:
@@ -71,8 +71,8 @@ def _remove(leftover: Leftover) -> bool:
 
 
 def remove_entry(path: str, is_folder: bool) -> None:
-    """Removes a file, or a folder with as much of what is in it as can be; of a link to one, the link. Raises
-    `_C.EngineError`."""
+    """Removes a file, or a folder with as much of its content as possible. Of a link to a folder it removes the link.
+    Raises `_C.EngineError` for files."""
     if is_folder and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,6 +1,6 @@
-"""Locks on local files and folders: who writes them, reads them, or removes them.
+"""Locks local files and folders by `flock` for the processes that write, read or remove them.
 
-All are locks of `flock`, which end with their process. Where the file system has none, nobody can tell.
+The locks end with their process. Some file systems have no locks; there the functions return None.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError
 
-LOCK_NAME = ".lock"  #: of the file that a save locks in its directory before it has written anything there
-READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: a FIFO of that name would wait for a writer
-_REMOVAL_SECONDS = 10.0  # to wait for: who removes a directory holds its locks for one rename
+LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: opening a FIFO would wait for a writer
+_REMOVAL_SECONDS = 10.0  # to wait for the removal of a directory, which holds the locks for one rename
 _REMOVAL_POLL_SECONDS = 0.005
-_COMMIT_SECONDS = 60.0  # to wait for: an export's commit takes some renames and syncs
+_COMMIT_SECONDS = 60.0  # to wait for the commit of another export, which takes some renames and syncs
 _COMMIT_POLL_SECONDS = 0.02
 
 
 class FileLock:
     """Marks a file as in use, until it is released or the process dies.
 
-    `directory`: that of the save that writes the file; None for a lock that `drop_dead_locks` leaves alone.
+    `directory`: that of the save that writes the file. None: not released by `drop_dead_locks`.
     """
 
     def __init__(self, directory: str | None, descriptor: int) -> None:
@@ -48,7 +48,7 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()  # by this process
 
 
 def _release_after_fork() -> None:
-    for held in list(_held):  # they mark the parent's files, and would outlive the parent
+    for held in list(_held):  # the locks are the parent's, and must end with it
         held.release()
 
 
@@ -56,12 +56,12 @@ os.register_at_fork(after_in_child=_release_after_fork)
 
 
 class TakenForLeftoverError(CheckpointError):
-    """Another writer's clean-up removed a file that was not marked yet."""
+    """The clean-up of another writer removed a file before it was locked."""
 
 
 def lock(path: str) -> FileLock | None:
-    """Marks a file or folder that is being written. Returns None where the file system has no locks. Raises
-    `TakenForLeftoverError` if somebody removed it."""
+    """Marks a file or folder as being written. Returns None if the file system has no locks. Raises
+    `TakenForLeftoverError` if another process removed it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -81,14 +81,14 @@ def lock(path: str) -> FileLock | None:
 
 
 def drop_dead_locks(directory: str) -> None:
-    """Releases what this process locked for saves into the directory that failed: the writer of such a save, and with
-    it the lock, lives on in the traceback of its error. Every rank does so: another one cleans up."""
+    """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
+    keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
     if any(held.directory == os.path.abspath(directory) for held in list(_held)):
         gc.collect()
 
 
 def try_lock_alone(descriptor: int) -> bool | None:
-    """Whether nobody else has locked the file. None where the file system has no locks."""
+    """Locks the file exclusively. False if another process has locked it; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,11 +100,11 @@ def try_lock_alone(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> Iterator[bool]:
-    """Whether nobody writes a file (or fills a folder) any more that is marked as long as somebody does. It stays
-    locked within, so that who has just made it and marks it meanwhile sees that it was taken.
+    """A context that gives whether the writer of a file or folder, which locks `marked` while it writes, is gone. The
+    file stays locked within the context: a writer that has just made it and now locks it sees that it was taken.
 
-    Where the file system has no locks: whether neither it nor `others`, which it stands for, were touched for so long.
-    Raises OSError if it cannot be opened.
+    Without locks in the file system, it gives whether `marked` and `others` were not modified for `grace_seconds`.
+    Raises OSError if `marked` cannot be opened.
     """
     descriptor = os.open(marked, READ)
     try:
@@ -118,8 +118,8 @@ def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> 
 
 
 def share(path: str) -> FileLock | None:
-    """Keeps the directory of a file from being removed while it is read. None where there are no locks, or no such
-    file."""
+    """A lock that keeps the directory of a file from being removed while the file is read. None if the file system has
+    no locks, or the file is missing."""
     try:
         descriptor = os.open(path, READ)
     except OSError:
@@ -128,9 +128,10 @@ def share(path: str) -> FileLock | None:
 
 
 def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None:
-    """Makes the file, and its directory, and keeps that from being removed while a save has yet to write to it.
+    """Makes the file and its directory, and locks the directory against removal before a save writes to it.
 
-    None where there are no locks. Raises `CheckpointError` if the file cannot be made or somebody goes on removing it.
+    None if the file system has no locks. Raises `CheckpointError` if the file cannot be made, or another process keeps
+    removing it.
     """
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while time.monotonic() < deadline:
@@ -150,11 +151,11 @@ def share_made(path: str, make_directory: Callable[[], None]) -> FileLock | None
 
 @contextlib.contextmanager
 def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]) -> Iterator[bool | None]:
-    """Whether nobody saves into the directory or loads from it. While the context lasts, no save that locks the
-    directory and no load that locks one of `held_names` begins. Of `tested_names` there may be more than a process may
-    have open: each is locked for an instant.
+    """A context that gives whether no process saves into the directory or loads from it. While it lasts, no save that
+    locks the directory and no load that locks one of `held_names` begins. `tested_names` may be more files than a
+    process may open: each is locked for an instant only.
 
-    None: the file system has no locks, so nobody knows.
+    None: the file system has no locks.
     """
     with contextlib.ExitStack() as held:
         answer: bool | None = True
@@ -164,7 +165,7 @@ def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]
             try:
                 flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if name == LOCK_NAME else 0)
                 descriptor = os.open(path, flags, 0o666)
-            except OSError:  # somebody else removes it, or we may not
+            except OSError:  # another process removes it, or this one has no permission
                 answer = False
                 break
             with contextlib.ExitStack() as file:
@@ -182,8 +183,8 @@ def alone(directory: str, held_names: Iterable[str], tested_names: Iterable[str]
 
 @contextlib.contextmanager
 def taking_turns(directory: str) -> Iterator[bool]:
-    """Two exports that finish in a directory at the same time do so one after the other. Whether that is so: not where
-    the file system has no locks. Raises `CheckpointError` if the other takes too long."""
+    """A context that makes exports into one directory commit one after the other. It gives False if the file system has
+    no locks. Raises `CheckpointError` if the other export takes too long."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     lock = FileLock(None, descriptor)
     try:
@@ -198,7 +199,7 @@ def taking_turns(directory: str) -> Iterator[bool]:
 
 
 def _share(descriptor: int, path: str) -> FileLock | None:
-    """Takes over `descriptor`. None if there are no locks, or the file is no longer what the path names."""
+    """Locks and takes over `descriptor`. None if there are no locks, or the path names another file by now."""
     lock = FileLock(None, descriptor)
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under temporary names, locked meanwhile, then renamed."""
+"""Writes files and folders under temporary names and renames them when complete, for exports and conversions."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 _TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+")
-_ASIDE = ".old"  # between a folder's own name and what temporary names end in
-_ATTEMPTS = 3  # at making a file, where clean-ups of others take it before it is locked
+_ASIDE = ".old"  # between a folder's own name and the temporary ending
+_ATTEMPTS = 3  # to make a file that clean-ups of other processes remove before it is locked
 _serial = itertools.count()
 
 
 def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, locks.FileLock | None]:
-    """Makes a file or folder, and locks it. `make` returns its path and what else is to be kept of it; it is called
-    again, for another name, if another writer's clean-up comes between."""
+    """Makes a file or folder and locks it. `make` returns its path and an object for the caller. It is called again,
+    for another name, if the clean-up of another writer removes the file before it is locked."""
     for attempts_left in range(_ATTEMPTS - 1, -1, -1):
         path, made = make()
         try:
             lock = locks.lock(path)
             break
         except locks.TakenForLeftoverError:
-            del made  # what it has open goes now, not with the error's traceback
+            del made  # closes what it has open now; the error's traceback would keep it
             if not attempts_left:
                 raise
     return made, lock
 
 
 class Pending:
-    """Files that one writer makes, or one folder. The first is locked as long as they are written, and stands for all.
+    """The files that one writer makes, or one folder. The first path is locked while they are written; its lock marks
+    all of them.
 
-    As a context: removed at its end, unless they were committed.
+    As a context, it removes at its end what was not committed.
     """
 
     is_folder = False
 
     def __init__(self, directory: str) -> None:
         self.directory = directory  #: that they will belong to
-        self.paths: list[str] = []  #: of those that are not committed
+        self.paths: list[str] = []  #: not committed yet
         self._lock: locks.FileLock | None = None
 
     def begin(self, make: Callable[[], tuple[str, Made]]) -> Made:
@@ -67,14 +68,14 @@ class Pending:
         return made
 
     def give_names(self, names: Sequence[str]) -> None:
-        """Renames the files, without making that durable. `paths` tells where they are, whatever happens."""
+        """Renames the files, not durably. `paths` has the current paths also after an error."""
         for number, name in enumerate(names):
             path = os.path.join(self.directory, name)
             _C.rename_file(self.paths[number], path)
             self.paths[number] = path
 
     def committed(self) -> None:
-        """The files belong to the directory."""
+        """Notes that the files belong to the directory now."""
         self.paths = []
 
     def discard(self) -> None:
@@ -102,15 +103,15 @@ PendingT = TypeVar("PendingT", bound=Pending)
 
 
 class PendingFile(Pending):
-    """The file `path` while it is written beside itself, as `{path}.tmp.{pid}.{n}`. What saves that died have left of
-    it is removed when the next one begins."""
+    """The file `path` while it is written as `{path}.tmp.{pid}.{n}`. Such files of processes that died are removed when
+    the next one is made."""
 
     def __init__(self, path: str) -> None:
         super().__init__(os.path.dirname(path) or ".")
         self.path = path
 
     def create(self, make: Callable[[str], Made]) -> Made:
-        """What `make` returns, given the name of a file that it creates."""
+        """Calls `make` with the path of the file to create, and returns its result."""
         leftovers.remove(Leftover([path], path, leftovers.SMALL_FILE_GRACE) for path in _temporary_ones(self.path))
 
         def named() -> tuple[str, Made]:
@@ -127,11 +128,11 @@ class PendingFile(Pending):
 
 
 class PendingFolder(Pending):
-    """The folder `path` while it is filled beside itself, as `{path}.tmp.{pid}.{n}`.
+    """The folder `path` while it is filled as `{path}.tmp.{pid}.{n}`.
 
-    Old and new folder change names in one step where the file system can (RENAME_EXCHANGE). Where it cannot the old one
-    is set aside first, so that for an instant nothing has the name: who is killed there leaves both, which `put_back`
-    mends. What writers that died have left of it is removed when the next one begins.
+    The commit exchanges the names of old and new folder in one step if the file system can (RENAME_EXCHANGE). Otherwise
+    it renames the old folder first, so that for an instant no folder has the name. A process killed in that instant
+    leaves both folders; `put_back` repairs that. Folders of processes that died are removed when the next one is made.
     """
 
     is_folder = True
@@ -142,17 +143,17 @@ class PendingFolder(Pending):
 
     @property
     def temporary(self) -> str:
-        """Where all ranks put their files."""
+        """The folder into which all ranks write their files."""
         return self.paths[0]
 
     def make(self) -> None:
-        """By one rank."""
+        """Makes the folder. One rank calls it."""
         above = directory_at(self.directory)
         above.make()
         with named_system_errors(self.directory):
             above.make_durable(holds_one=False)
             found = list(_temporary_ones(self.path))
-            if os.path.lexists(self.path):  # else what was set aside is all that there is
+            if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
                 found += _temporary_ones(self.path + _ASIDE)
             leftovers.remove(Leftover([path], path, leftovers.NEVER, are_folders=True) for path in found)
             self.begin(self._make)
@@ -163,7 +164,8 @@ class PendingFolder(Pending):
         return temporary, None
 
     def commit(self) -> None:
-        """All files in it are complete and durable: gives it its name. What had it before is removed after that."""
+        """Gives the folder its name, durably. All files in it must be complete and durable. The folder that had the
+        name is removed afterwards."""
         temporary = self.temporary
         with named_system_errors(self.directory):
             _C.sync_directory(temporary)
@@ -178,12 +180,12 @@ class PendingFolder(Pending):
             _C.sync_directory(self.directory)
         if old:
             with contextlib.suppress(_C.EngineError):
-                leftovers.remove_entry(old, True)  # what a link leads to is somewhere else, and stays
+                leftovers.remove_entry(old, True)  # of a link only the link is removed
 
     def _replace_in_two_steps(self, temporary: str) -> str:
-        """Returns what the old folder is called then."""
+        """Returns the new path of the old folder."""
         aside = temporary_name(self.path + _ASIDE)
-        # Not left over as long as this goes on.
+        # The lock keeps clean-ups from taking the old folder for a leftover.
         mark = None if os.path.islink(self.path) else locks.lock(self.path)
         try:
             _C.rename_file(self.path, aside)
@@ -200,8 +202,11 @@ class PendingFolder(Pending):
 
 
 def put_back(path: str) -> None:
-    """If somebody was killed between setting the folder `path` aside and giving its name to another: undoes that. Where
-    the file system has no locks, nobody knows whether he was; then it goes back, too, and who lives raises."""
+    """Gives the old folder its name `path` back, if a process was killed between the two renames of a commit.
+
+    Without locks in the file system the other process may still be alive. The folder is put back in that case, too;
+    then the commit of the other process raises.
+    """
     path = path.rstrip("/") or path
     if os.path.lexists(path):
         return
@@ -216,17 +221,17 @@ def put_back(path: str) -> None:
 
 
 def new_token() -> str:
-    """A part of the names of one set of files that tells them from those of every other writer."""
+    """A random part of file names, different for every writer."""
     return secrets.token_hex(4)
 
 
 def temporary_name(path: str) -> str:
-    """Of a file or folder while it is written beside the place that it will have."""
+    """The path of a file or folder while it is written, beside its final `path`."""
     return f"{path}.tmp.{os.getpid()}.{next(_serial)}"
 
 
 def _temporary_ones(path: str) -> Iterator[str]:
-    """What has such a name, of this process or another. Ends where the directory cannot be read."""
+    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)
     with contextlib.suppress(OSError):
         for found in os.listdir(directory):

@@ -1,4 +1,4 @@
-"""The data files that a rank writes in one save of DCP's layout."""
+"""`DataFiles` writes the data files of one rank for a save in DCP's layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .rank_files import FileOptions, RankFiles
 
 
 class DataFiles(RankFiles):
-    """All data files of a rank's save. As a context: an error removes them, and lets go of the save's lock."""
+    """All data files of a rank's save. As a context, an error removes them and releases the save's lock."""
 
     def __init__(self, options: FileOptions) -> None:
         super().__init__(options)
         self._files: list[DataFile] = []
         self._token = ""
-        self._lock: FileLock | None = None  # on the first file: marks all of them as those of a save that goes on
+        self._lock: FileLock | None = None  # on the first file; it marks all files as those of a running save
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> DataFile:
         def make() -> tuple[str, DataFile]:
@@ -63,14 +63,14 @@ class DataFiles(RankFiles):
             file.discard()
 
     def release(self) -> None:
-        """Committed or not, the save is over: what no metadata names is left over from now on. May be called again."""
+        """Releases the lock: from now on, files that no metadata names are leftovers. May be called again."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
 
 class DataFile:
-    """One data file while it is written. Removed unless `finish` was reached and `discard` never called."""
+    """One data file while it is written. It is removed unless `finish` is called, and by `discard`."""
 
     def __init__(self, options: FileOptions, name: str, body_bytes: Any, in_background: bool) -> None:
         self.options = options
@@ -103,7 +103,7 @@ class DataFile:
         with named_errors(str, self.options.path, self.needed):
             self.length = self.file.finish(self.options.sync_files)
         self.stats = self.file.stats()
-        self.file = None  # closes it: there may be as many files as tensors
+        self.file = None  # closes the file: there may be as many files as tensors
         if self.options.direct_io is True and self.stats["uncached_bytes"] + self.stats["buffered_bytes"]:
             raise CheckpointError(
                 f"direct_io=True, but {self.path} could not be written past the page cache ({used_paths(self.stats)})"
@@ -119,5 +119,5 @@ class DataFile:
 
     def discard(self) -> None:
         self.file = None  # an unfinished file removes itself
-        with contextlib.suppress(_C.EngineError):  # not in place of the error that led here
+        with contextlib.suppress(_C.EngineError):  # the error that led here is raised
             directory_at(self.options.path).remove(self.name)

@@ -1,5 +1,7 @@
-"""`ExportSave` is one rank's save as Hugging Face's safetensors files, which all ranks write at the same time, each its
-part of the plan at its final place."""
+"""`ExportSave` writes Hugging Face's safetensors files, for one rank of a save.
+
+All ranks write the same files at the same time, each rank its part of the plan at its final offsets.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +18,37 @@ from .._hf.folder import ExportFolder
 from .._hf.header import with_ties
 from .._hf.names import file_names, holds_export, temporary_name
 from .._plan.save_plan import GlobalSavePlan
-from .._ranks.one_place import separate
+from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .rank_files import FileOptions, RankFiles
 
-_NOT_PLACED = (0, 0, -1)  # what data files tell of each tensor: these have no use for it
+_NOT_PLACED = (0, 0, -1)  # in place of offset, length and CRC-32 of a tensor, which exports do not need
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Where this rank's part of the plan goes."""
+    """The files and offsets of this rank's part of the plan."""
 
     names: list[str]  #: of the files
     token: str  #: of their temporary names
-    table: bytes  #: for each tensor of the part a row, as `_C.SharedWriter` wants them
+    table: bytes  #: for each tensor of the part a row in the form of `_C.SharedWriter`
 
     @staticmethod
     def of(count: int, token: str, table: bytes) -> Targets:
-        """In the `count` files of one model."""
+        """The targets in the `count` files of one model."""
         return Targets(file_names(count), token, table)
 
 
 class ExportSave:
-    """`begin` on each rank; `make_files` on the coordinator before any rank writes; then `files`; `commit` on the
-    coordinator when all ranks have written; `end` on each rank, whatever happened.
+    """One rank's export. The order of calls: `begin` on each rank; `make_files` on the coordinator before any rank
+    writes; `files` on each rank; `commit` on the coordinator after all ranks have written; `end` on each rank, also
+    after a failure.
 
     Args:
-        most_file_bytes: of tensors in a file; a tensor that is larger is alone in its file.
-        texts: for the headers.
+        most_file_bytes: limit of the tensors in a file. A larger tensor is alone in its file.
+        texts: pairs for the metadata of the headers.
     """
 
     def __init__(
@@ -60,24 +63,24 @@ class ExportSave:
         self.most_file_bytes = most_file_bytes
         self.texts = texts
         self._overwrite = overwrite
-        # Where the tensors lie in all files, and the folder: on the coordinator, from the plan to the end of the save.
+        # The offsets of the tensors in all files, and the folder. Set only on the coordinator, from the plan on.
         self._layout: _C.ExportLayout | None = None
         self._folder: ExportFolder | None = None
 
     @property
     def wanted(self) -> tuple[Any, ...]:
-        """What a layout depends on beside the plan."""
+        """What a layout depends on, except the plan."""
         return self.most_file_bytes, tuple(self.texts)
 
     def begin(self) -> None:
-        """Raises `CheckpointError` where the directory is not to be written to."""
+        """Raises `CheckpointError` if the directory must not be written to."""
         path = self.options.path
         directory_at(path).make()
         if not self._overwrite and holds_export(path):
             raise CheckpointError(f"{path} holds a model already and overwrite=False", path=path)
 
     def layout_of(self, planned: GlobalSavePlan, aliases: dict[str, str]) -> _C.ExportLayout:
-        """Raises `CheckpointError` for what no safetensors file can hold."""
+        """The layout of the plan. Raises `CheckpointError` for values that no safetensors file can hold."""
         try:
             texts = with_ties(self.texts, aliases)
             return _C.ExportLayout(planned.catalog(), self.most_file_bytes, texts, list(aliases.items()))
@@ -85,13 +88,13 @@ class ExportSave:
             raise CheckpointError(str(error)) from None
 
     def make_files(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
-        """Makes the files. Returns what their temporary names end in."""
+        """Makes the files. Returns the end of their temporary names."""
         self._layout = made
         self._folder = ExportFolder(self.options.path, made.file_bytes, names)
         return self._folder.token
 
     def files(self, targets: Targets) -> ExportFiles:
-        """What this rank writes to."""
+        """The files that this rank writes to."""
         return ExportFiles(self.options, targets)
 
     @property
@@ -100,24 +103,24 @@ class ExportSave:
         return self._folder
 
     def heads(self, blocks: list[bytes]) -> list[bytes]:
-        """What stands at the start of each file; `blocks` of each rank."""
+        """The head of each file. `blocks`: `ExportFiles.blocks` of each rank."""
         assert self._layout is not None
         return self._layout.heads(blocks)
 
     def commit(self, blocks: list[bytes]) -> None:
-        """Makes what all ranks have written a model; `blocks` of each."""
+        """Commits what all ranks have written. `blocks`: `ExportFiles.blocks` of each rank."""
         assert self._layout is not None
         self.folder.commit(self.heads(blocks), self._layout.index, self.options.sync_files)
 
     def end(self) -> None:
-        """Removes what was not committed. May be called again."""
+        """Removes the files if they were not committed. May be called again."""
         if self._folder is not None:
             self._folder.discard()
         self._folder = self._layout = None
 
 
 class ExportFiles(RankFiles):
-    """A rank's boxes in all files of an export, as one thing to write to. The files are the coordinator's to remove."""
+    """A rank's boxes in all files of an export. The coordinator, not this object, removes the files."""
 
     def __init__(self, options: FileOptions, targets: Targets) -> None:
         super().__init__(options)
@@ -126,7 +129,7 @@ class ExportFiles(RankFiles):
 
     @property
     def blocks(self) -> bytes:
-        """What this rank adds to the checksums of the files: known when it has written."""
+        """This rank's part of the checksums of the files, known after it has written."""
         return b"" if self._file is None else self._file.blocks
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> ExportFile:
@@ -144,9 +147,9 @@ class ExportFiles(RankFiles):
 
 
 class ExportFile:
-    """The one file of `ExportFiles`."""
+    """The `RankFile` of `ExportFiles`. It stands for all files of the export."""
 
-    name = ""  # a rank's boxes may be in many
+    name = ""  # there is no single name
 
     def __init__(self, options: FileOptions, targets: Targets, in_background: bool) -> None:
         self.options = options
@@ -156,8 +159,8 @@ class ExportFile:
         self._written = 0
         paths = [os.path.join(self.path, temporary_name(name, targets.token)) for name in targets.names]
         for_engine = engine_options(options.thread_count, options.direct_io, in_background)
-        if paths and not directory_at(self.path).has(os.path.basename(paths[0])):  # the coordinator has made them all
-            raise separate(self.path, [options.rank])
+        if paths and not directory_at(self.path).has(os.path.basename(paths[0])):  # the coordinator made all of them
+            raise separate_directories(self.path, [options.rank])
         with named_errors(str, self.path):
             self._shared: _C.SharedWriter | None = _C.SharedWriter(paths, targets.table, for_engine)
 

@@ -1,5 +1,7 @@
-"""Host batches bring tensors that the engine cannot use where they are to host memory, for a rank that writes them: one
-batch is written while the next is copied."""
+"""Copies tensors that the engine cannot read directly to host memory in batches, for a rank that writes them.
+
+One batch is written while the next one is copied.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ class _Batch:
 
     rows: Sequence[int]
     table: Any
-    memory: _C.Snapshot | list[torch.Tensor] | None  #: what the table points into, unless it is the state's own
+    memory: _C.Snapshot | list[torch.Tensor] | None  #: holds the memory of the table; None if it is the state's own
 
 
 @dataclass
 class ItemBatch:
-    """DCP's items that are written together, and their tensors in memory that the engine can use."""
+    """DCP's items that are written together, and their tensors in host memory."""
 
     items: list[WriteItem] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
 def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
-    """A snapshot, yet to be filled, of rows of which `devices` says where they are; empty if all in host memory.
+    """An unfilled snapshot of the rows of a table. `devices`: the device of each row; empty if all are in host memory.
 
-    Its copies come behind what the current streams of the devices have queued when they start.
+    The copies run after the work that the current streams of the devices have queued when the copies start.
     """
     numbers = sorted({device for device in memoryview(devices).cast("B").cast("q") if device >= 0})
     producers = [(number, int(torch.cuda.current_stream(number).cuda_stream)) for number in numbers]
@@ -63,8 +65,9 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
 def write_rows(
     file: RankFile, items: PackedItems, rows: Sequence[int], threads: int
 ) -> Iterator[tuple[Sequence[int], list[int]]]:
-    """Writes those rows of a part, wherever they are. Yields some of them at a time, and for each offset, length and
-    CRC-32. Two batches are in memory at most, which share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs more."""
+    """Writes `rows` of a rank's part, in host memory or on devices. Yields some rows at a time, with offset, length and
+    CRC-32 of each. At most two batches are in memory. They share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs
+    more."""
 
     def write(batch: _Batch) -> list[int]:
         try:
@@ -98,7 +101,7 @@ def _batches(file: RankFile, items: PackedItems, rows: Sequence[int], threads: i
 
 
 def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
-    """Some rows at a time, and copies of them that the engine can use: of other devices, of lazy conjugates."""
+    """Yields some rows at a time, with host copies of their tensors: those on other devices, lazy conjugates."""
     start = 0
     for batch in item_batches([items[row] for row in rows], lambda item: items.resolve(item.index)):
         yield rows[start : start + len(batch.items)], batch.tensors
@@ -119,8 +122,9 @@ def _bounded(rows: Sequence[int], items: PackedItems) -> Iterator[Sequence[int]]
 def item_batches(
     items: Sequence[WriteItem], resolve: Callable[[WriteItem], object], makes_tensors: bool = False
 ) -> Iterator[ItemBatch]:
-    """Cuts a rank's tensors into batches, by number, and by bytes where tensors are not the state's own memory: copies
-    from a device, and what a planner makes up (`makes_tensors`), live until they are written, two batches at a time."""
+    """Cuts a rank's tensors into batches, bounded in number and in bytes. Only tensors outside the state's own memory
+    count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
+    written, two batches at a time."""
     budget = settings.number("arena_bytes") // 2
     batch, held = ItemBatch(), 0
     for item in items:
@@ -138,7 +142,7 @@ def item_batches(
 
 
 def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool]:
-    """What an item was resolved to, where the engine can use it, and whether it has memory of its own there."""
+    """An item's tensor in host memory, and whether it is a copy."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn

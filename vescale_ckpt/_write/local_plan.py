@@ -1,4 +1,4 @@
-"""`write_packed` and `write_items` write a rank's part of a plan to its files."""
+"""`write_packed` and `write_items` write one rank's part of a plan to the rank's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`
 
 
 def write_packed(files: RankFiles, items: PackedItems) -> tuple[PackedResults, SaveStats]:
-    """Writes all to one file, each tensor straight from where the state has it if the engine can use it there."""
+    """Writes all items to one file. Tensors are written without a copy if the engine can read them directly."""
     with files:
         if not items:
             return PackedResults(b"", [], items), files.finish(0, 0)
@@ -58,8 +58,8 @@ def write_items(
 ) -> tuple[list[WriteResult], SaveStats]:
     """Writes DCP's items as a planner resolves them.
 
-    `state`: what must not change meanwhile. `makes_tensors`: whether `resolve` may give tensors that are not the
-    state's own. `single_file`: False for a file for each item."""
+    `state`: must not change meanwhile. `makes_tensors`: whether `resolve` may return tensors that are not the state's
+    own. `single_file`: False for one file an item."""
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
     others = [item for item in items if item.type == WriteItemType.BYTE_IO]
     if single_file:

@@ -1,4 +1,4 @@
-"""`NativeSave` is one rank's save in DCP's own layout: the directory checked before it, and committed after it."""
+"""`NativeSave` checks, cleans up and commits the directory of a save in DCP's own layout, for one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .._engine.errors import named_system_errors
 from .._native import commit
 from .._native.metadata_file import has_metadata
-from .._ranks.one_place import separate
+from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from .._storage.locks import drop_dead_locks
 from ..errors import CheckpointError
@@ -21,8 +21,9 @@ def new_save_id() -> str:
 
 
 class NativeSave:
-    """`begin` on each rank; `clean_up` on the coordinator before any rank writes; then `files`; `commit` on the
-    coordinator when all ranks have written; `end` on each rank, whatever happened.
+    """One rank's save. The order of calls: `begin` on each rank; `clean_up` on the coordinator before any rank writes;
+    `files` on each rank; `commit` on the coordinator after all ranks have written; `end` on each rank, also after a
+    failure.
 
     Args:
         alone: whether ranks save without collectives, each with metadata of its own.
@@ -30,13 +31,13 @@ class NativeSave:
 
     def __init__(self, options: FileOptions, *, overwrite: bool = True, alone: bool = False) -> None:
         self.options = options
-        self.metadata_rank = options.rank if alone else None  #: None: the metadata is that of all ranks
+        self.metadata_rank = options.rank if alone else None  #: None: one metadata file for all ranks
         self._overwrite = overwrite
-        self._superseded: set[str] = set()  # files that the metadata named which this save replaces
+        self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
         self._files: DataFiles | None = None  # locked while this save goes on
 
     def begin(self) -> None:
-        """Raises `CheckpointError` where the directory is not to be written to."""
+        """Raises `CheckpointError` if the directory must not be written to."""
         path = self.options.path
         drop_dead_locks(path)
         directory_at(path).make()
@@ -50,17 +51,19 @@ class NativeSave:
             )
 
     def clean_up(self) -> None:
-        """Removes what nothing names, which is left from a save that died: without its space this one might not fit."""
+        """Removes files that no metadata names. They are left from a save that died, and this save may need the
+        space."""
         self._superseded = commit.named_files(self.options.path, self.metadata_rank)
         commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
     def files(self) -> DataFiles:
-        """What this rank writes to. Called once."""
+        """The files that this rank writes. Called once."""
         self._files = DataFiles(self.options)
         return self._files
 
-    def check_one_place(self, names: Sequence[Iterable[str]]) -> None:
-        """Before the commit: that the files which ranks have written, their `names` by rank, are in this directory."""
+    def check_shared_directory(self, names: Sequence[Iterable[str]]) -> None:
+        """Call it before the commit. Raises `CheckpointError` if files that ranks have written, `names` by rank, are
+        not in this directory."""
         path = self.options.path
         storage = directory_at(path)
         here = set(storage.names())
@@ -68,22 +71,22 @@ class NativeSave:
             rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
         ]
         if missing:
-            raise separate(path, missing)
+            raise separate_directories(path, missing)
 
     def commit(self, content: bytes, index: bytes | None) -> None:
-        """Makes `content` the metadata of the directory, atomically and durably, and removes what it does not name."""
+        """Replaces the metadata by `content`, atomically and durably, and removes the files that it does not name."""
         path = self.options.path
         try:
             with named_system_errors(path):
                 commit.commit(path, self.metadata_rank, content, index)
         except BaseException:
-            self.end()  # what this rank has written goes, unless the metadata that is there names it
+            self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             commit.remove_leftovers(path, only_rank=self.metadata_rank)
             raise
         commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 
     def end(self) -> None:
-        """Committed or not, this save is over. May be called again."""
+        """Ends this save, committed or not. May be called again."""
         if self._files is not None:
             self._files.release()

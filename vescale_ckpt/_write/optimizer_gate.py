@@ -1,4 +1,4 @@
-"""`Gate` makes optimizer steps wait until parameters and state were copied, while forward and backward run."""
+"""`Gate` makes optimizer steps wait until an asynchronous save has copied parameters and state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .._state.tensor_table import PLAIN_TYPES
 from .._state.watch import Watch, storages_of
 from ..errors import CheckpointError, CheckpointTimeoutError
 
-# What each optimizer has to wait for before its next step. Hooks stay: one that is removed while hooks run breaks them.
+# What each optimizer waits for before its next step. Hooks stay: a hook must not be removed while hooks run.
 _waited_for: WeakKeyDictionary[Optimizer, list[Future[None]]] = WeakKeyDictionary()
 _copies: set[Future[None]] = set()  # of this process, while they go on
 
@@ -33,10 +33,10 @@ class Gate:
 
     Args:
         optimizers: one, or several.
-        allow_capturable: an optimizer with `capturable=True` is made for CUDA graphs. A graph that is replayed runs no
-            hook, so that its step does not wait, and no version counter tells of it: the save would be torn and nobody
-            would know. So such an optimizer is refused. True takes it: then either no step is replayed from a graph, or
-            the training loop itself waits for `handle.staged` before it replays one.
+        allow_capturable: whether optimizers with `capturable=True` are accepted. They are made for CUDA graphs. The
+            replay of a graph runs no hook, so its step does not wait, and it raises no version counter: the save would
+            mix values of two steps without an error. With True, either no step is replayed from a graph, or the
+            training loop itself waits for `handle.staged` before a replay.
     """
 
     def __init__(self, optimizers: Optimizer | Iterable[Optimizer], *, allow_capturable: bool = False) -> None:
@@ -55,8 +55,8 @@ class Gate:
 
 
 class GatedCopy:
-    """What one save copies behind a gate: tensors that only steps of the optimizers change, parameters and what is kept
-    for them. One that is changed by anything else while it is copied is found, and the save is refused."""
+    """The tensors that one save copies behind a gate: parameters and optimizer state, which only steps of the
+    optimizers change. If anything else changes one while it is copied, the save fails."""
 
     def __init__(self, gate: Gate) -> None:
         self._optimizers = gate.optimizers
@@ -64,11 +64,11 @@ class GatedCopy:
         self._watch = Watch([])
 
     def rows(self, items: PackedItems, candidates: Sequence[int]) -> list[int]:
-        """Those of some rows of a part that may be copied later, which from now on are watched."""
+        """The rows of `candidates` that may be copied later. Their tensors are watched from now on."""
         own = self._own_tensors()
-        uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # no counter tells of these
+        uncounted = {place for place, tensor, _ in own if tensor.is_inference()}  # these have no version counter
         places = {place for place, _, _ in own} - uncounted
-        # A name by `.data` has a counter of its own, which tells nothing of a change of the parameter.
+        # A tensor made by `.data` has its own counter, which does not rise when the parameter changes.
         by_address: dict[int, list[torch.Tensor]] = {}
         for place, tensor, address in own:
             if place in places:
@@ -102,7 +102,8 @@ class GatedCopy:
         return rows
 
     def _own_tensors(self) -> list[tuple[int, torch.Tensor, int]]:
-        """Of the optimizers, each with its storage and address. A DTensor and what it holds here count each alone."""
+        """The optimizers' tensors, each with its storage and address. A DTensor and its local tensor are two
+        entries."""
         tensors = list(chain.from_iterable(map(_tensors, self._optimizers)))
         local = tensors
         if any(issubclass(kind, DTensor) for kind in set(map(type, tensors))):
@@ -118,7 +119,7 @@ class GatedCopy:
         ]
 
     def close(self, staged: Future[None]) -> None:
-        """Lets steps, and loads of this process, wait for `staged`."""
+        """Makes steps of the optimizers and loads of this process wait for `staged`."""
         _copies.add(staged)
         staged.add_done_callback(_copies.discard)
         for optimizer in self._optimizers:
@@ -127,7 +128,7 @@ class GatedCopy:
             _waited_for.setdefault(optimizer, []).append(staged)
 
     def check_unchanged(self) -> None:
-        """Raises `CheckpointError` naming what was changed since `rows`; lets go of the tensors."""
+        """Raises `CheckpointError` that names a tensor that was changed since `rows`. Releases the tensors."""
         watch, self._watch = self._watch, Watch([])
         if changed := watch.changed():
             key = self._names[changed[0]]
@@ -139,22 +140,22 @@ class GatedCopy:
 
 
 def wait_until_copied(phase: str, timeout: float) -> None:
-    """Returns when no save of this process copies a state any more. Raises `CheckpointTimeoutError` with `phase`."""
+    """Waits until no save of this process copies a state. Raises `CheckpointTimeoutError` with `phase`."""
     for staged in list(_copies):
         try:
-            staged.exception(timeout)  # what went wrong is told by the save's handle
+            staged.exception(timeout)  # the save's handle reports the error
         except futures.TimeoutError:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
 
 def _wait(optimizer: Optimizer, *_: Any) -> None:
     for staged in _waited_for.pop(optimizer, []):
-        staged.exception()  # waits; what went wrong is told by the save's handle, not by training
+        staged.exception()  # waits; the save's handle reports the error, not the step
     _waited_for[optimizer] = []
 
 
 def _forget_after_fork() -> None:
-    """Copies that go on are the parent's, which has their threads."""
+    """Forgets running copies in a forked child: their threads are in the parent."""
     _copies.clear()
     for optimizer in list(_waited_for):
         _waited_for[optimizer] = []
@@ -168,7 +169,7 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The address of the memory that each lies in; 0 where that cannot be known: of sparse tensors and subclasses."""
+    """The address of each tensor's storage; 0 for sparse tensors and subclasses, where it is not known."""
     places = list(map(torch.UntypedStorage.data_ptr, storages_of(tensors)))
     if set(map(type, tensors)) <= set(PLAIN_TYPES):
         return places

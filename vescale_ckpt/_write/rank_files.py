@@ -1,4 +1,4 @@
-"""`RankFiles` is what a rank writes one save into, whatever the format: data files, or its boxes in shared files."""
+"""`RankFiles` is the interface by which a rank writes a save, for data files and for boxes in shared files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RankFile(Protocol):
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
         """Writes the tensors of the engine's table. Returns offset, length and CRC-32 of each.
 
-        `rows`: of the rank's part, one for each of the table: where files were laid out before, it decides."""
+        `rows`: for each tensor its row in the rank's part. It gives the position in files with a fixed layout."""
 
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         """Writes pickled objects, after all tensors. Returns offset, length and CRC-32 of each."""
@@ -44,14 +44,14 @@ class RankFile(Protocol):
         """Makes the content durable."""
 
     def progress(self) -> int:
-        """Bytes that were given to the file so far. Any thread may ask."""
+        """Bytes that were given to the file so far. Any thread may call it."""
 
     def cancel(self) -> None:
-        """Lets what goes on in another thread fail soon."""
+        """Makes calls that run in other threads fail soon."""
 
 
 class RankFiles(ABC):
-    """All that a rank writes in one save. As a context: an error discards it."""
+    """All files that a rank writes in one save. As a context, an error discards them."""
 
     def __init__(self, options: FileOptions) -> None:
         self.options = options
@@ -68,15 +68,16 @@ class RankFiles(ABC):
 
     @abstractmethod
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> RankFile:
-        """`body_bytes`: of each tensor that will be in it; `part`: its number, if a rank writes several."""
+        """Opens a file. `body_bytes`: of each tensor that it will hold. `part`: its number, if a rank writes
+        several."""
 
     @abstractmethod
     def finish(self, tensors: int, objects: int) -> SaveStats:
-        """What was written; each file is finished already."""
+        """The statistics of the save. Call it after `finish` of each file."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Removes what is this rank's to remove. May be called again."""
+        """Removes the files that belong to this rank alone. May be called again."""
 
     def _stats(
         self, tensors: int, objects: int, tensor_bytes: int, file_bytes: int, of_files: Sequence[dict[str, int]]

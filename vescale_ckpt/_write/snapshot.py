@@ -1,4 +1,4 @@
-"""A rank's part of a save in memory that training does not touch, from which it is written while training goes on."""
+"""`StagedPlan` copies a rank's part of a save to a snapshot, and writes it from there while training goes on."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ MiB = 1 << 20
 
 @dataclass
 class _Copy:
-    """Some rows of the part, all or the last of which lie in a snapshot."""
+    """Some rows of the rank's part, and the snapshot that holds them."""
 
     rows: Sequence[int]
     snapshot: _C.Snapshot
 
 
 class StagedPlan:
-    """Copies what a rank writes as soon as it is made, but for what a gate guards: that is copied in the background.
+    """Its constructor copies what a rank writes. Tensors that a gate guards are copied in the background.
 
-    What exceeds the budget is written right away instead, from the state itself. `staged` is done when nothing is read
-    from the state any more; it fails if something was changed before it was copied.
+    Tensors that exceed the budget are written at once, from the state itself. `staged` is done when the state is not
+    read any more. It fails if a tensor was changed before it was copied.
 
-    Made by the thread that trains; then `write` is called once, by any thread.
+    The training thread makes it. Then one thread calls `write`, once.
     """
 
     def __init__(self, files: RankFiles, items: PackedItems, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
-        self._guarded: _C.Snapshot | None = None  # its copying goes on after this constructor has returned
-        self._gate = None if gate is None else GatedCopy(gate)  # holds what is copied: goes after the copying
+        self._guarded: _C.Snapshot | None = None  # filled in the background, after the constructor has returned
+        self._gate = (
+            None if gate is None else GatedCopy(gate)
+        )  # keeps the copied tensors alive; so it must outlive the copying
         self._files = files
         self._threads = threads_of(files.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
@@ -63,7 +65,7 @@ class StagedPlan:
             try:
                 self._copy_all(items)
             except BaseException as error:
-                self.staged.set_exception(error)  # steps may wait for it
+                self.staged.set_exception(error)  # optimizer steps may wait for it
                 self._release()
                 raise
             if self._early_bytes:
@@ -79,7 +81,7 @@ class StagedPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of the tensors in this part."""
+        """The bytes of the tensors in this rank's part."""
         return sum(words(self._body_bytes))
 
     @property
@@ -87,14 +89,14 @@ class StagedPlan:
         return 0 if self._file is None else self._file.progress()
 
     def write(self) -> tuple[PackedResults, SaveStats]:
-        """Writes what the snapshots hold, and the objects. Raises as `write_packed` does."""
+        """Writes the content of the snapshots, and the objects. Raises as `write_packed` does."""
         try:
             return self._write()
         finally:
             self._release()
 
     def _release(self) -> None:
-        """An error's traceback would keep the memory."""
+        """Frees the snapshots, which the traceback of an error would keep alive."""
         for copy in self._copies:
             copy.snapshot.release()
         self._copies.clear()
@@ -109,7 +111,7 @@ class StagedPlan:
             if not self._part:
                 return PackedResults(b"", []), self._files.finish(0, 0)
             file = self._open(in_background=True)
-            while self._copies:  # each frees its memory when it is written
+            while self._copies:  # each snapshot is freed when it is written
                 copy = self._copies.pop(0)
                 self._keep(copy.rows, file.write_table(copy.snapshot.table(), self._key_of(copy.rows), copy.rows))
                 copy.snapshot.release()
@@ -121,7 +123,7 @@ class StagedPlan:
             )
 
     def cancel(self) -> None:
-        """Lets `write`, in another thread, fail soon."""
+        """Makes a `write` that runs in another thread fail soon."""
         if self._guarded is not None:
             self._guarded.cancel()
         if (file := self._file) is not None:
@@ -153,7 +155,7 @@ class StagedPlan:
                 self._guarded.start()
 
     def _copy_where_they_are(self, items: PackedItems, rows: Sequence[int]) -> _C.Snapshot:
-        """A snapshot, yet to be filled, of rows in host memory or on CUDA devices."""
+        """An unfilled snapshot of rows in host memory or on CUDA devices."""
         table, devices = (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
@@ -165,7 +167,7 @@ class StagedPlan:
         return snapshot
 
     def _copy_after_conversion(self, items: PackedItems, rows: Sequence[int]) -> None:
-        """Of rows that neither the engine nor a snapshot can use where they are."""
+        """Copies rows of which neither the engine nor a snapshot can read the memory directly."""
         for some, tensors in converted(items, rows):
             snapshot = new_snapshot(write_table(tensors), b"", self._budget, self._threads)
             early = some[: snapshot.first]
@@ -176,7 +178,7 @@ class StagedPlan:
             snapshot.copy()
 
     def _add(self, snapshot: _C.Snapshot, rows: Sequence[int]) -> None:
-        """A snapshot for the rows, those excepted for which there was no memory: they were written."""
+        """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""
         sizes = words(self._body_bytes)
         self._early_bytes += sum(sizes[row] for row in rows[: snapshot.first])
         self._copies.append(_Copy(rows[snapshot.first :], snapshot))
@@ -195,7 +197,7 @@ class StagedPlan:
     # --- Writing
 
     def _open(self, *, in_background: bool) -> RankFile:
-        """What training has to wait for is written at full speed, and what follows in the same file, too."""
+        """The file. `in_background` counts at the first call: writes that training waits for run at full speed."""
         if self._file is None:
             self._file = self._files.open(self._body_bytes, in_background=in_background)
         return self._file

@@ -1,4 +1,4 @@
-"""How much memory snapshots may take in this process."""
+"""Computes how much memory the snapshots of a process may take, from the setting or from the free memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from .. import settings
 from .._ranks.node import ranks_of_this_node
 
-_SHARE = 0.5  # of what is free: training allocates too
+_SHARE = 0.5  # of the free memory: training allocates, too
 
 
 def snapshot_bytes() -> int:
-    """The setting, or half of the memory that was free for each rank of this machine when first asked."""
+    """The setting; if it is 0, half of the memory that was free at the first call, divided by the ranks of the
+    machine."""
     wanted = settings.number("snapshot_bytes")
     return wanted if wanted else _found(os.getpid())
 
@@ -24,7 +25,7 @@ def _found(_: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process could still get: the machine's, and what its control group leaves."""
+    """The memory that this process can still get from the machine, within the limits of its control groups."""
     limits = [_of_the_machine()]
     limits += [left for left in map(_left_in, _control_groups()) if left is not None]
     return max(0, min(limits))
@@ -38,7 +39,7 @@ def _of_the_machine() -> int:
 
 
 def _control_groups() -> list[Path]:
-    """This process's group and all above it: each may set a limit."""
+    """The control group of this process and all groups above it. Each may set a limit."""
     root = Path("/sys/fs/cgroup")
     found = []
     try:
@@ -65,7 +66,7 @@ def _left_in(group: Path) -> int | None:
 
 
 def _anonymous(group: Path, used: int) -> int:
-    """What of `used` is no file's cached page, which the kernel drops when memory is short."""
+    """The bytes of `used` without cached pages of files, which the kernel drops when memory is short."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

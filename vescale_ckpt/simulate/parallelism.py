@@ -17,7 +17,7 @@ from .._engine.dtypes import dtype_code
 from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout, StridedShard
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import Piece, pieces
+from .._state.shard_boxes import ShardBox, boxes_at
 from .models import Entry
 
 # Which dimension tensor parallelism cuts, by what a component of the key is called.
@@ -101,16 +101,16 @@ class SimulatedState:
     def _rows(self, number: int, rank: int) -> list[bytes]:
         entry, placed = self._distinct[number], self._placed[number]
         if entry.dtype is None:
-            return [packed_row(OBJECT, 0, False, entry.bytes, Piece((), (), ()), ())]
+            return [packed_row(OBJECT, 0, False, entry.bytes, ShardBox((), (), ()), ())]
         code = dtype_code(entry.dtype, entry.name)
         if placed is None:
             origin = (0,) * len(entry.shape)
-            whole = Piece(origin, entry.shape, origin)
+            whole = ShardBox(origin, entry.shape, origin)
             return [packed_row(TENSOR, code, False, entry.dtype.itemsize, whole, entry.shape)]
         mesh, placements = placed
         layout = DTensorLayout(placements, None, torch.Size(entry.shape))  # type: ignore[arg-type]  # mesh by shape
-        found = pieces(layout, mesh, coordinate(rank, mesh))
-        return [packed_row(SHARD, code, False, entry.dtype.itemsize, piece, entry.shape) for piece in found]
+        found = boxes_at(layout, mesh, coordinate(rank, mesh))
+        return [packed_row(SHARD, code, False, entry.dtype.itemsize, box, entry.shape) for box in found]
 
 
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Tells whether a planner's method is one of known classes, or a user has overridden it."""
+"""Finds out whether a user has overridden a planner's method, for planners and storage writers."""
 
 from __future__ import annotations
 
 
 def is_method_of(planner: object, name: str, *kinds: type) -> bool:
-    """Whether a planner does that as one of `kinds` does: overridden neither by its class nor on the object itself."""
+    """Whether the method is that of one of `kinds`: neither the planner's class nor the object itself overrides it."""
     function = getattr(getattr(planner, name), "__func__", None)
     return any(function is getattr(kind, name) for kind in kinds)

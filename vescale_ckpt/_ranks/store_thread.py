@@ -1,7 +1,7 @@
-"""A thread that talks to the store which the processes share, so that nobody else waits for a store that hangs.
+"""Calls the TCPStore on a thread of its own for `Rendezvous`, so that no caller waits for a store that hangs.
 
-A call to the store of a machine that is cut off returns when TCP gives up, which takes minutes, and holds the client's
-lock until then. Here that holds the clerk, and who asks it is told in time that the store does not answer.
+A call to a store on a machine that is cut off returns only when TCP gives up, after minutes, and holds the client's
+lock until then. Here only this thread is blocked; its callers get an error after a bounded time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from .._engine.torch_private import Store
 from ..errors import CheckpointTimeoutError
 
-GRACE_SECONDS = 2.0  # seconds that a store has to answer, and that a rank has to say why it left
-_DELAY = 0.02  # seconds; of notes that follow one another at once, the last is written
+GRACE_SECONDS = 2.0  # for a store to answer, and for a rank that failed to write its report
+_DELAY = 0.02  # seconds from a note to its writing; of several notes in that time only the last is written
 
 _Result = TypeVar("_Result")
 _STORE_GONE = (
@@ -36,25 +36,25 @@ class StoreGoneError(CheckpointTimeoutError):
         super().__init__("asking the store that the ranks share", [], _STORE_GONE)
 
 
-class StoreClerk:
-    """One connection to the store. `connect` makes it, on the clerk's thread. It ends with this object.
+class StoreThread:
+    """One connection to the store. `connect` makes it, on the thread. The thread ends with this object.
 
-    `beat`: seconds after which a note that is to be repeated is.
+    `beat`: seconds between two writings of a repeated note.
     """
 
     def __init__(self, connect: Callable[[], Store], beat: float) -> None:
-        self.answers = True  #: False from the first question on that it had no answer to
-        self._desk = _Desk(connect, beat)
-        threading.Thread(target=self._desk.serve, name="vescale_ckpt roll call", daemon=True).start()
-        weakref.finalize(self, self._desk.end)
+        self.answers = True  #: False after the first question without an answer
+        self._requests = _Requests(connect, beat)
+        threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True).start()
+        weakref.finalize(self, self._requests.end)
 
     def ask(self, question: Callable[[Store], _Result], seconds: float = GRACE_SECONDS) -> _Result:
-        """What the store answers. Raises StoreGoneError if it does not within so many seconds.
+        """The result of `question`. Raises StoreGoneError if the store fails or does not answer within `seconds`.
 
-        A question must be such that a store that is there answers at once: notes wait for it.
+        `question` must not wait inside the store, because notes are written after it.
         """
         future: Future[_Result] = Future()
-        self._desk.take(question, future)
+        self._requests.take(question, future)
         try:
             return future.result(seconds)
         except (RuntimeError, concurrent.futures.TimeoutError) as error:
@@ -62,13 +62,15 @@ class StoreClerk:
             raise StoreGoneError from error
 
     def note(self, key: str, text: Callable[[int], str], repeated: bool) -> None:
-        """Has `text(n)` written under a key, soon, n-th time; again and again if it is to be `repeated`, until the next
-        note. Costs microseconds. A store that does not take it is no error: who needs names finds out."""
-        self._desk.note(key, text, repeated)
+        """Writes `text(n)` under a key soon, where n counts the writings. If `repeated`, writes it again at each beat
+        until the next note. Costs the caller microseconds. Failures are not reported: later questions fail with an
+        error."""
+        self._requests.note(key, text, repeated)
 
 
-class _Desk:
-    """What the thread and those who ask share: it must not hold the clerk itself, whose end is the thread's."""
+class _Requests:
+    """The questions and notes for the thread. The thread holds this object and no StoreThread: the end of the
+    StoreThread ends the thread."""
 
     def __init__(self, connect: Callable[[], Store], beat: float) -> None:
         self._connect = connect
@@ -111,7 +113,7 @@ class _Desk:
                     self._idle = False
                 if self._ended:
                     break
-                # Notes before questions: what is asked is asked by who has noted where it is.
+                # A rank that asks has noted its place before; so notes are written first.
                 note = self._note if self._due < float("inf") else None
                 self._due = float("inf")
                 question = self._questions.popleft() if self._questions else None
@@ -129,7 +131,7 @@ class _Desk:
         try:
             self._of_store().set(key, text(self._beats))
         except Exception:
-            self._takes_notes = False  # of a store that has died, each attempt would print a warning of torch's
+            self._takes_notes = False  # each attempt at a dead store would print a warning of torch
             return
         with self._changed:
             if repeated and self._note is not None and self._note[2] and self._due == float("inf"):

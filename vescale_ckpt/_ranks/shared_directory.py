@@ -1,8 +1,8 @@
-"""The proof, before the first byte of a save, that its ranks write to one directory.
+"""Checks that the ranks of a save write to one directory, before they write anything.
 
-A path that machines do not share is there on all of them, and each would hold a part of the checkpoint. So the
-coordinator leaves a file in the directory, of a name that nobody can have looked for before, and the others look for
-it. Where each node is meant to have a directory of its own, those of a node compare what their kernel says it is.
+A path may exist on every machine without being shared; each machine would then hold a part of the checkpoint. So the
+coordinator makes a file with a random name in the directory, and the other ranks look for it. With
+`placement="local"` each node has its own directory; then the ranks of a node compare its device and inode numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import time
 from collections.abc import Sequence
 
 from .._engine import _C
-from .._storage import place
-from .._storage.directory import directory_at, stat_of
-from .._storage.place import PLACE_PREFIX
+from .._storage.directory import MARK_PREFIX, directory_at, stat_of
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
-NO_NUMBER = 1 << 62  # what ranks say that have left nothing: the least of all is the coordinator's
-_PATIENCE = 2.0  # seconds after which what a network file system does not show is not there
+NO_NUMBER = 1 << 62  # from ranks without a mark; so the minimum over all ranks is the coordinator's number
+_VISIBLE_SECONDS = 2.0  # a network file system shows a new file to all machines within this time
 _IDENTITY = struct.Struct("<qQQ")
 
 
@@ -29,14 +27,14 @@ class SeparateDirectoriesError(CheckpointError):
     """Ranks that should write to one directory do not."""
 
     path: str
-    ranks: list[int]  #: that do not see what the others see
+    ranks: list[int]  #: those that do not see the files of the others
 
     def __init__(self, path: str, ranks: Sequence[int], message: str) -> None:
         super().__init__(message, path=path, ranks=[*ranks])
 
 
-def separate(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
-    """Of ranks that do not see what the coordinator has written to `path`."""
+def separate_directories(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
+    """The error for `ranks` that do not see the coordinator's files in `path`."""
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
     who = f"rank{'s' if len(ranks) != 1 else ''} {shown}"
     text = (
@@ -47,31 +45,32 @@ def separate(path: str, ranks: Sequence[int]) -> SeparateDirectoriesError:
     return SeparateDirectoriesError(path, ranks, text)
 
 
-class PlaceToken:
-    """What the coordinator leaves in the directory, while the others look for it."""
+class DirectoryMark:
+    """A file that the coordinator leaves in the directory while the other ranks look for it."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.number = NO_NUMBER  #: tells it from all others, where this rank has left it
+        self.number = NO_NUMBER  #: part of the file's name, once this rank has left it
         self._name: str | None = None
 
     def leave(self) -> None:
         """Raises OSError."""
         number = secrets.randbelow(NO_NUMBER)
-        place.leave(self.directory, _name(number))
+        directory_at(self.directory).leave_mark(_name(number))
         self.number, self._name = number, _name(number)
 
     def look(self, number: int, rank: int) -> None:
-        """Raises SeparateDirectoriesError if what the coordinator has left under that number is not there."""
+        """Raises SeparateDirectoriesError if the coordinator's mark of that number is not in the directory."""
         if number == NO_NUMBER or number == self.number:
             return
-        deadline = time.monotonic() + _PATIENCE
-        while not place.is_seen(self.directory, _name(number)):
+        directory = directory_at(self.directory)
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while not directory.sees_mark(_name(number)):
             if time.monotonic() >= deadline:
-                raise separate(self.directory, [rank])
+                raise separate_directories(self.directory, [rank])
             time.sleep(0.05)
 
-    def take_away(self) -> None:
+    def remove(self) -> None:
         """May be called again."""
         if self._name is not None:
             with contextlib.suppress(_C.EngineError):
@@ -80,11 +79,11 @@ class PlaceToken:
 
 
 def _name(number: int) -> str:
-    return f"{PLACE_PREFIX}{number:016x}"
+    return f"{MARK_PREFIX}{number:016x}"
 
 
 def identity(directory: str) -> bytes:
-    """This rank's node, and which directory of it this is. Raises OSError."""
+    """The number of this rank's node, and the directory's device and inode, packed. Raises OSError."""
     device, inode, *_ = stat_of(directory).identity
     return _IDENTITY.pack(node_of_this_process(), device, inode)
 

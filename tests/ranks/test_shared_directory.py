@@ -23,8 +23,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageFullError, StorageWriter, api
 from vescale_ckpt._native import names
 from vescale_ckpt._native.commit import remove_leftovers
-from vescale_ckpt._ranks import one_place
-from vescale_ckpt._ranks.one_place import PlaceToken, SeparateDirectoriesError
+from vescale_ckpt._ranks import shared_directory
+from vescale_ckpt._ranks.shared_directory import DirectoryMark, SeparateDirectoriesError
 
 
 class PlansItems(SavePlanner):
@@ -57,7 +57,7 @@ def _apart(way: str, directory: Path) -> Any:
     elsewhere = str(directory / "elsewhere" if rank else path)
     with (
         mock.patch.object(api, "local_path", lambda _: elsewhere),
-        mock.patch.object(one_place, "_PATIENCE", 0.2),
+        mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):
         vescale_ckpt.save(path, _state(2), **options)
@@ -97,17 +97,17 @@ def test_under_dcp_save_nothing_is_committed(format: str, tmp_path: Path) -> Non
 
 
 def test_what_a_network_file_system_shows_late_is_found(tmp_path: Path) -> None:
-    token = PlaceToken(str(tmp_path))
+    token = DirectoryMark(str(tmp_path))
     names = os.listdir(tmp_path)
     threading.Timer(0.2, token.leave).start()
-    with mock.patch.object(one_place.secrets, "randbelow", return_value=5):
-        PlaceToken(str(tmp_path)).look(5, 1)
-        token.take_away()
+    with mock.patch.object(shared_directory.secrets, "randbelow", return_value=5):
+        DirectoryMark(str(tmp_path)).look(5, 1)
+        token.remove()
     assert os.listdir(tmp_path) == names == []
 
 
 def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Path) -> None:
-    token = PlaceToken(str(tmp_path))
+    token = DirectoryMark(str(tmp_path))
     token.leave()
     (left,) = os.listdir(tmp_path)
     assert names.is_of_a_save(left)
@@ -165,7 +165,7 @@ def test_plans_that_cannot_travel_fail_all_ranks_with_the_reason(tmp_path: Path)
 
 def _no_room(path: Path) -> str:
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(PlaceToken, "leave", side_effect=full), pytest.raises(StorageFullError) as caught:
+    with mock.patch.object(DirectoryMark, "leave", side_effect=full), pytest.raises(StorageFullError) as caught:
         vescale_ckpt.save(path, _state(1))
     return str(caught.value)
 
