@@ -18,8 +18,7 @@ from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
 from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
-from ._collective.load import CollectiveLoad
-from ._collective.load_by_planner import load_by_planner
+from ._collective.load import CollectiveLoad, load_by_planner
 from ._collective.save import CollectiveSave
 from ._collective.save_native import CollectiveNativeSave
 from ._dcp.save_planner import SavePlanner
@@ -149,9 +148,9 @@ def save(
                 elif packed:
                     save.finish()
         finally:
-            save.let_go_of_state()
+            save.release_state()
         if packed and async_checkpoint:
-            return queue.go_on(save)
+            return queue.finish_in_background(save)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
         assert save.stats is not None

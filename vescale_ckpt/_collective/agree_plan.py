@@ -74,7 +74,7 @@ class CollectivePlan:
         self._error = error
         try:
             same_plan, all_pack = self._vote()
-            self._see_one_place()
+            self._check_one_directory()
         finally:
             if self._place is not None:
                 self._place.take_away()
@@ -83,7 +83,7 @@ class CollectivePlan:
         assert self._local is not None
         return self._plan(self._local, same_plan)
 
-    def _see_one_place(self) -> None:
+    def _check_one_directory(self) -> None:
         """Raises on all ranks if they do not write to one directory; with placement="local", those of a node."""
         exchange, place = self._exchange, self._place
         if place is None or exchange.size == 1:

@@ -37,7 +37,7 @@ def register(finish: Callable[[], None]) -> None:
     atexit.register(at_end)
 
 
-def see_to(notice: Notice, finish: Callable[[], None]) -> None:
+def add_save(notice: Notice, finish: Callable[[], None]) -> None:
     """A save begins to go on in the background."""
     global _child
     for known in [known for known in _notices if known.raised or known.asked]:
@@ -49,11 +49,11 @@ def see_to(notice: Notice, finish: Callable[[], None]) -> None:
         multiprocessing.util.Finalize(None, _end_child, exitpriority=_LAST)
 
 
-def went_well(notice: Notice) -> None:
+def discard_save(notice: Notice) -> None:
     _notices.discard(notice)
 
 
-def too_late() -> bool:
+def process_is_ending() -> bool:
     """Whether nothing will wait any more for a save that goes on."""
     return _ending
 

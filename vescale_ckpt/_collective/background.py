@@ -44,7 +44,7 @@ class BackgroundQueue:
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> BackgroundQueue:
-        return _lanes.of(process_group)
+        return _queues.of(process_group)
 
     @property
     def busy(self) -> bool:
@@ -78,15 +78,15 @@ class BackgroundQueue:
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
         return SaveFailedError(rank, error, text)
 
-    def go_on(self, save: CollectiveSave) -> SaveHandle:
+    def finish_in_background(self, save: CollectiveSave) -> SaveHandle:
         """Finishes a staged save on a thread of its own."""
         result: Future[SaveStats] = Future()
-        staged = save.part.staged if save.part is not None else settled(error=save.error)
-        handle = SaveHandle(result, staged, progress_of(save))
+        staged = save.staged_plan.staged if save.staged_plan is not None else settled(error=save.error)
+        handle = SaveHandle(result, staged, _progress_of(save))
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
-        _going_on.add(self)
-        at_exit.see_to(handle.notice, _finish_before_exit)
+        _busy_queues.add(self)
+        at_exit.add_save(handle.notice, _finish_before_exit)
 
         def finish() -> None:
             try:
@@ -97,10 +97,10 @@ class BackgroundQueue:
                 result.set_exception(error)
             else:
                 self._save = None
-                at_exit.went_well(handle.notice)
+                at_exit.discard_save(handle.notice)
                 result.set_result(stats)
 
-        if at_exit.too_late():  # nothing would wait for a thread any more
+        if at_exit.process_is_ending():  # nothing would wait for a thread any more
             finish()
             return handle
         thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
@@ -113,31 +113,31 @@ class BackgroundQueue:
 
     def abandon(self) -> None:
         """Gives up the save that goes on, if any: it is not committed."""
-        if (save := self._save) is not None and save.part is not None:
-            save.part.cancel()
+        if (save := self._save) is not None and save.staged_plan is not None:
+            save.staged_plan.cancel()
 
 
-def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
-    part = save.part
-    return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
+def _progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
+    staged_plan = save.staged_plan
+    return lambda: (0, 0) if staged_plan is None else (staged_plan.written_bytes, staged_plan.total_bytes)
 
 
-_lanes = PerGroup(BackgroundQueue)
-_going_on: WeakSet[BackgroundQueue] = WeakSet()
+_queues = PerGroup(BackgroundQueue)
+_busy_queues: WeakSet[BackgroundQueue] = WeakSet()
 
 
 def _finish_before_exit() -> None:
     """The process ends: its last save is worth some waiting, but not for ever."""
-    patience = int(settings.lenient("exit_timeout"))
-    deadline = time.monotonic() + patience
-    for queue in list(_going_on):
+    seconds = int(settings.lenient("exit_timeout"))
+    deadline = time.monotonic() + seconds
+    for queue in list(_busy_queues):
         thread = queue._thread
         if thread is None:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if queue.busy:
             logger.error("the save to %s is given up, because the process ends: nothing is committed", queue._path)
-            if patience == 0 and queue._last is not None:  # as it was asked for: no failure
+            if seconds == 0 and queue._last is not None:  # as it was asked for: no failure
                 queue._last.notice.asked = True
             queue.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
@@ -145,8 +145,8 @@ def _finish_before_exit() -> None:
 
 def _forget_after_fork() -> None:
     """Saves that go on are the parent's."""
-    _lanes.forget()
-    _going_on.clear()
+    _queues.forget()
+    _busy_queues.clear()
 
 
 at_exit.register(_finish_before_exit)

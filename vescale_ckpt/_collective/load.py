@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
@@ -106,17 +108,17 @@ class CollectiveLoad:
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
-        filling = _Filling(state, renaming(rename), rename is None)
+        loading = _StateLoad(state, renaming(rename), rename is None)
         try:
             metadata, contents = self._metadata()
             if rename is None and contents.safetensors:
-                filling.names_below_the_empty_one()
+                loading.names_below_the_empty_one()
             with counted(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: filling.plan(metadata, contents, self._selection, allow_cast))
+                planner, fit = self._plan(lambda: loading.plan(metadata, contents, self._selection, allow_cast))
             stats = self._read(planner)
-            self._together(lambda: filling.hand_over(planner), "hand over")
+            self._together(lambda: loading.hand_over(planner), "hand over")
         except BaseException:
-            filling.application.abandon()
+            loading.application.abandon()
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, stats)
 
@@ -217,10 +219,10 @@ class CollectiveLoad:
         return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
-        return f"loading {self._reader.given_path}: {step}"
+        return _phase(self._reader, step)
 
 
-class _Filling:
+class _StateLoad:
     """A state that is being loaded."""
 
     def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
@@ -308,8 +310,8 @@ def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> t
 
 def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
     """That its records could hold it, before memory is taken for it."""
-    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    infos = [places.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+    infos_by_index: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
     if any(getattr(info, "transform_descriptors", None) for info in infos):
         return  # compressed: may be larger
     room = _sum_of_lengths(infos)
@@ -323,3 +325,82 @@ def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> 
 def _sum_of_lengths(infos: Iterable[Any]) -> int:
     lengths = (getattr(info, "length", None) for info in infos)
     return sum(length for length in lengths if type(length) is int and length > 0)
+
+
+# --- Loads by planners of others
+
+
+def load_by_planner(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: MutableMapping[str, Any]
+) -> LoadReport:
+    """Fills `state`, with modules, optimizers and what else restores itself. Raises on all ranks if one has failed."""
+    application = Application(state)
+
+    def hand_over() -> None:
+        values, paths = flatten(application.form)
+        for key, value in values.items():
+            if not application.owns(paths[key]):
+                place(state, paths[key], value)
+        application.restore(set(values))
+
+    try:
+        exchange.together(application.prepare, _phase(reader, "prepare"), LoadFailedError)
+        _load_items(exchange, reader, planner, application.form)
+        exchange.together(hand_over, _phase(reader, "hand over"), LoadFailedError)
+    except BaseException:
+        application.abandon()
+        raise
+    assert reader.last_stats is not None
+    return LoadReport([], [], [], reader.last_stats)
+
+
+def _load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
+    """Fills `state`. Raises on all ranks if one has failed."""
+    with counted(exchange.rank, exchange.size):
+        plan, packed = exchange.together(
+            lambda: _local_plan(exchange, reader, planner, state), _phase(reader, "plan"), LoadFailedError
+        )
+    gathered = exchange.gather(packed, _phase(reader, "gather plans"))
+    plans: list[LoadPlan] = []
+
+    def plan_all() -> list[bytes] | None:
+        if gathered is None:
+            return None
+        plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
+        plans[:] = reader.prepare_global_plan([*plans])
+        return [b"", *map(pickle.dumps, plans[1:])]
+
+    answers = exchange.together(plan_all, _phase(reader, "plan for all"), LoadFailedError)
+    answer = exchange.scatter(answers, _phase(reader, "scatter plans"))
+
+    def read() -> None:
+        final = plans[0] if plans else pickle.loads(answer)
+        reader.read_data(planner.finish_plan(final), planner).wait()
+
+    exchange.together(read, _phase(reader, "read"), LoadFailedError)
+
+
+def _local_plan(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]
+) -> tuple[LoadPlan, bytes]:
+    """And as the coordinator, which plans for all, is sent it."""
+    metadata, of_all = _metadata_of_rank(reader, exchange.rank)
+    planner.set_up_planner(state, metadata, exchange.is_coordinator)
+    reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=of_all)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
+
+
+def _metadata_of_rank(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """And whether it is that of all ranks."""
+    try:
+        return reader.read_metadata(), True
+    except CheckpointError as error:
+        try:
+            return reader.read_metadata(rank=rank), False
+        except CheckpointError:
+            raise error from None
+
+
+def _phase(reader: StorageReader, step: str) -> str:
+    return f"loading {reader.given_path}: {step}"

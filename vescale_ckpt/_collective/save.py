@@ -53,7 +53,7 @@ class CollectiveSave(ABC):
         self.placement = planner.placement
         self.save_id = new_save_id()
         self.error: BaseException | None = None
-        self.part: StagedPlan | None = None
+        self.staged_plan: StagedPlan | None = None
         self.stats: SaveStats | None = None  # of this rank, when it has written
         self._doing = doing
         self._items: PackedItems | None = None
@@ -83,7 +83,7 @@ class CollectiveSave(ABC):
             plan = CollectivePlan(self.exchange, self.planner, self._doing, on_devices=not gated)
         planned = plan.make(error)
         if planned is None:
-            self._save_items(values)
+            self._save_by_items(values)
             return False
         self._items, self._of_all = planned.items, planned.of_all
         return True
@@ -92,11 +92,11 @@ class CollectiveSave(ABC):
         """Copies what this rank will write: afterwards the state may change, as far as no gate guards it."""
         assert self._items is not None
         try:
-            self.part = StagedPlan(self._files(), self._items, gate)
+            self.staged_plan = StagedPlan(self._files(), self._items, gate)
         except Exception as error:
             self.error = error
 
-    def let_go_of_state(self) -> None:
+    def release_state(self) -> None:
         """The state may be larger than what the process otherwise needs, and the planner lives on."""
         self.planner.forget_state()
         self._items = None
@@ -167,8 +167,8 @@ class CollectiveSave(ABC):
     def _write(self) -> PackedResults:
         if self.error is not None:
             raise self.error
-        if self.part is not None:
-            results, self.stats = self.part.write()
+        if self.staged_plan is not None:
+            results, self.stats = self.staged_plan.write()
         else:
             assert self._items is not None
             results, self.stats = write_packed(self._files(), self._items)
@@ -185,7 +185,7 @@ class CollectiveSave(ABC):
 
     # --- A save of DCP's items, in the steps of `dcp.save`
 
-    def _save_items(self, values: dict[str, Any]) -> None:
+    def _save_by_items(self, values: dict[str, Any]) -> None:
         """Over our exchanges, for their bounds and their errors."""
         exchange, writer, planner = self.exchange, self._writer(), self.planner
         plan: Any = None

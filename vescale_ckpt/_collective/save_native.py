@@ -74,7 +74,7 @@ class CollectiveNativeSave(CollectiveSave):
     def _contents(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
         """Of a node's metadata and index."""
         return planned.files(
-            [result.places for result in results],
+            [result.record_locations for result in results],
             [result.names for result in results],
             self.path,
             self.save_id,
@@ -87,7 +87,7 @@ class _Result:
     """What a rank has written: where, in which files, and on which node."""
 
     node: int
-    places: bytes
+    record_locations: bytes
     names: list[str]
 
 

@@ -78,9 +78,9 @@ class NativeFormat:
             return
         assert isinstance(metadata, LazyMetadata)
         path, save_id = save.options.path, str(self._storage_meta.save_id)
-        places, names = zip(*map(_places, results), strict=True)
+        locations, names = zip(*map(_record_locations, results), strict=True)
         save.check_one_place(names)
-        content, index = planned.files(list(places), list(names), path, save_id)
+        content, index = planned.files(list(locations), list(names), path, save_id)
         if metadata.was_changed():  # by a writer derived from `StorageWriter`, say
             save.commit(_with_changes(content, metadata), None)
         else:
@@ -97,8 +97,8 @@ class _Answer:
 
     files: int
     token: str
-    part: bytes  #: rows of the rank's items
-    places: bytes  #: of each of them
+    local_plan: bytes  #: rows of what the rank writes
+    record_locations: bytes  #: of these rows
 
 
 class _Written(list[WriteResult]):
@@ -142,9 +142,9 @@ class ExportFormat:
         if isinstance(items, PackedItems):
             inventory, part = items.description.inventory, items.part
         else:
-            inventory, part = pack_items(items), answer.part
+            inventory, part = pack_items(items), answer.local_plan
             items = [items[item] for item in words(part)[::PART_ROW]]
-        table = _C.export_targets(inventory, part, answer.places)
+        table = _C.export_targets(inventory, part, answer.record_locations)
         files = self._save.files(Targets.of(answer.files, answer.token, table))
         try:
             _, stats = _write(files, items, planner)
@@ -187,7 +187,7 @@ def _makes_tensors(planner: SavePlanner) -> bool:
     )
 
 
-def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
+def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
     """Where a rank wrote the rows of its part, and the names of its files."""
     if isinstance(results, PackedResults):
         return results.places, results.names

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _ReadTogether:
+class _BroadcastDecision:
     """The coordinator's word to all ranks that they read for each other, and which way: ranks that disagreed would wait
     for each other in vain."""
 
@@ -216,11 +216,11 @@ class StorageReader(DcpStorageReader):
                 self.path, len(plans), ranks,
             )  # fmt: skip
             return plans
-        return [replace(plan, storage_data=_ReadTogether(self.broadcast_checkpoint)) for plan in plans]
+        return [replace(plan, storage_data=_BroadcastDecision(self.broadcast_checkpoint)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         sharing = None
-        if isinstance(plan.storage_data, _ReadTogether):
+        if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.given_path}: read for each other"
             sharing = SharedReading(exchange, plan.storage_data.broadcast, phase)

@@ -78,15 +78,15 @@ class ArchiveLayout:
         self._members = list(members)
         self.bodies: list[Body] = []
         at = 0
-        for filling, output in _Fillings(root, self._members, lambda output: 0):
-            at += len(filling)
+        for content, output in _FormatBytes(root, self._members, lambda output: 0):
+            at += len(content)
             if output is not None:
                 self.bodies.append(Body(output, at))
                 at += output.bytes
         self.length = at
         self._crcs: list[tuple[Output, int]] = []
-        self._fillings = iter(_Fillings(root, self._members, self._crc))
-        self._filling = b""
+        self._stream = iter(_FormatBytes(root, self._members, self._crc))
+        self._current = b""
         self._number = -1
 
     def add_checksum(self, piece: Piece, address: int) -> None:
@@ -96,11 +96,11 @@ class ArchiveLayout:
             crc = _C.crc32_combine(before, crc, piece.bytes)
         self._crcs.append((piece.output, crc))
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         while self._number < number:
-            self._filling, _ = next(self._fillings)
+            self._current, _ = next(self._stream)
             self._number += 1
-        return self._filling
+        return self._current
 
     def head(self) -> bytes:
         return b""
@@ -111,7 +111,7 @@ class ArchiveLayout:
         return crc
 
 
-class _Fillings:
+class _FormatBytes:
     """The bytes between tensors, each with the tensor behind it; None at the end."""
 
     def __init__(self, root: str, members: Sequence[Member], crc_of: Callable[[Output], int]) -> None:

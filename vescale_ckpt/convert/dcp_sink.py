@@ -24,7 +24,7 @@ from .plan import Output
 from .source import Source
 
 
-def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
+def pieces_of_rank(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
     """This rank's part of all pieces: about as many bytes as the others', one behind another."""
     total = sum(output.bytes for output in outputs)
     mine = []
@@ -38,7 +38,7 @@ def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> 
     return mine
 
 
-class DcpPart:
+class DcpRankFiles:
     """What one rank writes: a data file, made durable but named by no metadata yet."""
 
     def __init__(self, directory: str, rank: int) -> None:
@@ -104,10 +104,10 @@ class _Written:
     def prepare(self, batch: Batch) -> None: ...
 
     def write(self, batch: Batch) -> None:
-        places = batch.places
-        names = [place.part.output.name for place in places if isinstance(place.part, Piece)]
-        if places:
-            table, rows = write_table([place.target for place in places]), range(len(places))
+        segments = batch.segments
+        names = [placed.segment.output.name for placed in segments if isinstance(placed.segment, Piece)]
+        if segments:
+            table, rows = write_table([placed.target for placed in segments]), range(len(segments))
             self.placed += self._file.write_table(table, names.__getitem__, rows)
 
 

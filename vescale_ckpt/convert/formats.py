@@ -202,7 +202,7 @@ def _bytes(outputs: Sequence[Output]) -> int:
     return sum(output.bytes for output in outputs)
 
 
-def shared_out(files: Sequence[OutputFile], ranks: int) -> list[int]:
+def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:
     """For each file the rank that writes it: the largest first, to whoever has the least."""
     held = [0] * ranks
     of = [0] * len(files)

@@ -38,7 +38,7 @@ class NpyLayout:
 
     def add_checksum(self, piece: Piece, address: int) -> None: ...
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         return self._header
 
     def head(self) -> bytes:

@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Filling:
+class FormatBytes:
     """Bytes of a file between tensors, told when all tensors before them are known."""
 
     number: int  #: by the file's own count
@@ -51,14 +51,14 @@ class Filling:
     file_offset: int
 
 
-Part = Piece | Filling
+Segment = Piece | FormatBytes
 
 
 @dataclass
-class Place:
+class PlacedSegment:
     """A part in the memory of its batch."""
 
-    part: Part
+    segment: Segment
     at: int  #: in the buffer
     target: torch.Tensor  #: of the output's dtype, or bytes
     stored: torch.Tensor  #: of the stored dtype: the same unless it is converted
@@ -70,7 +70,7 @@ class Batch:
 
     buffer: torch.Tensor
     file_offset: int = 0  #: of the buffer's first byte, a multiple of PAGE
-    places: list[Place] = field(default_factory=list)
+    segments: list[PlacedSegment] = field(default_factory=list)
     last: bool = False
 
 
@@ -124,81 +124,81 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(parts: Iterable[Part], source: Source, file: File, buffers: Buffers) -> None:
+def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: Buffers) -> None:
     """Moves all parts from the source to the file. Raises what they raise, after both have stopped."""
 
     def filled() -> Iterator[Batch]:
-        for batch in _batches(parts, buffers):
+        for batch in _batches(segments, buffers):
             source.read(
                 [
                     read
-                    for place in batch.places
-                    if isinstance(place.part, Piece)
-                    for read in place.part.output.reads(place.part.offsets, place.stored)
+                    for placed in batch.segments
+                    if isinstance(placed.segment, Piece)
+                    for read in placed.segment.output.reads(placed.segment.offsets, placed.stored)
                 ]
             )
             yield batch
 
     def prepare(batch: Batch) -> None:
-        for place in batch.places:
-            if place.stored is not place.target:
-                place.target.copy_(place.stored)
+        for placed in batch.segments:
+            if placed.stored is not placed.target:
+                placed.target.copy_(placed.stored)
         file.prepare(batch)
 
     def write(batch: Batch) -> None:
         file.write(batch)
-        buffer, batch.places = batch.buffer, []
+        buffer, batch.segments = batch.buffer, []
         buffers.give_back(buffer)
 
     for _ in overlap((batch for batch, _ in overlap(filled(), prepare)), write):
         pass
 
 
-def _batches(parts: Iterable[Part], buffers: Buffers) -> Iterator[Batch]:
+def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
     """Cuts parts into batches. The last one is marked; if there are no parts it is empty."""
     batch: Batch | None = None
     end = 0  # of what is placed, from the buffer's begin on
     beside = 0  # bytes at the buffer's end for what is converted
-    for part in parts:
+    for segment in segments:
         if batch is not None:
-            at = _place_behind(part, end, batch)
-            size = part.bytes if isinstance(part, Piece) else part.end - part.begin
-            stored = part.stored_bytes if isinstance(part, Piece) else 0
+            at = _offset_behind(segment, end, batch)
+            size = segment.bytes if isinstance(segment, Piece) else segment.end - segment.begin
+            stored = segment.stored_bytes if isinstance(segment, Piece) else 0
             if at + size + beside + stored + _ALIGNMENT > buffers.bytes:
                 yield batch
                 batch = None
         if batch is None:
-            batch, end, beside = Batch(buffers.take(), max(part.file_offset, 0) // PAGE * PAGE), 0, 0
-            at = _place_behind(part, end, batch)
-        end, beside = _add(batch, part, at, beside)
+            batch, end, beside = Batch(buffers.take(), max(segment.file_offset, 0) // PAGE * PAGE), 0, 0
+            at = _offset_behind(segment, end, batch)
+        end, beside = _add(batch, segment, at, beside)
     batch = batch or Batch(buffers.take())
     batch.last = True
     yield batch
 
 
-def _place_behind(part: Part, end: int, batch: Batch) -> int:
-    if part.file_offset >= 0:
-        return part.file_offset - batch.file_offset
-    assert isinstance(part, Piece)
-    if part.bytes >= _LARGE:
+def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
+    if segment.file_offset >= 0:
+        return segment.file_offset - batch.file_offset
+    assert isinstance(segment, Piece)
+    if segment.bytes >= _LARGE:
         return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _add(batch: Batch, part: Part, at: int, beside: int) -> tuple[int, int]:
+def _add(batch: Batch, segment: Segment, at: int, beside: int) -> tuple[int, int]:
     """Where its bytes end, and how many bytes at the buffer's end are taken then."""
-    if isinstance(part, Filling):
-        end = at + part.end - part.begin
+    if isinstance(segment, FormatBytes):
+        end = at + segment.end - segment.begin
         target = batch.buffer[at:end]
-        batch.places.append(Place(part, at, target, target))
+        batch.segments.append(PlacedSegment(segment, at, target, target))
         return end, beside
-    target = stored = _view(batch.buffer, at, part.sizes, part.output.dtype)
-    if part.output.converts:
-        begin = (len(batch.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
-        stored = _view(batch.buffer, begin, part.sizes, part.output.stored_dtype)
+    target = stored = _view(batch.buffer, at, segment.sizes, segment.output.dtype)
+    if segment.output.converts:
+        begin = (len(batch.buffer) - beside - segment.stored_bytes) // _ALIGNMENT * _ALIGNMENT
+        stored = _view(batch.buffer, begin, segment.sizes, segment.output.stored_dtype)
         beside = len(batch.buffer) - begin
-    batch.places.append(Place(part, at, target, stored))
-    return at + part.bytes, beside
+    batch.segments.append(PlacedSegment(segment, at, target, stored))
+    return at + segment.bytes, beside
 
 
 def _view(buffer: torch.Tensor, at: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

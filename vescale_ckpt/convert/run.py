@@ -21,7 +21,7 @@ from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
-from .dcp_sink import DcpPart, share
+from .dcp_sink import DcpRankFiles, pieces_of_rank
 from .formats import Files, Format, open_source
 from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
@@ -207,7 +207,7 @@ class _Conversion:
                 folder.discard()
 
     def _write_files(self, files: Files, directory: str) -> int:
-        ranks = formats.shared_out(files.files, self._exchange.size)
+        ranks = formats.rank_of_each(files.files, self._exchange.size)
 
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
@@ -226,22 +226,23 @@ class _Conversion:
 
     def _write_dcp(self, directory: str) -> int:
         exchange = self._exchange
-        pieces = share(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
-        part = self._together(lambda: DcpPart(directory, exchange.rank), "begin")
+        pieces = pieces_of_rank(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
+        rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank), "begin")
         try:
             written = self._together(
-                lambda: part.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
+                lambda: rank_files.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
             )
             gathered = exchange.gather(written, self._phase("gather"))
         except BaseException:
-            part.discard()
+            rank_files.discard()
             raise
         try:
             self._together(
-                lambda: None if gathered is None else part.commit(gathered, self._path, self.made.structure), "commit"
+                lambda: None if gathered is None else rank_files.commit(gathered, self._path, self.made.structure),
+                "commit",
             )
         finally:
-            part.end()
+            rank_files.end()
         return exchange.size
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:

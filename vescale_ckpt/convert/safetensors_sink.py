@@ -50,7 +50,7 @@ class SafetensorsLayout:
         self._blocks += crcs
         self._of = piece.output if piece.bytes else None
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         return bytes(self._layout.data_begin)  # the header comes last
 
     def head(self) -> bytes:

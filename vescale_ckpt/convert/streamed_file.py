@@ -11,7 +11,7 @@ from .._engine import _C
 from .._engine.errors import check_space, named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._storage.pending import PendingFile
-from .pipeline import PAGE, Batch, Buffers, Filling, Part, Piece, memory_of, pieces_of, transfer
+from .pipeline import PAGE, Batch, Buffers, FormatBytes, Piece, Segment, memory_of, pieces_of, transfer
 from .plan import Output
 from .source import Source
 
@@ -40,7 +40,7 @@ class Layout(Protocol):
     def add_checksum(self, piece: Piece, address: int) -> None:
         """Of a piece that lies in memory as it will lie in the file. Pieces come in order."""
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         """The bytes before the body of that number; those at the end come after all bodies. The
         checksums of all pieces before them were added."""
 
@@ -66,22 +66,22 @@ def write_file(directory: str, create: Create, layout: Layout, source: Source, b
         check_space(directory, layout.length)
         options = engine_options(None, direct_io_setting("auto"))
         writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
-        transfer(_parts(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
+        transfer(_segments(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
         writer.finish_bytes(layout.head(), sync=True)
 
 
-def _parts(layout: Layout, most_bytes: int) -> Iterator[Part]:
+def _segments(layout: Layout, most_bytes: int) -> Iterator[Segment]:
     at = 0
     for number, body in enumerate(layout.bodies):
-        yield from _filling(number, at, body.file_offset, most_bytes)
+        yield from _format_bytes(number, at, body.file_offset, most_bytes)
         yield from pieces_of(body.output, most_bytes, body.file_offset)
         at = body.file_offset + body.output.bytes
-    yield from _filling(len(layout.bodies), at, layout.length, most_bytes)
+    yield from _format_bytes(len(layout.bodies), at, layout.length, most_bytes)
 
 
-def _filling(number: int, begin: int, end: int, most_bytes: int) -> Iterator[Filling]:
+def _format_bytes(number: int, begin: int, end: int, most_bytes: int) -> Iterator[FormatBytes]:
     for start in range(begin, end, most_bytes):
-        yield Filling(number, start - begin, min(end, start + most_bytes) - begin, start)
+        yield FormatBytes(number, start - begin, min(end, start + most_bytes) - begin, start)
 
 
 class _Streamed:
@@ -93,18 +93,18 @@ class _Streamed:
         self._rest = b""  # bytes from the last page's border on
 
     def prepare(self, batch: Batch) -> None:
-        for place in batch.places:
-            part = place.part
-            if isinstance(part, Piece):
-                self._layout.add_checksum(part, place.target.data_ptr())
+        for placed in batch.segments:
+            segment = placed.segment
+            if isinstance(segment, Piece):
+                self._layout.add_checksum(segment, placed.target.data_ptr())
             else:
-                content = self._layout.filling(part.number)[part.begin : part.end]
-                memory_of(place.target)[:] = content
+                content = self._layout.format_bytes(segment.number)[segment.begin : segment.end]
+                memory_of(placed.target)[:] = content
 
     def write(self, batch: Batch) -> None:
         image = memory_of(batch.buffer)
         image[: len(self._rest)] = self._rest
-        last = batch.places[-1] if batch.places else None
+        last = batch.segments[-1] if batch.segments else None
         end = 0 if last is None else last.at + last.target.nbytes
         whole = end if batch.last else end // PAGE * PAGE
         self._rest = bytes(image[whole:end])

@@ -39,7 +39,7 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
     oldest_first = SavedOrder(root).newest_first()[::-1]
     complete = set(oldest_first)
     checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
-    found: dict[int, _Look] = {}  # of those that would be kept
+    found: dict[int, _QuickCheck] = {}  # of those that would be kept
     uncounted = complete & damaged
     by_rank = replace(retention, keep_period=None)  # those that stay for good are many, and in nobody's place
     while True:
@@ -50,7 +50,7 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
             return set()
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = _Look(path_of(root, step))
+            found[step] = _QuickCheck(path_of(root, step))
         unsound = {step for step in kept if not found[step].sound}
         if not unsound:
             break
@@ -69,7 +69,7 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
     return surplus | lost
 
 
-class _Look:
+class _QuickCheck:
     """What `verify(quick=True)` finds in a checkpoint."""
 
     def __init__(self, path: str) -> None:
@@ -77,10 +77,10 @@ class _Look:
         self.sound = report.ok
         self.reason = "" if report.ok else report.damaged[0].reason
         #: whether it is damaged for certain: everything that is wrong with it could be looked at
-        self.damaged = not report.ok and all(_answers(path, damage.file) for damage in report.damaged)
+        self.damaged = not report.ok and all(_status_is_known(path, damage.file) for damage in report.damaged)
 
 
-def _answers(directory: str, file: str) -> bool:
+def _status_is_known(directory: str, file: str) -> bool:
     """Whether the file system tells how it stands with a file, which may be that it is not there."""
     try:
         directory_at(directory).names()

@@ -29,12 +29,11 @@ from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_seconds
 from . import step_metrics
+from .branch_tracker import BranchTracker
 from .clean_up import clean_up
-from .course import Course
-from .preemption import SignalFlag
 from .retention import BestMode, Retention
 from .running_save import RunningSave
-from .schedule import Schedule
+from .schedule import Schedule, SignalFlag
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +89,9 @@ class CheckpointManager:
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has told how it ended
         self._damaged: frozenset[int] = frozenset()  # steps that `restore` had to pass over
-        self._course = Course(self.directory)  # of the coordinator
+        self._branches = BranchTracker(self.directory)  # of the coordinator
         if self._is_coordinator():
-            self._course.look()
+            self._branches.look()
         self._closed = False
 
     # --- Saving
@@ -131,7 +130,7 @@ class CheckpointManager:
                 raise wrong
             return None
         numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
-        self._wait_for_the_one_before(is_last=decision.by_signal)
+        self._wait_for_previous_save(is_last=decision.by_signal)
         began = time.monotonic()
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
@@ -192,7 +191,7 @@ class CheckpointManager:
 
         def prepare() -> None:
             if running.is_coordinator:
-                branch, abandoned[:] = self._course.branch_of(running.step)
+                branch, abandoned[:] = self._branches.branch_of(running.step)
                 running.prepare(numbers, branch)
 
         try:
@@ -209,7 +208,7 @@ class CheckpointManager:
                 self.directory,
             )
 
-    def _wait_for_the_one_before(self, *, is_last: bool) -> None:
+    def _wait_for_previous_save(self, *, is_last: bool) -> None:
         """Of the process group, whoever has begun it. What went wrong with it the save that follows raises."""
         queue = BackgroundQueue.of(self.process_group)
         with queue.lock:
@@ -325,7 +324,7 @@ class CheckpointManager:
         else:
             step = _checked_step(step)
             self._load(path_of(self.directory, step), state, **options)
-        self._go_on_from(step)
+        self._note_restored(step)
         if prepare:
             self._prepare_to_save(state)
         return step
@@ -351,9 +350,9 @@ class CheckpointManager:
             raise failure
         raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
 
-    def _go_on_from(self, step: int) -> None:
+    def _note_restored(self, step: int) -> None:
         def go_on() -> int:
-            if abandoned := self._course.restored(step):
+            if abandoned := self._branches.restored(step):
                 logger.warning(
                     "step %d was saved last in %s; later steps %s were abandoned, when training went back",
                     step,
@@ -362,7 +361,7 @@ class CheckpointManager:
                 )
             return step
 
-        self._told(go_on, "looking for later checkpoints")
+        self._from_coordinator(go_on, "looking for later checkpoints")
 
     def _prepare_to_save(self, state: Mapping[str, Any]) -> None:
         """All is restored: nothing here is worth an error."""
@@ -390,7 +389,7 @@ class CheckpointManager:
                 logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)
             return None
 
-        return self._told(find, "looking for the newest checkpoint")
+        return self._from_coordinator(find, "looking for the newest checkpoint")
 
     # --- Between ranks
 
@@ -401,7 +400,7 @@ class CheckpointManager:
     def _exchange(self) -> Exchange:
         return Exchange.of(self.process_group, self.timeout, purpose="manager")
 
-    def _told(self, find: Callable[[], int | None], phase: str) -> int | None:
+    def _from_coordinator(self, find: Callable[[], int | None], phase: str) -> int | None:
         """What the coordinator finds, or its error, on every rank."""
         exchange = self._exchange()
         answer: dict[str, Any] | None = None

@@ -86,14 +86,14 @@ def planned(inventories: list[bytes], placement: Placement) -> tuple[_C.GlobalPl
 class Written(NamedTuple):
     """What ranks report once they have written their parts, made up: one file a rank, as long as a true one."""
 
-    places: list[bytes]
+    record_locations: list[bytes]
     files: list[list[str]]
     paths: list[bytes]
 
 
 def written(names: list[str], parts: Sequence[bytes], bytes_by_rank: Sequence[int]) -> Written:
     return Written(
-        [_places(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
+        [_record_locations(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
         [[f"__{rank}_00000000.distcp"] for rank in range(len(parts))],
         [_C.pack_paths(names, [(name,) for name in names])] * len(parts),
     )
@@ -108,15 +108,15 @@ def _item_count(inventory: bytes) -> int:
     return int.from_bytes(inventory[8:16], sys.byteorder)
 
 
-def _places(part: bytes, rank_bytes: int) -> bytes:
+def _record_locations(part: bytes, rank_bytes: int) -> bytes:
     """Offsets, lengths and checksums as large as true ones."""
     count = len(part) // 8 // _PART_WORDS
-    places = array("q", bytes(8 * _PLACE_WORDS * count))
+    locations = array("q", bytes(8 * _PLACE_WORDS * count))
     step = rank_bytes // count + 1 if count else 0
-    places[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
-    places[2::_PLACE_WORDS] = array("q", [step]) * count
-    places[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
-    return places.tobytes()
+    locations[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
+    locations[2::_PLACE_WORDS] = array("q", [step]) * count
+    locations[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
+    return locations.tobytes()
 
 
 def _with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:

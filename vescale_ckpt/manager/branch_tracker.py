@@ -5,7 +5,7 @@ from __future__ import annotations
 from .._native.steps import FIRST, Branch, SavedOrder
 
 
-class Course:
+class BranchTracker:
     """To which branch the saves of one manager belong. Used where it is the coordinator.
 
     Other managers may save in the same directory meanwhile: only what this one knew of before can it go back from.
