@@ -1,4 +1,4 @@
-"""`SaveFormat` takes DCP's steps of one save for `StorageWriter`, in DCP's own layout or as safetensors files."""
+"""`SaveFormat` implements DCP's steps of one save for `StorageWriter`, in DCP's own layout or as safetensors files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .lazy_metadata import LazyMetadata
 
 
 class SaveFormat(Protocol):
-    """One save of one rank, in the order in which DCP asks for its steps."""
+    """One save of one rank. The methods are in the order in which DCP calls `StorageWriter`."""
 
     def begin(self, plan: SavePlan) -> SavePlan:
         """`prepare_local_plan`, on each rank."""
@@ -44,7 +44,7 @@ class SaveFormat(Protocol):
         """`finish`, on the coordinator."""
 
     def end(self) -> None:
-        """Committed or not, this save is over. May be called again."""
+        """Ends the save, committed or not. May be called again."""
 
 
 class NativeFormat:
@@ -81,7 +81,7 @@ class NativeFormat:
         locations, names = zip(*map(_record_locations, results), strict=True)
         save.check_one_place(names)
         content, index = planned.files(list(locations), list(names), path, save_id)
-        if metadata.was_changed():  # by a writer derived from `StorageWriter`, say
+        if metadata.was_changed():  # for instance by a class derived from `StorageWriter`
             save.commit(_with_changes(content, metadata), None)
         else:
             save.commit(content, index)
@@ -93,7 +93,7 @@ class NativeFormat:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the coordinator tells a rank of an export, in its plan."""
+    """The coordinator's answer to a rank of an export, in `SavePlan.storage_data`."""
 
     files: int
     token: str
@@ -102,7 +102,7 @@ class _Answer:
 
 
 class _Written(list[WriteResult]):
-    """For DCP nothing; for the coordinator of an export what a rank adds to the checksums."""
+    """An empty list of results for DCP, with this rank's contribution to the checksums for the coordinator."""
 
     blocks = b""
 
@@ -119,7 +119,7 @@ class ExportFormat:
         if not self._use_collectives:
             raise CheckpointError("safetensors files are written by all ranks together", path=path)
         self._save.begin()
-        if not plan.usable:  # ranks would get the answers of an earlier save, with its names of files
+        if not plan.usable:  # DCP would reuse the answers of an earlier save, with its file names
             raise CheckpointError(
                 "the planner keeps its plans (enable_plan_caching=True), which goes for data files only: to save "
                 "safetensors files again take vescale_ckpt.SavePlanner, or a planner that plans each time",
@@ -179,7 +179,7 @@ def _write(
 
 
 def _makes_tensors(planner: SavePlanner) -> bool:
-    """Whether the planner may answer `resolve_data` with tensors that are not the state's own."""
+    """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
     return not isinstance(planner, DefaultSavePlanner) or any(
         not is_method_of(planner, name, DefaultSavePlanner)
         and not getattr(getattr(planner, name), "keeps_memory", False)
@@ -188,7 +188,7 @@ def _makes_tensors(planner: SavePlanner) -> bool:
 
 
 def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
-    """Where a rank wrote the rows of its part, and the names of its files."""
+    """The record locations of a rank's local plan, and the names of its files."""
     if isinstance(results, PackedResults):
         return results.places, results.names
     names: dict[str, int] = {}
@@ -209,7 +209,7 @@ def _with_changes(content: bytes, changed: Metadata) -> bytes:
 
 
 def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
-    """A plan of what other planners have planned: each of their items is written by the rank that has it."""
+    """The global plan for items that another planner has planned: each rank writes its own items."""
     inventories = [pack_items(plan.items) for plan in plans]
     try:
         plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)

@@ -1,4 +1,4 @@
-"""Moves tensors from a source to a file in batches: one is read while another is converted and a third is written."""
+"""Moves tensors from a source to a file in batches, for all sinks: reading, converting and writing overlap."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from .plan import Output, cut
 from .source import Source
 
 PAGE = 4096
-_AT_ONCE = 3  # batches: one that is read, one that is converted, one that is written
-_LARGE, _LARGE_AT, _ALIGNMENT = 2 << 20, 64, 64  # where in a page a large tensor may be written from (docs/format.md)
+_AT_ONCE = 3  # batches: one is read, one is converted, one is written
+_ALIGNMENT = 64
+_LARGE, _LARGE_AT = 2 << 20, 64  # a large tensor begins at this offset in a page: direct I/O needs it (docs/format.md)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of an output: all of it, or as much as there is memory for."""
+    """A box of an output: the whole output, or as much as fits the memory of a batch."""
 
     output: Output
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file_offset: int = -1  #: where its bytes go; -1: the file decides
+    file_offset: int = -1  #: of its bytes; -1: the file decides
 
     @cached_property
     def bytes(self) -> int:
@@ -37,15 +38,15 @@ class Piece:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Memory that it takes beside itself: as it is stored, if it is converted."""
+        """Additional memory for its elements in the stored dtype. 0 if it is not converted."""
         return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
 
 
 @dataclass(frozen=True)
 class FormatBytes:
-    """Bytes of a file between tensors, told when all tensors before them are known."""
+    """Bytes of a file between tensors (headers, padding), whose content is known after the tensors before them."""
 
-    number: int  #: by the file's own count
+    number: int  #: which of the file's runs of format bytes this belongs to
     begin: int
     end: int
     file_offset: int
@@ -56,17 +57,17 @@ Segment = Piece | FormatBytes
 
 @dataclass
 class PlacedSegment:
-    """A part in the memory of its batch."""
+    """A segment in the memory of its batch."""
 
     segment: Segment
     at: int  #: in the buffer
-    target: torch.Tensor  #: of the output's dtype, or bytes
-    stored: torch.Tensor  #: of the stored dtype: the same unless it is converted
+    target: torch.Tensor  #: of the output's dtype; of bytes for format bytes
+    stored: torch.Tensor  #: of the stored dtype; the same tensor as `target` if nothing is converted
 
 
 @dataclass
 class Batch:
-    """Some parts in one buffer. Those of files that do not decide themselves lie there as in the file."""
+    """Some segments in one buffer. Segments with a file offset have the same distances in the buffer as in the file."""
 
     buffer: torch.Tensor
     file_offset: int = 0  #: of the buffer's first byte, a multiple of PAGE
@@ -75,16 +76,16 @@ class Batch:
 
 
 class File(Protocol):
-    """What batches are written to, in order."""
+    """Receives the batches, in order."""
 
     def prepare(self, batch: Batch) -> None:
-        """Computes checksums and fills in the file's own bytes. The batch's tensors are as they will be written."""
+        """Computes checksums and fills in the format bytes. The batch's tensors are already converted."""
 
     def write(self, batch: Batch) -> None: ...
 
 
 class Buffers:
-    """Memory for batches, used again and again. Together within the setting `convert_bytes`."""
+    """Reusable memory for batches. All buffers together stay within the setting `convert_bytes`."""
 
     def __init__(self) -> None:
         self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
@@ -92,13 +93,13 @@ class Buffers:
 
     @property
     def most_bytes(self) -> int:
-        """Of a piece, with the memory to convert it: several fit in a batch, whatever lies between them."""
+        """The largest piece, including the memory to convert it: at least one fits in a batch after any padding."""
         return self.bytes // 2 - PAGE
 
     def take(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, on a page's border
+        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, page-aligned
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -110,12 +111,12 @@ class Buffers:
 def memory_of(buffer: torch.Tensor) -> memoryview:
     """The bytes of a tensor of uint8."""
     array: Any = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
-    array.owner = buffer  # lives as long as the view
+    array.owner = buffer  # keeps the buffer alive as long as the view
     return memoryview(array).cast("B")
 
 
 def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterator[Piece]:
-    """All of an output, in order."""
+    """The pieces that make up an output, in order."""
     each = output.dtype.itemsize + (output.stored_dtype.itemsize if output.converts else 0)
     at = file_offset
     for offsets, sizes in cut(output.shape, max(1, most_bytes // each)):
@@ -125,7 +126,7 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
 
 
 def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: Buffers) -> None:
-    """Moves all parts from the source to the file. Raises what they raise, after both have stopped."""
+    """Moves all segments from the source to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:
         for batch in _batches(segments, buffers):
@@ -155,10 +156,10 @@ def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: B
 
 
 def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
-    """Cuts parts into batches. The last one is marked; if there are no parts it is empty."""
+    """Collects segments into batches. The last batch is marked; without segments it is empty."""
     batch: Batch | None = None
-    end = 0  # of what is placed, from the buffer's begin on
-    beside = 0  # bytes at the buffer's end for what is converted
+    end = 0  # of the segments placed so far, in the buffer
+    beside = 0  # bytes at the buffer's end that hold stored dtypes
     for segment in segments:
         if batch is not None:
             at = _offset_behind(segment, end, batch)
@@ -186,7 +187,7 @@ def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
 
 
 def _add(batch: Batch, segment: Segment, at: int, beside: int) -> tuple[int, int]:
-    """Where its bytes end, and how many bytes at the buffer's end are taken then."""
+    """Places a segment. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
     if isinstance(segment, FormatBytes):
         end = at + segment.end - segment.begin
         target = batch.buffer[at:end]

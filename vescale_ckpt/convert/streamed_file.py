@@ -1,4 +1,4 @@
-"""One file that is written from begin to end, of tensors at known offsets and of bytes between them."""
+"""Writes one file from begin to end for a sink: tensors at known offsets, and format bytes between them."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ class Body:
 
 
 class Layout(Protocol):
-    """What a format has to say of a file."""
+    """Describes a file for its format."""
 
     @property
     def bodies(self) -> Sequence[Body]:
-        """In the order of their offsets."""
+        """All tensors, in the order of their offsets."""
 
     @property
     def length(self) -> int:
-        """Of the file, bytes."""
+        """Bytes of the file."""
 
     def add_checksum(self, piece: Piece, address: int) -> None:
-        """Of a piece that lies in memory as it will lie in the file. Pieces come in order."""
+        """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
 
     def format_bytes(self, number: int) -> bytes:
-        """The bytes before the body of that number; those at the end come after all bodies. The
-        checksums of all pieces before them were added."""
+        """The bytes before the body `number`; after the last body, those at the end. Called after `add_checksum` of
+        all pieces before them."""
 
     def head(self) -> bytes:
-        """What the file begins with, over its first filling; all were written before."""
+        """The first bytes of the file, called last. They replace those that `format_bytes` gave."""
 
 
 def write_whole_file(path: str, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """Under its name when it is complete and durable, or not at all."""
+    """Writes a file that appears under its name when it is complete and durable, or not at all."""
     with PendingFile(path) as file:
         write_file(file.directory, file.create, layout, source, buffers)
         file.commit()
 
 
 def write_file_in(directory: str, name: str, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """In a folder that nobody knows yet: durable, but for its name."""
+    """Writes a file into a pending folder. Its content is durable, its directory entry is not yet."""
     write_file(directory, lambda make: make(os.path.join(directory, name)), layout, source, buffers)
 
 
 def write_file(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """`create` makes a file by calling what it is given with the file's name."""
+    """Writes a file. `create` calls the function that it gets with the file's path."""
     with named_errors(str, directory, layout.length):
         check_space(directory, layout.length)
         options = engine_options(None, direct_io_setting("auto"))
@@ -85,12 +85,12 @@ def _format_bytes(number: int, begin: int, end: int, most_bytes: int) -> Iterato
 
 
 class _Streamed:
-    """Writes batches by whole pages: what is left over goes with the next one."""
+    """Writes batches in whole pages. The rest of a batch is written with the next one."""
 
     def __init__(self, layout: Layout, writer: _C.FileWriter) -> None:
         self._layout = layout
         self._writer = writer
-        self._rest = b""  # bytes from the last page's border on
+        self._rest = b""  # bytes after the last whole page
 
     def prepare(self, batch: Batch) -> None:
         for placed in batch.segments:
