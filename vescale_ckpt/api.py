@@ -68,7 +68,7 @@ def save(
     before data is written, and one gather of record locations afterwards.
 
     With `async_checkpoint`, `save` returns when this rank has copied what it will write, and the save continues in the
-    background; the state may change then. A later error is raised by the handle's `result()`. If nobody calls that, the
+    background; the state may change then. A later error is raised by the handle's `result()`. If it is not called, the
     next save of the group raises it on all ranks.
 
     Args:

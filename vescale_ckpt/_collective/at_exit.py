@@ -1,4 +1,4 @@
-"""Finishes asynchronous saves when the process ends, and sets its exit status for a failure that nobody has seen.
+"""Finishes asynchronous saves when the process ends, and sets its exit status for a failure that no caller has seen.
 
 `atexit` runs this. Forked children of `multiprocessing` do not call `atexit`: there its finalizers run it.
 """

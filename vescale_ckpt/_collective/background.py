@@ -69,7 +69,7 @@ class BackgroundQueue:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
     def take_failure(self) -> SaveFailedError | None:
-        """The error of the last save, which must be done, if nobody has seen it. Later calls return None."""
+        """The error of the last save, which must be done, if no caller has seen it. Later calls return None."""
         last, self._last = self._last, None
         error = None if last is None else last.wait()
         if last is None or error is None or last.failure_was_seen:

@@ -14,11 +14,11 @@ from ..reports import SaveStats
 
 
 class Notice:
-    """Whether anybody has seen how a save ended."""
+    """Whether any caller has seen how a save ended."""
 
     def __init__(self) -> None:
-        self.raised = False  #: the error was raised to somebody
-        self.asked = False  #: somebody called `exception`
+        self.raised = False  #: the error was raised to a caller
+        self.asked = False  #: `exception` was called
 
 
 class SaveHandle:

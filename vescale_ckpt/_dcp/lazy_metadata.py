@@ -48,7 +48,7 @@ class LazyMetadata(Metadata):
         return self._built
 
     def was_changed(self) -> bool:
-        """Whether somebody has changed the fields since they were built."""
+        """Whether the fields have been changed since they were built."""
         return self._built is not None and self._build is not None and self._built != self._build()
 
     def __eq__(self, other: object) -> bool:

@@ -22,7 +22,7 @@ the way, in bounded memory. Under torchrun the ranks share the work."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("src", metavar="SRC", help="what to convert; its format is told by what is there")
+    add("src", metavar="SRC", help="what to convert; its format is recognised from the files")
     add("dst", metavar="DST", help="a directory or file")
     add("--format", choices=get_args(Format), help="of DST (default: what its name ends in)")
     add("--keys", action="append", metavar="PATTERN",

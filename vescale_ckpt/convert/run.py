@@ -195,8 +195,8 @@ class _Conversion:
             if folder is not None:
                 own = folder if self._exchange.is_coordinator else None
                 self._together(lambda: own.make() if own is not None else None, "make a folder")
-                told = folder.temporary.encode() if own is not None else None
-                directory = self._exchange.broadcast(told, self._phase("name the folder")).decode()
+                message = folder.temporary.encode() if own is not None else None
+                directory = self._exchange.broadcast(message, self._phase("name the folder")).decode()
             written = self._write_dcp(directory) if self._files is None else self._write_files(self._files, directory)
             if folder is not None:
                 self._together(lambda: folder.commit() if self._exchange.is_coordinator else None, "commit")

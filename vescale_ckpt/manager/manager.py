@@ -112,8 +112,8 @@ class CheckpointManager:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
-        some rank has not been told, all ranks raise its error and nothing is saved; the next call saves. `gate` (for an
-        asynchronous save) and errors are those of `vescale_ckpt.save`.
+        some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
+        (for an asynchronous save) and errors are those of `vescale_ckpt.save`.
 
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
@@ -177,7 +177,7 @@ class CheckpointManager:
 
     @staticmethod
     def _differing(step: int, text: bytes, exchange: Exchange) -> str:
-        """A text that tells how the ranks' metrics differ, equal on all ranks."""
+        """A text that says how the ranks' metrics differ, equal on all ranks."""
         phase = "comparing metrics"
         of_all = exchange.gather(text, phase)
         answer = None
