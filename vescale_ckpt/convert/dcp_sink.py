@@ -75,10 +75,10 @@ class DcpRankFiles:
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
         return pack(inventory, known, in_first_file(placed), file.name.encode())
 
-    def commit(self, parts: Sequence[bytes], path: str, structure: str | None) -> None:
-        """Commits the files of all ranks, on the coordinator. `parts`: the messages of `write`, by rank. `path`: the
+    def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
+        """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
         final path of the directory."""
-        inventories, paths, locations, names = zip(*map(unpack, parts), strict=True)
+        inventories, paths, locations, names = zip(*map(unpack, messages), strict=True)
         with named_errors(str, path):
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(locations)]

@@ -24,9 +24,9 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     """Removes the checkpoints that are not being read or saved to, and returns their steps. The others stay whole."""
     gone = []
     for step in which:
-        with alone(steps.path_of(root, step)) as nobody:
+        with exclusive(steps.path_of(root, step)) as unused:
             # None: the file system has no locks. A load that is running loses its files then, and raises.
-            if nobody is not False and _set_aside(root, step):
+            if unused is not False and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
@@ -42,14 +42,14 @@ def remove_leftovers(root: str) -> list[int]:
         old = _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
-        with alone(path) as nobody:
+        with exclusive(path) as unused:
             # Checked again under the lock: a save may have committed in the meantime.
-            if (nobody or (nobody is None and old)) and _is_leftover(path) and _set_aside(root, step):
+            if (unused or (unused is None and old)) and _is_leftover(path) and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
 
-def alone(path: str) -> AbstractContextManager[bool | None]:
+def exclusive(path: str) -> AbstractContextManager[bool | None]:
     """A context that yields True if no save and no load is using the directory, False if one is, None if the file
     system cannot tell. No manager's save and no load of this package can begin while the context is open."""
     found = _names(path) or []
