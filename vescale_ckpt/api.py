@@ -1,4 +1,4 @@
-"""`save`, `load` and `prepare`: the short way, with exchanges between ranks of our own in place of DCP's."""
+"""Saves and loads checkpoints with all ranks of a group, over this package's own exchanges in place of DCP's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
 from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
-from ._collective.load import CollectiveLoad
-from ._collective.load_by_planner import load_by_planner
+from ._collective.load import CollectiveLoad, load_by_planner
 from ._collective.save import CollectiveSave
 from ._collective.save_native import CollectiveNativeSave
 from ._dcp.save_planner import SavePlanner
@@ -44,7 +43,7 @@ from .settings import Broadcast, checked_flag, checked_path
 
 logger = logging.getLogger(__name__)
 
-# What they keep is compared exactly before it is used.
+# One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
 _planners = PerGroup(SavePlanner)
 
 
@@ -65,39 +64,40 @@ def save(
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
-    What `dcp.save` writes, in the same files, with less talk between ranks: while the state keeps its form, one small
-    reduction before data is written, and one gather of where it was written after it.
+    The files are those that `dcp.save` writes. Ranks exchange less: while the state keeps its form, one small reduction
+    before data is written, and one gather of record locations afterwards.
 
-    With `async_checkpoint` it returns when what this rank will write has been copied, and goes on in the background;
-    the state may change then. What went wrong later is raised by the handle's `result()`, or, if nobody asked, by the
-    next save of the group, on all ranks.
+    With `async_checkpoint`, `save` returns when this rank has copied what it will write, and the save continues in the
+    background; the state may change then. A later error is raised by the handle's `result()`. If it is not called, the
+    next save of the group raises it on all ranks.
 
     Args:
-        path: a path or `file://` URL; a relative one means where it is now, whatever the working directory is later.
-        state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects; of a top-level value
-            with `state_dict` and `load_state_dict` it is its state that is saved.
-        async_checkpoint: whether training goes on while data is written.
-        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them, each written by all
-            ranks at once. The state holds tensors only then. Of tensors in the same memory the first is stored, and the
-            header of its file says under the other names which that is. What stands under the name "" (a module, say)
-            keeps its own names.
-        planner: who writes what; a planner of a class of its own is used in the steps of `dcp.save`. None: one that is
-            kept for the process group.
+        path: a path or `file://` URL. A relative path is resolved when `save` is called.
+        state: nested containers of tensors, DTensors, ShardedTensors, `PerRank` and other objects. For a top-level
+            value with `state_dict` and `load_state_dict`, its state dict is saved.
+        async_checkpoint: whether training continues while data is written.
+        format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; all ranks write into
+            the same files. The state may then hold tensors only. Of several tensors in the same memory the first is
+            stored, and the header maps the other names to it. The keys of a value under the name "" (a module, say)
+            get no prefix.
+        planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
+            None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         overwrite: False raises if the directory holds a checkpoint.
-        gate: optimizers. An asynchronous save then returns at once, and copies their parameters and state while forward
-            and backward run; their next `step` waits for it. What else the state holds is copied before it returns. An
-            optimizer with `capturable=True` takes a `Gate` that allows it.
+        gate: optimizers. An asynchronous save copies their parameters and state after it has returned, while forward
+            and backward run; their next `step` waits for the copy. All other state is copied before the save returns.
+            An optimizer with `capturable=True` needs a `Gate` that allows it.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
-        on_busy: what to do while the group's last asynchronous save goes on, on any rank: "wait" for it, "skip" this
-            one (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
-        max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
-            in its file.
-        metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
+        on_busy: what to do while the group's last asynchronous save is running on any rank: "wait" for it, "skip" this
+            save (a finished handle with `.skipped`, and a warning), or "raise" `SaveInProgressError`.
+        max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
+            file of its own.
+        metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
 
-    Returns a handle, finished unless `async_checkpoint`. Raises `CheckpointError` on all ranks if any fails, in bounded
-    time; nothing is committed then. `SaveFailedError` names the rank and its cause, `CheckpointTimeoutError` the ranks
-    that did not come, and says with `committed` if the new checkpoint may be there all the same.
+    Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
+    within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
+    `CheckpointTimeoutError` names the ranks that did not arrive; its `committed` says whether the new checkpoint may
+    have been committed all the same.
     """
     checked_path("path", path)
     checked_flag("async_checkpoint", async_checkpoint)
@@ -114,7 +114,7 @@ def save(
         )
     check_format(format, metadata)
     shard_bytes(max_shard_size)
-    where = local_path(path)  # whatever the working directory is later
+    directory = local_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
     with queue.lock:
@@ -129,7 +129,7 @@ def save(
         queue.wait_until_done(limit)
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
-            # Its ranks waited in vain, and may do so again: the call has one timeout for both.
+            # The ranks of that save timed out, and may time out again: both waits share one timeout.
             limit = max(limit - (time.monotonic() - began), min(limit, GRACE_SECONDS))
         exchange = Exchange.of(process_group, limit)
         if planner is None:
@@ -138,9 +138,9 @@ def save(
         save: CollectiveSave
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
-            save = kind(exchange, planner, where, doing, overwrite, max_shard_size, metadata)
+            save = kind(exchange, planner, directory, doing, overwrite, max_shard_size, metadata)
         else:
-            save = CollectiveNativeSave(exchange, planner, where, doing, overwrite)
+            save = CollectiveNativeSave(exchange, planner, directory, doing, overwrite)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
@@ -149,9 +149,9 @@ def save(
                 elif packed:
                     save.finish()
         finally:
-            save.let_go_of_state()
+            save.release_state()
         if packed and async_checkpoint:
-            return queue.go_on(save)
+            return queue.finish_in_background(save)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
         assert save.stats is not None
@@ -206,42 +206,42 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> LoadReport | dict[str, Any]:
-    """Loads the checkpoint in the directory `path`, whatever ranks saved it; all ranks of the group call it together.
+    """Loads the checkpoint in the directory `path`; all ranks of the group call it together.
 
-    Tensors of `state` are filled in place, other values replaced. Modules, optimizers and all else that is `Stateful`
-    get their state when all ranks have read theirs. Without `state` the result is all that the checkpoint holds: CPU
-    tensors and objects, nested as they were saved.
+    The number of ranks that saved the checkpoint does not matter. Tensors of `state` are filled in place, other values
+    are replaced. Modules, optimizers and other `Stateful` objects get their state after all ranks have read theirs.
+    Without `state` the result is the whole checkpoint: CPU tensors and objects, nested as they were saved.
 
     Args:
         path: a path or `file://` URL.
         state: nested dicts and lists of tensors, DTensors, `nn.Module`, `Optimizer`, `Stateful`, `PerRank` and other
-            objects. In place of a tensor on the meta device a new one is put: on the CPU, a DTensor on its mesh's
-            device; a module's or optimizer's stays the same object.
-        broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
-            others; False lets each rank read all of its own. "auto" decides by a rule, the same on
-            all ranks: ranks on several nodes, or with targets on devices, read for each other if alone they would read
-            1.3 times as much together.
-        strict: False leaves what is missing from the checkpoint, or is of another shape, as it is, and reports it.
-            Otherwise all of it is raised in one error, with keys that belong to a module or to an optimizer's state,
-            but that it does not have (unless keys are renamed). Other keys that no rank asks for are never an error:
-            the report tells them.
-        keys: what to load, by the checkpoint's dotted keys: names, prefixes of names up to a dot, or patterns as of
-            `fnmatch`. The rest of `state` stays as it is.
-        rename: the checkpoint's key for a key of `state`: a function, or a mapping of keys or of prefixes up to a dot,
-            of which the longest counts (`{"model": "old.net"}`).
-        verify: False skips checksums of data (never the checks of sizes, paths and pickles).
-        allow_cast: converts tensors to the dtype of `state`, which is otherwise `IncompatibleStateError`.
-        weights_only: False builds whatever objects of the checkpoint ask for, which may run any code: for checkpoints
-            that you trust as you trust code.
-        planner: a planner of your own. The load goes in the steps of `dcp.load` then, with the planner's ideas of what
-            is missing; it goes with none of the options above but `verify` and `weights_only`.
+            objects. A tensor on the meta device is replaced by a new tensor: on the CPU, or for a DTensor on the device
+            of its mesh. A parameter or buffer of a module or optimizer stays the same object.
+        broadcast_checkpoint: True: each byte that several ranks need is read by one of them, which sends it to the
+            others. False: each rank reads for itself. "auto" decides by a rule, equally on all ranks: ranks on several
+            nodes, or with targets on devices, broadcast if without it they would read at least 1.3 times as many bytes
+            in total.
+        strict: True raises one error with all keys that are missing from the checkpoint or have another shape there,
+            and with the checkpoint's keys below a module or an optimizer's state that it does not have (unless keys
+            are renamed). False leaves missing and mismatched values unchanged and reports them. Other keys that no rank
+            asks for are reported, and are no error.
+        keys: which of the checkpoint's dotted keys to load: names, prefixes up to a dot, or `fnmatch` patterns. The
+            rest of `state` stays unchanged.
+        rename: maps a key of `state` to the checkpoint's key: a function, or a mapping of keys or of prefixes up to a
+            dot, of which the longest match counts (`{"model": "old.net"}`).
+        verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
+        allow_cast: True converts tensors to the dtype of `state`; False raises `IncompatibleStateError`.
+        weights_only: False unpickles any object of the checkpoint, which may run any code. Only for checkpoints that
+            you trust as you trust code.
+        planner: a planner of your own. It is called in the steps of `dcp.load` and decides which missing keys are an
+            error. Of the options above it allows `verify` and `weights_only` only.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
 
     Raises on all ranks if any fails, in bounded time: `MissingKeysError` (with `missing`, `unexpected`, `mismatched`),
     `IncompatibleStateError`, `CorruptCheckpointError`, `UntrustedCheckpointError`, `LoadFailedError` with the rank for
-    any other error, `CheckpointTimeoutError` with the ranks that did not come. Nothing was handed to modules,
-    optimizers and other stateful objects then, unless it is one of them that raised; what is in tensors is not defined.
+    any other error, `CheckpointTimeoutError` with the ranks that did not arrive. Modules, optimizers and other stateful
+    objects have got no state then, unless one of them raised the error. The contents of tensors are undefined.
     """
     checked_path("path", path)
     for name, value in (
@@ -276,11 +276,11 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Plans saves of `state` and takes the memory of their snapshots, so that the first one need not.
+    """Plans saves of `state` and allocates the memory of their snapshots, which makes the first save faster.
 
-    All ranks of the group call it together, before training or after a load. Nothing is written. `async_checkpoint`:
-    False only plans. `state`, `timeout` and errors are those of `save`; what went wrong with the save before is left to
-    the next one.
+    All ranks of the group call it together, before training or after a load. Nothing is written. With
+    `async_checkpoint=False` it only plans. `state`, `timeout` and errors are those of `save`. An error of the previous
+    save is left to the next save.
     """
     check_is_mapping(state, "prepare")
     checked_flag("async_checkpoint", async_checkpoint)

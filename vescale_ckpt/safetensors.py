@@ -1,9 +1,9 @@
-"""Hugging Face's safetensors files: drop-in functions, at the speed of the disk, durable and verified.
+"""Saves and loads Hugging Face's safetensors files, with functions that replace those of the safetensors library.
 
-Files that are saved here are read by the safetensors library bit for bit, and the other way round. They hold checksums
+The library reads these files bit for bit, and this module reads those of the library. Files saved here hold checksums
 under one key of `__metadata__`, which the library shows and ignores; see docs/format.md. Where the library raises
-`SafetensorError`, these functions raise errors of this package; refused arguments are ValueError, TypeError or
-RuntimeError, as there.
+`SafetensorError`, these functions raise errors of this package. For wrong arguments both raise ValueError, TypeError or
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["load_file", "safe_open", "save_file"]
 
 Device = str | int | torch.device
 
-_WHOLE = -1  # in a table to read: all of a tensor
+_WHOLE = -1  # in a row of a table to read: the whole tensor
 
 
 # --- Saving
@@ -46,15 +46,16 @@ _WHOLE = -1  # in a table to read: all of a tensor
 def save_file(
     tensors: dict[str, torch.Tensor], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
-    """Saves tensors to one file: durable and under its name when this returns, or the file that was there is untouched.
+    """Saves tensors to one file. When it returns the file is durable; if it raises, an existing file is untouched.
 
     Args:
-        tensors: dense and contiguous, no two of them in the same memory, on any device. Not changed while this runs.
+        tensors: dense and contiguous, no two of them in the same memory, on any device. They must not change while this
+            runs.
         filename: replaced if it exists.
-        metadata: texts to keep in the header. Where it is None, `{"format": "pt"}`, which loaders of models ask for in
-            every header that has metadata, as ours has for the checksums.
+        metadata: texts for the header. None: `{"format": "pt"}`, which loaders of models require in every header that
+            has metadata; with checksums the header has metadata.
 
-    Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for what cannot be saved so,
+    Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for tensors or texts that cannot be saved,
     `StorageFullError`, `CheckpointError`.
     """
     path = local_path(filename)
@@ -71,7 +72,7 @@ def save_file(
         except _C.EngineError as error:
             raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
         _write(path, layout, table, watch)
-        del hosts  # they had to live until here
+        del hosts  # `table` holds their addresses: they must live until the write is done
 
 
 def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
@@ -90,7 +91,7 @@ def _check_tensors(tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{name!r}: the names of tensors are text, not {type(name).__name__}")
-        name.encode()  # raises for what is no Unicode
+        name.encode()  # raises for text that is not Unicode
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: a tensor is wanted, not {type(tensor).__name__}")
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
@@ -111,7 +112,7 @@ def _check_tensors(tensors: object) -> None:
 
 
 def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], bytes]:
-    """Tensors of the same values that the engine can use where they are, and the table of them."""
+    """The tensors, with copies in host memory for those that the engine cannot read in place, and their table."""
     table = tensor_table(tensors)
     ready = ready_tensors(tensors, table)
     others = [row for row, flag in enumerate(ready) if flag != ON_HOST]
@@ -132,18 +133,18 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
 def load_file(
     filename: str | os.PathLike[str], device: Device = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a file, each in memory of its own, in the order in which they lie in the file.
+    """Loads all tensors of a file, each into memory of its own, in the order of the file.
 
-    With `verify`, bytes are compared with the checksums of files that were saved here; other files have none.
+    `verify` compares the bytes with the checksums of files that were saved here. Other files have no checksums.
 
-    Raises FileNotFoundError, `CorruptCheckpointError`, `UntrustedCheckpointError` (a header that lies), or
-    `CheckpointError`; for dtypes that torch does not have, too.
+    Raises FileNotFoundError, `CorruptCheckpointError`, `UntrustedCheckpointError` (the header contradicts the file), or
+    `CheckpointError`, also for a dtype that torch does not have.
     """
     return _Opened(filename, device, verify).read_all()
 
 
 class _Opened:
-    """A file with its header read and checked."""
+    """An open file whose header has been read and checked."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
         self.path = local_path(filename)
@@ -158,7 +159,7 @@ class _Opened:
             if isinstance(cause, _C.EngineError) and cause.errno == errno.ENOENT:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path) from None
             raise
-        #: name, dtype in the format, torch's name of it, shape in the format; as they lie in the file
+        #: name, the format's dtype, torch's name of that dtype, the format's shape; in the order of the file
         self.tensors = self.file.tensors()
         self.number = {tensor[0]: number for number, tensor in enumerate(self.tensors)}
 
@@ -169,7 +170,7 @@ class _Opened:
             raise MissingKeysError([name]) from None
 
     def shapes(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """As torch counts. Raises `CheckpointError` for a tensor that torch cannot hold."""
+        """The shapes as torch has them. Raises `CheckpointError` for a tensor that torch cannot hold."""
         shapes: list[tuple[int, ...]] = []
         try:
             with named_errors(str, self.path):
@@ -207,7 +208,7 @@ class _Opened:
             return dict(zip(self.number, read, strict=True))
 
     def _groups(self) -> Iterator[list[int]]:
-        """All at once, or for another device by groups whose copies on the host are bounded."""
+        """Numbers of the tensors to read together: all of them, or for another device groups of bounded host memory."""
         if self.device.type == "cpu":
             yield list(range(len(self.tensors)))
             return
@@ -230,14 +231,14 @@ class _Opened:
 
 
 class safe_open:  # the name that callers know
-    """A file whose tensors are read when they are asked for, and only as much of them. A context manager.
+    """A context manager for a file whose tensors, or parts of them, are read on demand.
 
     Args:
-        filename: must exist. Stays open, so a file that takes its name later changes nothing here.
-        framework: "pt" (or "torch", "pytorch"): tensors are torch's.
+        filename: must exist. The file stays open: replacing it later has no effect here.
+        framework: "pt" (or "torch", "pytorch"): torch tensors.
         device: where tensors are put.
 
-    All that is read is verified, where the file has checksums. Raises as `load_file`.
+    All data is verified as it is read, if the file has checksums. Raises the errors of `load_file`.
     """
 
     def __init__(
@@ -264,11 +265,11 @@ class safe_open:  # the name that callers know
         return sorted(self._opened().number)
 
     def offset_keys(self) -> list[str]:
-        """The names of all tensors, as they lie in the file."""
+        """The names of all tensors, in the order of the file."""
         return list(self._opened().number)
 
     def metadata(self) -> dict[str, str] | None:
-        """What was saved as metadata, without our checksums and marks; None if the header has none."""
+        """The metadata of the header, without the texts that this package adds; None if the header has no metadata."""
         metadata = self._opened().file.metadata()
         return metadata and {key: text for key, text in metadata.items() if key not in OUR_TEXTS}
 
@@ -278,7 +279,7 @@ class safe_open:  # the name that callers know
         return file.read([file.numbered(name)])[0]
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """All of them, as `load_file`."""
+        """All tensors, as `load_file` returns them."""
         return self._opened().read_all()
 
     def get_slice(self, name: str) -> TensorSlice:
@@ -293,19 +294,19 @@ class safe_open:  # the name that callers know
 
 
 class TensorSlice:
-    """A tensor in a file. `slice[index]` is what `get_tensor(name)[index]` is, and reads only the box around it if the
-    index is made of numbers, slices and `...`."""
+    """A tensor in a file. `slice[index]` equals `get_tensor(name)[index]`. An index of numbers, slices and `...` reads
+    only the box that it needs; any other index reads the whole tensor."""
 
     def __init__(self, file: _Opened, number: int) -> None:
         self._file = file
         self._number = number
 
     def get_shape(self) -> list[int]:
-        """As it stands in the header: values of half a byte are counted one by one, which torch counts by pairs."""
+        """The shape in the header. It counts each value of a 4-bit dtype, where torch counts pairs of them."""
         return list(self._file.tensors[self._number][3])
 
     def get_dtype(self) -> str:
-        """As it stands in the header: "F32", "BF16", …"""
+        """The dtype in the header: "F32", "BF16", …"""
         return self._file.tensors[self._number][1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -328,10 +329,10 @@ def _is_plain(item: object) -> bool:
 
 
 def _box(shape: Sequence[int], items: Sequence[Any]) -> list[tuple[int, int, int | slice]]:
-    """By dimension: the first index that is needed, how many from there on, and the index within these."""
+    """For each dimension: the first index to read, how many to read, and the index to apply to what was read."""
     given = [item for item in items if item is not ...]
     missing = [slice(None)] * (len(shape) - len(given))
-    at = next((place for place, item in enumerate(items) if item is ...), len(items))
+    at = next((position for position, item in enumerate(items) if item is ...), len(items))
     full = [*given[:at], *missing, *given[at:]]
     box: list[tuple[int, int, int | slice]] = []
     for size, item in zip(shape, full, strict=True):

@@ -756,7 +756,7 @@ def test_a_save_waits_for_its_directory_to_be_removed(checkpoint: Path) -> None:
     save_steps(checkpoint, 1)
     path = str(checkpoint / "step-1")
     with contextlib.ExitStack() as stack:
-        assert stack.enter_context(step_directories.alone(path)) is True
+        assert stack.enter_context(step_directories.exclusive(path)) is True
         saver = threading.Thread(target=save_steps, args=(checkpoint, 1))
         saver.start()
         os.rename(path, path + ".deleting")

@@ -1,4 +1,4 @@
-"""Makes one plan of a save with all ranks, or agrees with them on the one that they have."""
+"""Makes one plan of a save with all ranks, or agrees with them on the plan that they have kept."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..settings import PLACEMENTS
 
 @dataclass(frozen=True)
 class Planned:
-    """What a rank writes, and on the coordinator the plan of all ranks."""
+    """A rank's local plan, and on the coordinator the plan of all ranks."""
 
     items: PackedItems
     of_all: GlobalSavePlan | None
 
 
 class CollectivePlan:
-    """Used once. `describe`, which concerns this rank alone, then `make`, with the other ranks."""
+    """One planning. First `describe`, without other ranks, then `make`, with all ranks. Used once."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class CollectivePlan:
         *,
         on_devices: bool = True,
     ) -> None:
-        """`on_devices`: whether replicas on devices are compared, too."""
+        """`mark`: finds out whether all ranks write to one directory; None: not checked. `on_devices`: whether
+        replicas on devices are compared, too."""
         self._exchange = exchange
         self._mark = mark
         self._planner = planner
@@ -56,7 +57,7 @@ class CollectivePlan:
         self._error: BaseException | None = None
         self.description: Description | None = None
         self._local: PackedSavePlan | None = None
-        self._number = NO_NUMBER  # of what the coordinator has left in the directory
+        self._number = NO_NUMBER  # of the token that the coordinator has left in the directory
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
         planner = self._planner
@@ -65,7 +66,7 @@ class CollectivePlan:
         self._describe()
 
     def leave_out(self, keys: Collection[str]) -> None:
-        """Behind `describe`: this rank saves nothing of these."""
+        """Called after `describe`: this rank saves none of these keys."""
         planner = self._planner
         planner.state_dict = {key: value for key, value in planner.state_dict.items() if key not in keys}
         self._describe()
@@ -76,8 +77,8 @@ class CollectivePlan:
         self._local = None if self.description is None else planner.local_plan(self.description, self._on_devices)
 
     def make(self, error: BaseException | None) -> Planned | None:
-        """None on all ranks if packed plans mean nothing to one of them. `error`: why this rank cannot take part; all
-        raise then."""
+        """Plans with all ranks. None on all ranks if one of them cannot use packed plans. `error`: why this rank cannot
+        take part; all ranks raise then."""
         self._error = error
         try:
             same_plan, all_pack = self._vote()
@@ -91,7 +92,8 @@ class CollectivePlan:
         return self._plan(self._local, same_plan)
 
     def _check_shared_directory(self) -> None:
-        """Raises on all ranks if they do not write to one directory; with placement="local", those of a node."""
+        """Raises on all ranks if they do not write to one directory. With placement="local" only the ranks of a node
+        must."""
         exchange, mark = self._exchange, self._mark
         if mark is None or exchange.size == 1:
             return
@@ -122,8 +124,8 @@ class CollectivePlan:
         return f"{self._doing}: {step}"
 
     def _vote(self) -> tuple[bool, bool]:
-        """Whether all ranks have one and the same plan, and the same in all that it splits; and whether all can do with
-        packed plans. One reduction."""
+        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas of what it
+        splits; and whether all ranks can use packed plans."""
         local = self._local
         kept = local is not None and local.inventory is None and local.position == self._exchange.rank
         plan_id = local.plan_id if local is not None and kept else bytes(16)
@@ -152,7 +154,7 @@ class CollectivePlan:
             return Planned(planner.accept(self.description, local), planned)
         message = b""
         try:
-            if local.inventory is None:  # others have not what it names
+            if local.inventory is None:  # it names a kept plan that other ranks do not have
                 local = planner.full_local_plan(self.description, self._on_devices)
             assert local.inventory is not None
             message = pack(local.inventory, local.paths, local.structure.encode(), local.digests, local.replicas)

@@ -1,6 +1,6 @@
-"""The end of the process: asynchronous saves are finished first, and one that failed unseen shows in the exit status.
+"""Finishes asynchronous saves when the process ends, and sets its exit status for a failure that no caller has seen.
 
-`atexit` tells of it, but not in children of `multiprocessing` that were forked: those run finalizers of their own.
+`atexit` runs this. Forked children of `multiprocessing` do not call `atexit`: there its finalizers run it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 _FIRST, _LAST = 1000, -sys.maxsize  # of a child's finalizers
 
-_notices: set[Notice] = set()  # of saves that go on or have failed
+_notices: set[Notice] = set()  # of saves that are running or have failed
 _ending = False
-_child = 0  # the child of multiprocessing that has finalizers of ours
+_child = 0  # process id of the child of multiprocessing in which finalizers are set
 
 
 def register(finish: Callable[[], None]) -> None:
-    """`finish` sees to it, when the process ends, that no save goes on any more."""
+    """Sets `finish`, which is called when the process ends and must end all running saves."""
 
     def at_end() -> None:
         _begin(finish)
@@ -37,8 +37,8 @@ def register(finish: Callable[[], None]) -> None:
     atexit.register(at_end)
 
 
-def see_to(notice: Notice, finish: Callable[[], None]) -> None:
-    """A save begins to go on in the background."""
+def add_save(notice: Notice, finish: Callable[[], None]) -> None:
+    """Watches a save that is about to run in the background. `finish` is that of `register`."""
     global _child
     for known in [known for known in _notices if known.raised or known.asked]:
         _notices.discard(known)
@@ -49,12 +49,13 @@ def see_to(notice: Notice, finish: Callable[[], None]) -> None:
         multiprocessing.util.Finalize(None, _end_child, exitpriority=_LAST)
 
 
-def went_well(notice: Notice) -> None:
+def discard_save(notice: Notice) -> None:
+    """Forgets a save that has succeeded."""
     _notices.discard(notice)
 
 
-def too_late() -> bool:
-    """Whether nothing will wait any more for a save that goes on."""
+def process_is_ending() -> bool:
+    """Whether the process is ending: it would not wait for a save that began now."""
     return _ending
 
 
@@ -65,7 +66,7 @@ def _begin(finish: Callable[[], None]) -> None:
 
 
 def _status() -> int:
-    """What the process is to end with; 0: with what it would."""
+    """The exit status for unseen failures; 0: there are none, the status stays."""
     unseen = sum(not notice.raised and not notice.asked for notice in list(_notices))
     if not unseen:
         return 0

@@ -1,4 +1,4 @@
-"""Lanes: the saves of one process group, which go on in the background one after another."""
+"""Runs the asynchronous saves of each process group in the background, one after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import at_exit
 from .handle import SaveHandle, settled
 from .save import CollectiveSave
 
-_SECONDS_TO_GIVE_UP = 10.0  # other ranks are told meanwhile
+_SECONDS_TO_GIVE_UP = 10.0  # time to report an abandoned save to other ranks
 
 logger = logging.getLogger(__name__)
 
@@ -32,35 +32,35 @@ ON_BUSY: tuple[OnBusy, ...] = get_args(OnBusy)
 
 
 class BackgroundQueue:
-    """At most one save at a time. Used by one thread at a time, which holds `lock` while a save begins."""
+    """The saves of one process group, of which at most one runs at a time. A thread that begins a save holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._last: SaveHandle | None = None
-        self._save: CollectiveSave | None = None  # while it goes on
-        self._thread: threading.Thread | None = None  # of the last save: ends after all callbacks of its handle
+        self._save: CollectiveSave | None = None  # while it is running
+        self._thread: threading.Thread | None = None  # of the last save; ends after all callbacks of its handle
         self._path = ""
         self._rank = 0
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None) -> BackgroundQueue:
-        return _lanes.of(process_group)
+        return _queues.of(process_group)
 
     @property
     def busy(self) -> bool:
         return self._last is not None and not self._last.done()
 
     def all_free(self, process_group: dist.ProcessGroup | None, timeout: float | None) -> bool:
-        """Whether no rank's last save goes on: all ranks get one answer. They must ask together."""
+        """Whether no rank has a running save. All ranks must call it together, and get the same answer."""
         exchange = Exchange.of(process_group, timeout, purpose="busy")
         return exchange.agree([int(not self.busy)], "asking whether a save goes on") == [1]
 
     def wait_until_done(self, timeout: float) -> None:
-        """Waits for the last save, whatever becomes of it."""
+        """Waits until the last save has ended, whether it succeeded or failed."""
         if self._last is None:
             return
         save = self._save
-        # What it waits for in vain it names itself, if it has as long to tell.
+        # The running save may time out at the same moment. It names the missing ranks, and gets time to do so.
         grace = GRACE if save is not None and save.exchange.size > 1 else 0.0
         try:
             self._last.wait(timeout + grace)
@@ -69,7 +69,7 @@ class BackgroundQueue:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
     def take_failure(self) -> SaveFailedError | None:
-        """The error of the last save, which is done, if nobody has seen it yet; once."""
+        """The error of the last save, which must be done, if no caller has seen it. Later calls return None."""
         last, self._last = self._last, None
         error = None if last is None else last.wait()
         if last is None or error is None or last.failure_was_seen:
@@ -78,15 +78,15 @@ class BackgroundQueue:
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
         return SaveFailedError(rank, error, text)
 
-    def go_on(self, save: CollectiveSave) -> SaveHandle:
-        """Finishes a staged save on a thread of its own."""
+    def finish_in_background(self, save: CollectiveSave) -> SaveHandle:
+        """Finishes a staged save on a thread of its own, or now if the process is ending."""
         result: Future[SaveStats] = Future()
-        staged = save.part.staged if save.part is not None else settled(error=save.error)
-        handle = SaveHandle(result, staged, progress_of(save))
+        staged = save.staged_plan.staged if save.staged_plan is not None else settled(error=save.error)
+        handle = SaveHandle(result, staged, _progress_of(save))
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
-        _going_on.add(self)
-        at_exit.see_to(handle.notice, _finish_before_exit)
+        _busy_queues.add(self)
+        at_exit.add_save(handle.notice, _finish_before_exit)
 
         def finish() -> None:
             try:
@@ -97,10 +97,10 @@ class BackgroundQueue:
                 result.set_exception(error)
             else:
                 self._save = None
-                at_exit.went_well(handle.notice)
+                at_exit.discard_save(handle.notice)
                 result.set_result(stats)
 
-        if at_exit.too_late():  # nothing would wait for a thread any more
+        if at_exit.process_is_ending():  # nothing would wait for the thread
             finish()
             return handle
         thread = threading.Thread(target=finish, name="vescale_ckpt save", daemon=True)
@@ -112,41 +112,41 @@ class BackgroundQueue:
         return handle
 
     def abandon(self) -> None:
-        """Gives up the save that goes on, if any: it is not committed."""
-        if (save := self._save) is not None and save.part is not None:
-            save.part.cancel()
+        """Cancels a running save. It is not committed."""
+        if (save := self._save) is not None and save.staged_plan is not None:
+            save.staged_plan.cancel()
 
 
-def progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
-    part = save.part
-    return lambda: (0, 0) if part is None else (part.written_bytes, part.total_bytes)
+def _progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
+    staged_plan = save.staged_plan
+    return lambda: (0, 0) if staged_plan is None else (staged_plan.written_bytes, staged_plan.total_bytes)
 
 
-_lanes = PerGroup(BackgroundQueue)
-_going_on: WeakSet[BackgroundQueue] = WeakSet()
+_queues = PerGroup(BackgroundQueue)
+_busy_queues: WeakSet[BackgroundQueue] = WeakSet()
 
 
 def _finish_before_exit() -> None:
-    """The process ends: its last save is worth some waiting, but not for ever."""
-    patience = int(settings.lenient("exit_timeout"))
-    deadline = time.monotonic() + patience
-    for queue in list(_going_on):
+    """Waits for running saves when the process ends, at most the setting `exit_timeout`; then cancels them."""
+    seconds = int(settings.lenient("exit_timeout"))
+    deadline = time.monotonic() + seconds
+    for queue in list(_busy_queues):
         thread = queue._thread
         if thread is None:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if queue.busy:
             logger.error("the save to %s is given up, because the process ends: nothing is committed", queue._path)
-            if patience == 0 and queue._last is not None:  # as it was asked for: no failure
+            if seconds == 0 and queue._last is not None:  # the user asked not to wait: no failure
                 queue._last.notice.asked = True
             queue.abandon()
             thread.join(_SECONDS_TO_GIVE_UP)
 
 
 def _forget_after_fork() -> None:
-    """Saves that go on are the parent's."""
-    _lanes.forget()
-    _going_on.clear()
+    """Forgets running saves in a forked child: they belong to the parent."""
+    _queues.forget()
+    _busy_queues.clear()
 
 
 at_exit.register(_finish_before_exit)

@@ -1,6 +1,7 @@
-"""`LocalExport` saves ranks that share no folder (`placement="local"`) as safetensors: each one file with what it has.
+"""`LocalExport` saves safetensors files with `placement="local"`: each rank writes one file with its own shards.
 
-torch's HuggingFaceStorageWriter does the same, and its reader puts the boxes together when all files are in one folder.
+torch's HuggingFaceStorageWriter writes the same files. Its reader assembles the shards when all files are in one
+folder.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .export_save import CollectiveExport
 
 
 class LocalExport(CollectiveExport):
-    """Used as `CollectiveSave`. There is no index: readers take all files of the folder."""
+    """A `CollectiveSave` of one file for each rank. There is no index: readers read all files of the folder."""
 
     def _place_token(self) -> None:
-        return None  # each rank has a file of its own, wherever that is
+        return None  # ranks need not share a directory
 
     def _lay_out(self) -> None:
         self._keep_error(self._make_file)
@@ -51,7 +52,7 @@ class LocalExport(CollectiveExport):
             self._together("commit", self._give_names)
 
     def _together(self, phase: str, step: Callable[[], None]) -> None:
-        """A step that no rank takes before all have taken the one before it."""
+        """Takes a step and waits until all ranks have taken it. Raises on all ranks if it fails on one."""
         self._keep_error(step)
         self.exchange.fail_together(self.error, self._phase(phase))
 
@@ -69,7 +70,8 @@ class LocalExport(CollectiveExport):
 
 
 def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, list[int]]]]:
-    """The inventory of a part of which each box is a tensor of its own, and where in the whole it begins."""
+    """The inventory of a file in which each box of the local plan is a tensor of its own, and the boxes' offsets in the
+    whole tensors."""
     names, rows, offsets = [], [], {}
     if objects := items.objects():
         raise CheckpointError(f"safetensors files hold tensors only, and these are none: {', '.join(objects[:10])}")

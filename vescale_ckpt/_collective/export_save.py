@@ -1,5 +1,4 @@
-"""`CollectiveExport` is a save of all ranks as safetensors files, whose layout is made between planning and writing and
-is kept with the plan."""
+"""`CollectiveExport` saves safetensors files with all ranks, which write into the same files."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from .save import CollectiveSave
 
 
 class CollectiveExport(CollectiveSave):
-    """Used as `CollectiveSave`."""
+    """A `CollectiveSave` as safetensors files. The coordinator lays out the files after planning; the layout is kept
+    with the plan."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CollectiveExport(CollectiveSave):
         return self._export
 
     def _clean_up(self) -> None:
-        pass  # the coordinator does, when it makes the files
+        pass  # the coordinator does it when it creates the files
 
     def _files(self) -> ExportFiles:
         assert self._targets is not None
@@ -68,7 +68,7 @@ class CollectiveExport(CollectiveSave):
         return self._written
 
     def _blocks(self) -> bytes:
-        """What this rank adds to the checksums of the files, when it has written."""
+        """This rank's contribution to the checksums of the files. Called after writing."""
         assert self._written is not None
         return self._written.blocks
 
@@ -90,7 +90,7 @@ class CollectiveExport(CollectiveSave):
         return values
 
     def _lay_out(self) -> None:
-        """Where all ranks write what. The layout of the save before is taken if all ranks still have it."""
+        """Finds the targets of all ranks in the files. A kept layout is used if all ranks have it."""
         exchange, items = self.exchange, self._items
         assert items is not None
         known, tied, table = items.exports.get(self._export.wanted, ("0", {}, None))
@@ -108,16 +108,17 @@ class CollectiveExport(CollectiveSave):
         answer = exchange.scatter(answers, self._phase("scatter files"))
         if not answer:  # the coordinator could not make them: all ranks learn why
             exchange.fail_together(self.error, self._phase("make files"))
-        token, count, places = unpack(answer)
-        if places:
-            table = _C.export_targets(items.description.inventory, items.part, unpack(places)[0])
+        token, count, locations = unpack(answer)
+        if locations:
+            table = _C.export_targets(items.description.inventory, items.part, unpack(locations)[0])
             items.exports[self._export.wanted] = token.decode(), self._tied, table
         assert table is not None
         self._targets = Targets.of(int(count), token.decode(), table)
 
     def _make_files(self, answers: list[bytes], all_have: str, tied: list[dict[str, str]]) -> None:
-        """`all_have`: the token of the export for which the layout was made that all ranks have, empty if they have no
-        such one. A save that failed may have left a newer one with some of them."""
+        """Creates the files on the coordinator, and fills in the `answers` to all ranks. `all_have`: the token of the
+        export whose layout all ranks have; empty if there is none. After a failed save some ranks may have a newer
+        layout than others."""
         planned, export = self._of_all, self._export
         assert planned is not None
         name, made = planned.exports.get(export.wanted, ("", None))
@@ -151,7 +152,7 @@ def _pairs(message: bytes) -> dict[str, str]:
 
 
 def _without_empty_name(values: dict[str, Any]) -> dict[str, Any]:
-    """What stands under the name "" has its own names in the files: a module's, as its `state_dict` gives them."""
+    """Moves the keys of the value under the name "" to the top level, as files of a model have them."""
     inner = values.get("")
     if not isinstance(inner, Mapping):
         return values

@@ -1,4 +1,4 @@
-"""`SaveHandle`: what the caller of a save holds."""
+"""`SaveHandle` gives the caller of a save its state, progress, result and error."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..reports import SaveStats
 
 
 class Notice:
-    """Whether anybody has heard how a save ended."""
+    """Whether any caller has seen how a save ended."""
 
     def __init__(self) -> None:
-        self.raised = False  #: what went wrong was raised
-        self.asked = False  #: or somebody looked
+        self.raised = False  #: the error was raised to a caller
+        self.asked = False  #: `exception` was called
 
 
 class SaveHandle:
-    """A save that is going on, or done."""
+    """A save that is running or done."""
 
     def __init__(
         self, result: Future[SaveStats], staged: Future[None], progress: Callable[[], tuple[int, int]] | None = None
     ) -> None:
-        self.staged = staged  #: done when the state may change again
-        self.skipped = False  #: whether nothing was saved, because a save was going on; `result` raises then
+        self.staged = staged  #: a future that is done when the state may change again
+        self.skipped = False  #: whether nothing was saved, because another save was running; `result` raises then
         self.notice = Notice()
         self._result = result
         self._progress = progress
@@ -54,30 +54,30 @@ class SaveHandle:
         return self._result.done()
 
     def result(self, timeout: float | None = None) -> SaveStats:
-        """This rank's statistics once the checkpoint is durable. Raises what went wrong, on any rank, or `TimeoutError`
-        after `timeout` seconds: the save goes on then."""
+        """Waits until the checkpoint is durable and returns this rank's statistics. Raises the error of the save, of
+        any rank. Raises `TimeoutError` after `timeout` seconds, while the save continues."""
         self.notice.raised |= self.exception(timeout) is not None
         return self._result.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What went wrong, once that is known; does not count as seen: the next save still raises it."""
+        """Waits until the save is done and returns its error or None. The next save still raises this error."""
         error = self.wait(timeout)
         self.notice.asked = True
         return error
 
     def wait(self, timeout: float | None = None) -> BaseException | None:
-        """The same, without having asked: of a failure that nobody asks for the process's exit status tells."""
+        """The same as `exception`, but a failure still counts as unseen and sets the process's exit status."""
         try:
             return self._result.exception(timeout)
         except futures.TimeoutError as late:  # a class of its own before Python 3.11
             raise TimeoutError(f"the save is not done after {timeout:g} s") from late
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
-        """Calls `function(handle)` when done, on the thread that is done, or now."""
+        """Calls `function(handle)` when the save is done, on the save's thread; at once if it is done already."""
         self._result.add_done_callback(lambda _: function(self))
 
     def progress(self) -> tuple[int, int]:
-        """Bytes of tensors that this rank has written, and has to write. Neither ever becomes less."""
+        """Bytes of tensors that this rank has written, and has to write in total. Neither number ever decreases."""
         done, total = self._progress() if self._progress is not None and not self.done() else (0, 0)
         if self.done() and self._result.exception() is None:
             done = total = self._result.result().bytes
@@ -97,7 +97,7 @@ class SaveHandle:
 
 
 def settled(value: Any = None, error: BaseException | None = None) -> Future[Any]:
-    """A future that is done: with an error, if there is one."""
+    """A future that is done, with the error if one is given, else with the value."""
     future: Future[Any] = Future()
     if error is not None:
         future.set_exception(error)

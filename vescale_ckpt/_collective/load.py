@@ -1,8 +1,9 @@
-"""One load of all ranks: plan, compare, read, and only then hand over. Over exchanges of our own."""
+"""Loads a checkpoint with all ranks: they plan, compare what fits, read, and then hand the values to the state."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
@@ -42,15 +44,15 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class _Fit:
-    """How what is wanted and what is stored fit each other."""
+    """How the keys and shapes of the state fit those of the checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
-    surplus: list[str] = field(default_factory=list)  #: unexpected ones that belong to a module or optimizer
+    surplus: list[str] = field(default_factory=list)  #: unexpected keys that belong to a module or optimizer
 
     def error(self) -> CheckpointError | None:
-        """What a strict load raises."""
+        """The error that a strict load raises, or None."""
         if self.missing or self.surplus:
             return MissingKeysError(self.missing, self.surplus, self.mismatched, self._hint())
         if self.mismatched:
@@ -75,7 +77,7 @@ class _Fit:
 
     @classmethod
     def of_all(cls, fits: list[_Fit]) -> _Fit:
-        """Of all ranks together: nobody expected what is unexpected."""
+        """Merges the fits of all ranks. A key is unexpected if no rank expects it."""
         common = set.intersection(*(set(fit.unexpected) for fit in fits))
         surplus = chain.from_iterable(fit.surplus for fit in fits)
         return cls(
@@ -87,7 +89,8 @@ class _Fit:
 
 
 class CollectiveLoad:
-    """One load of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it."""
+    """One load of this rank. All ranks take each step, or none: a rank with an error keeps it until the next exchange,
+    where all ranks raise."""
 
     def __init__(
         self, exchange: Exchange, reader: StorageReader, selection: Selection, strict: bool, broadcast: Broadcast
@@ -106,22 +109,22 @@ class CollectiveLoad:
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
-        filling = _Filling(state, renaming(rename), rename is None)
+        loading = _StateLoad(state, renaming(rename), rename is None)
         try:
             metadata, contents = self._metadata()
             if rename is None and contents.safetensors:
-                filling.names_below_the_empty_one()
+                loading.names_below_the_empty_one()
             with counted(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: filling.plan(metadata, contents, self._selection, allow_cast))
+                planner, fit = self._plan(lambda: loading.plan(metadata, contents, self._selection, allow_cast))
             stats = self._read(planner)
-            self._together(lambda: filling.hand_over(planner), "hand over")
+            self._together(lambda: loading.hand_over(planner), "hand over")
         except BaseException:
-            filling.application.abandon()
+            loading.application.abandon()
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, stats)
 
     def all(self) -> dict[str, Any]:
-        """New tensors and objects, nested as they were saved."""
+        """Loads the whole checkpoint into new tensors and objects, nested as they were saved."""
         metadata, contents = self._metadata()
         planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection))
         self._read(planner)
@@ -138,13 +141,13 @@ class CollectiveLoad:
         return self._together(result, "hand over")
 
     def _metadata(self) -> tuple[Metadata, Contents]:
-        """What planners are told, and what is behind it. Read by the coordinator for all ranks, if all see the same
-        file. Raises on all ranks if one has none."""
+        """The metadata for planners, and the contents that it was made from. The coordinator reads them for all ranks
+        if all ranks see the same file. Raises on all ranks if one rank has none."""
         exchange, reader = self._exchange, self._reader
         try:
             mark = reader.mark()
         except OSError:
-            mark = f"unreadable on rank {exchange.rank}"  # which is told when it is read
+            mark = f"unreadable on rank {exchange.rank}"  # reading it raises the error
         of_mark, options = digest(mark.encode()), digest(repr(self._options).encode())
         least, not_most, all_have_it, least_options, not_most_options = exchange.agree(
             (of_mark, ~of_mark, int(mark != ""), options, ~options), self._phase("metadata")
@@ -155,7 +158,7 @@ class CollectiveLoad:
         if least == ~not_most and all_have_it and exchange.size > 1:
             packed = b""
             if exchange.is_coordinator:
-                with suppress(Exception):  # each rank reads it by itself below, and all raise what is wrong
+                with suppress(Exception):  # after an error each rank reads for itself below, and all raise
                     packed = packed_contents(reader.path, reader.verify)
             shared = exchange.broadcast(packed, self._phase("share metadata"))
 
@@ -177,7 +180,7 @@ class CollectiveLoad:
     def _own_metadata(self) -> Metadata:
         try:
             return self._reader.read_metadata()
-        except CheckpointError:  # ranks may have saved without collectives; if not, the reader raises this error later
+        except CheckpointError:  # ranks may have saved without collectives; otherwise the reader raises it later
             return self._reader.read_metadata(rank=self._exchange.rank)
 
     def _plan(self, plan: Callable[[], tuple[FillPlanner, _Fit]]) -> tuple[FillPlanner, _Fit]:
@@ -191,7 +194,7 @@ class CollectiveLoad:
         return planner, fit
 
     def _fit_of_all(self, own: _Fit) -> _Fit:
-        """Ranks mostly want and find the same: then one reduction says so."""
+        """The merged fit of all ranks. If all ranks have the same, one reduction is enough."""
         packed = own.pack()
         if self._exchange.all_have(packed, self._phase("compare")):
             return own
@@ -217,11 +220,11 @@ class CollectiveLoad:
         return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
-        return f"loading {self._reader.given_path}: {step}"
+        return _phase(self._reader, step)
 
 
-class _Filling:
-    """A state that is being loaded."""
+class _StateLoad:
+    """A load into a state: flattens the state, plans, and puts loaded values in their places."""
 
     def __init__(self, state: MutableMapping[str, Any], of: Callable[[str], str], same_names: bool) -> None:
         self._state = state
@@ -229,13 +232,13 @@ class _Filling:
         self._same_names = same_names
         self.application = Application(state)
         self._paths: dict[str, Path] = {}
-        self._state_keys: dict[str, str] = {}  # by checkpoint key, of what is wanted
-        self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: to be put in place of tensors without memory
-        self._tied: dict[str, str] = {}  # checkpoint keys that are absent, each with one that has the same memory
+        self._state_keys: dict[str, str] = {}  # keys of the state to load, by checkpoint key
+        self._new: dict[str, torch.Tensor] = {}  # by checkpoint key: replacements for tensors without memory
+        self._tied: dict[str, str] = {}  # absent checkpoint keys, each with a key whose tensor has the same memory
         self._per_rank = Restoring()
 
     def names_below_the_empty_one(self) -> None:
-        """What stands under "" has its own names, as exports give them."""
+        """Loads a value under the key "" by keys without a prefix, as safetensors files have them."""
         self._checkpoint_key = renaming({"": ""})
 
     def plan(
@@ -245,9 +248,9 @@ class _Filling:
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
         if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
-            of = _without_empty_name  # as exports have the names of what stands under ""
+            of = _without_empty_name  # the checkpoint has the keys of the value under "" without a prefix
         application.prepare()
-        if self._same_names:  # otherwise it may only be known by another name
+        if self._same_names:  # with renamed keys an absent key may be stored under another name
             application.drop_absent_state(present)
         flat, self._paths = flatten(application.form)
         names = renamed(flat, of)
@@ -263,8 +266,10 @@ class _Filling:
             planner.leave_out(set(self._tied))
             missing = [name for name in missing if name not in self._tied]
         of_ranks = tuple(f"{name}.rank_" for name, value in values.items() if isinstance(value, PerRank))
-        told = wanted.keys() | contents.aliases
-        unexpected = [key for key in stored if key not in told and key in selection and not key.startswith(of_ranks)]
+        expected = wanted.keys() | contents.aliases
+        unexpected = [
+            key for key in stored if key not in expected and key in selection and not key.startswith(of_ranks)
+        ]
         closed = tuple(map(of, application.closed_prefixes())) if self._same_names else ()
         surplus = [key for key in unexpected if key.startswith(closed)]
         return planner, _Fit([*missing, *selection.without_match(stored)], unexpected, mismatched, surplus)
@@ -291,9 +296,9 @@ def _without_empty_name(key: str) -> str:
 
 def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> tuple[FillPlanner, _Fit]:
     wanted: dict[str, Any] = {}
-    unasked = frozenset() if selection.names is not None else contents.aliases
+    skipped = frozenset() if selection.names is not None else contents.aliases
     for key, stored in metadata.state_dict_metadata.items():
-        if key not in selection or key in unasked:
+        if key not in selection or key in skipped:
             continue
         if isinstance(stored, BytesStorageMetadata):
             wanted[key] = None
@@ -307,11 +312,11 @@ def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> t
 
 
 def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> None:
-    """That its records could hold it, before memory is taken for it."""
-    places: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    infos = [places.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
+    """Raises `UntrustedCheckpointError` if a tensor is larger than its records, before memory is allocated for it."""
+    infos_by_index: Mapping[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    infos = [infos_by_index.get(MetadataIndex(key, chunk.offsets)) for chunk in stored.chunks]
     if any(getattr(info, "transform_descriptors", None) for info in infos):
-        return  # compressed: may be larger
+        return  # compressed: the tensor may be larger than its records
     room = _sum_of_lengths(infos)
     needed = stored.size.numel() * stored.properties.dtype.itemsize
     if needed > room:
@@ -323,3 +328,85 @@ def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> 
 def _sum_of_lengths(infos: Iterable[Any]) -> int:
     lengths = (getattr(info, "length", None) for info in infos)
     return sum(length for length in lengths if type(length) is int and length > 0)
+
+
+# --- Loads by planners of others
+
+
+def load_by_planner(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: MutableMapping[str, Any]
+) -> LoadReport:
+    """Loads into `state` in the steps of `dcp.load`, over this package's exchanges for their timeouts and errors.
+
+    Modules, optimizers and other stateful objects get their state at the end. Raises on all ranks if one has failed.
+    """
+    application = Application(state)
+
+    def hand_over() -> None:
+        values, paths = flatten(application.form)
+        for key, value in values.items():
+            if not application.owns(paths[key]):
+                place(state, paths[key], value)
+        application.restore(set(values))
+
+    try:
+        exchange.together(application.prepare, _phase(reader, "prepare"), LoadFailedError)
+        _load_items(exchange, reader, planner, application.form)
+        exchange.together(hand_over, _phase(reader, "hand over"), LoadFailedError)
+    except BaseException:
+        application.abandon()
+        raise
+    assert reader.last_stats is not None
+    return LoadReport([], [], [], reader.last_stats)
+
+
+def _load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
+    """Plans and reads into `state`. Raises on all ranks if one has failed."""
+    with counted(exchange.rank, exchange.size):
+        plan, packed = exchange.together(
+            lambda: _local_plan(exchange, reader, planner, state), _phase(reader, "plan"), LoadFailedError
+        )
+    gathered = exchange.gather(packed, _phase(reader, "gather plans"))
+    plans: list[LoadPlan] = []
+
+    def plan_all() -> list[bytes] | None:
+        if gathered is None:
+            return None
+        plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
+        plans[:] = reader.prepare_global_plan([*plans])
+        return [b"", *map(pickle.dumps, plans[1:])]
+
+    answers = exchange.together(plan_all, _phase(reader, "plan for all"), LoadFailedError)
+    answer = exchange.scatter(answers, _phase(reader, "scatter plans"))
+
+    def read() -> None:
+        final = plans[0] if plans else pickle.loads(answer)
+        reader.read_data(planner.finish_plan(final), planner).wait()
+
+    exchange.together(read, _phase(reader, "read"), LoadFailedError)
+
+
+def _local_plan(
+    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]
+) -> tuple[LoadPlan, bytes]:
+    """This rank's local plan, and the message with it for the coordinator."""
+    metadata, of_all = _metadata_of_rank(reader, exchange.rank)
+    planner.set_up_planner(state, metadata, exchange.is_coordinator)
+    reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=of_all)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
+
+
+def _metadata_of_rank(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
+    """The metadata, and whether it is that of all ranks (or only this rank's own)."""
+    try:
+        return reader.read_metadata(), True
+    except CheckpointError as error:
+        try:
+            return reader.read_metadata(rank=rank), False
+        except CheckpointError:
+            raise error from None
+
+
+def _phase(reader: StorageReader, step: str) -> str:
+    return f"loading {reader.given_path}: {step}"

@@ -1,4 +1,4 @@
-"""`CollectiveSave` is one save of all ranks: agree, plan where needed, write, commit, over exchanges of our own."""
+"""`CollectiveSave` runs one save with all ranks, in any format: agree on a plan, write, commit."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from .agree_plan import CollectivePlan
 
 
 class RankSave(Protocol):
-    """What saves of all formats have on a rank."""
+    """What a save of any format has on a rank."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
 
 class CollectiveSave(ABC):
-    """One save of this rank. Every step is taken by all ranks or by none: an error is kept until all know of it.
+    """One save of this rank. All ranks take each step, or none: a rank with an error keeps it until the next exchange,
+    where all ranks raise.
 
-    `begin`, then `stage` if it is to go on in the background, then `finish`, which any thread may call.
+    The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call.
 
     Args:
         path: of the directory, absolute.
-        doing: the save in words that are the same on all ranks.
+        doing: names the save in errors and phases; equal on all ranks.
     """
 
     def __init__(self, exchange: Exchange, planner: SavePlanner, path: str, doing: str, overwrite: bool) -> None:
@@ -53,8 +54,8 @@ class CollectiveSave(ABC):
         self.placement = planner.placement
         self.save_id = new_save_id()
         self.error: BaseException | None = None
-        self.part: StagedPlan | None = None
-        self.stats: SaveStats | None = None  # of this rank, when it has written
+        self.staged_plan: StagedPlan | None = None
+        self.stats: SaveStats | None = None  # of this rank, set after writing
         self._doing = doing
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
@@ -62,9 +63,9 @@ class CollectiveSave(ABC):
         self._committed = False  # by this rank
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
-        """Decides with the other ranks what each will write. False: the save is made, by plans of DCP's items, because
-        packed plans mean nothing to a planner or to something in the state. `error`: why this rank cannot take part.
-        `gated`: devices are not waited for. Raises on all ranks if one has failed."""
+        """Plans with the other ranks what each will write. Returns False if the save is already complete: it was made
+        by plans of DCP's items, because the planner or a value of the state does not allow packed plans. `error`: why
+        this rank cannot take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
         values: dict[str, Any] = {}
         plan: CollectivePlan | None = None
         try:
@@ -72,7 +73,7 @@ class CollectiveSave(ABC):
                 raise error
             self._save = self._new_save()
             self._mark = self._directory_mark()
-            # Ranks that save to different places, or are a save apart, are told so.
+            # From `doing` and the token it detects ranks that are at different saves or in different directories.
             plan = CollectivePlan(self.exchange, self.planner, self._doing, self._mark, on_devices=not gated)
             values = saved_form(state)
             self._set_up()
@@ -83,27 +84,27 @@ class CollectiveSave(ABC):
             plan = CollectivePlan(self.exchange, self.planner, self._doing, on_devices=not gated)
         planned = plan.make(error)
         if planned is None:
-            self._save_items(values)
+            self._save_by_items(values)
             return False
         self._items, self._of_all = planned.items, planned.of_all
         return True
 
     def stage(self, gate: Gate | None) -> None:
-        """Copies what this rank will write: afterwards the state may change, as far as no gate guards it."""
+        """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
         assert self._items is not None
         try:
-            self.part = StagedPlan(self._files(), self._items, gate)
+            self.staged_plan = StagedPlan(self._files(), self._items, gate)
         except Exception as error:
             self.error = error
 
-    def let_go_of_state(self) -> None:
-        """The state may be larger than what the process otherwise needs, and the planner lives on."""
+    def release_state(self) -> None:
+        """Drops references to the state, which may be large: the planner outlives the save."""
         self.planner.forget_state()
         self._items = None
 
     def finish(self) -> SaveStats:
-        """Writes and commits. Raises on all ranks if one has failed: nothing is committed then, unless the error is one
-        of time and says otherwise."""
+        """Writes and commits. Raises on all ranks if one has failed. Nothing is committed then, unless the error is a
+        timeout whose `committed` says that it may be."""
         try:
             self._write_and_commit()
         finally:
@@ -115,29 +116,29 @@ class CollectiveSave(ABC):
 
     @abstractmethod
     def _new_save(self) -> RankSave:
-        """This rank's part."""
+        """This rank's save in the format."""
 
     @abstractmethod
     def _clean_up(self) -> None:
-        """On the coordinator: nobody writes before the plan is made."""
+        """Removes leftovers, on the coordinator. No rank writes before the plan is made."""
 
     @abstractmethod
     def _files(self) -> RankFiles:
-        """What this rank writes to, when that is planned. Called once."""
+        """The files that this rank writes to. Called once, after planning."""
 
     @abstractmethod
     def _writer(self) -> StorageWriter:
-        """What does the same in the steps of `dcp.save`."""
+        """A storage writer with the same options, for a save in the steps of `dcp.save`."""
 
     @abstractmethod
     def _write_and_commit(self) -> None: ...
 
     def _directory_mark(self) -> DirectoryMark | None:
-        """None where ranks need not write to one directory."""
+        """The token that checks for one common directory. None if ranks need not write to one directory."""
         return DirectoryMark(self.path)
 
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
-        """Returns what is saved, should DCP have to plan it."""
+        """Describes the state to `plan`. Returns the values to save if DCP has to plan them."""
         plan.describe(values, StorageMeta(checkpoint_id=self.path, save_id=self.save_id))
         return values
 
@@ -167,8 +168,8 @@ class CollectiveSave(ABC):
     def _write(self) -> PackedResults:
         if self.error is not None:
             raise self.error
-        if self.part is not None:
-            results, self.stats = self.part.write()
+        if self.staged_plan is not None:
+            results, self.stats = self.staged_plan.write()
         else:
             assert self._items is not None
             results, self.stats = write_packed(self._files(), self._items)
@@ -178,15 +179,15 @@ class CollectiveSave(ABC):
         return self.exchange.commit_in_doubt(lambda: self._committed)
 
     def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
-        """What makes the checkpoint: not after the other ranks have given up."""
+        """Takes the step that commits. Raises before it if the other ranks may have timed out already."""
         self.exchange.may_commit()
         step(*arguments)
         self._committed = True
 
     # --- A save of DCP's items, in the steps of `dcp.save`
 
-    def _save_items(self, values: dict[str, Any]) -> None:
-        """Over our exchanges, for their bounds and their errors."""
+    def _save_by_items(self, values: dict[str, Any]) -> None:
+        """Saves in the steps of `dcp.save`, over this package's exchanges for their timeouts and errors."""
         exchange, writer, planner = self.exchange, self._writer(), self.planner
         plan: Any = None
         metadata: Metadata | None = None
@@ -224,7 +225,7 @@ class CollectiveSave(ABC):
             exchange.fail_together(self.error, self._phase("commit"))
 
     def _gather(self, mine: Any, step: str) -> list[Any] | None:
-        """What every rank has, on the coordinator; None elsewhere, and if a rank has an error instead."""
+        """The objects of all ranks, on the coordinator. None on other ranks, and if a rank has an error instead."""
         message = b""
         try:
             if self.error is None:

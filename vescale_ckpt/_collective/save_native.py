@@ -1,4 +1,4 @@
-"""`CollectiveNativeSave` is a save of all ranks in DCP's own layout: data files of each rank, named by one metadata."""
+"""`CollectiveNativeSave` saves in DCP's own layout with all ranks: data files of each rank and one `.metadata`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .save import CollectiveSave
 
 
 class CollectiveNativeSave(CollectiveSave):
-    """Used as `CollectiveSave`."""
+    """A `CollectiveSave` in DCP's own layout."""
 
     def _new_save(self) -> NativeSave:
         self._native = NativeSave(self._options(), overwrite=self.overwrite)
@@ -53,7 +53,7 @@ class CollectiveNativeSave(CollectiveSave):
         self._commit(self._native.commit, *self._contents(planned, results, 0))
 
     def _commit_on_nodes(self, planned: GlobalSavePlan | None, results: list[_Result] | None) -> None:
-        """The first rank of each node commits there: metadata that names the node's own files."""
+        """Commits on each node, by its first rank, a metadata that names the node's own files."""
         contents: list[bytes] | None = None
         if self.exchange.is_coordinator:
             contents = [b""] * self.exchange.size
@@ -72,9 +72,9 @@ class CollectiveNativeSave(CollectiveSave):
             contents[leaders[node]] = pack(*self._contents(planned, results, number))
 
     def _contents(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
-        """Of a node's metadata and index."""
+        """The contents of a node's metadata and index."""
         return planned.files(
-            [result.locations for result in results],
+            [result.record_locations for result in results],
             [result.names for result in results],
             self.path,
             self.save_id,
@@ -84,10 +84,10 @@ class CollectiveNativeSave(CollectiveSave):
 
 @dataclass(frozen=True)
 class _Result:
-    """What a rank has written: where, in which files, and on which node."""
+    """What a rank has written: its record locations, the names of its files, and its node."""
 
     node: int
-    locations: bytes
+    record_locations: bytes
     names: list[str]
 
 

@@ -1,4 +1,4 @@
-"""Plans the load of values that lie under the checkpoint's keys already, and tells beforehand all that does not fit."""
+"""Plans the load of a flat state under the checkpoint's keys, and lists all that does not fit before reading."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CASTS = "(allow_cast=True converts)"
 
 
 class FillPlanner(LoadPlanner):
-    """For one load. `set_up_planner` with a flat state, `misfits`, `leave_out` what does not fit, then plan and read.
+    """A planner for one load: `set_up_planner` with a flat state, `misfits`, `leave_out` these, then plan and read.
 
-    Tensors are filled in place. Objects are kept in `objects`, by key, until it is time to put them somewhere.
+    Tensors are filled in place. Loaded objects are kept in `objects`, by key, for the caller.
     """
 
     def __init__(self, allow_cast: bool) -> None:
@@ -33,15 +33,15 @@ class FillPlanner(LoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def misfits(self) -> tuple[list[str], list[Mismatch]]:
-        """Keys that the checkpoint does not have, and those of which it has something else. Raises
-        `CorruptCheckpointError` if it does not hold all of a tensor that it should."""
+        """Keys that the checkpoint does not have, and those whose stored value does not fit. Raises
+        `CorruptCheckpointError` if the stored chunks of a tensor do not cover it."""
         if self._index is not None:
             try:
                 found = self._misfits_on_index(self._index)
                 if found is not None:
                     return found
             except _C.EngineError:
-                self._index = None  # damaged: `.metadata` rules
+                self._index = None  # damaged: `.metadata` is used
         return self._misfits_in_metadata()
 
     def leave_out(self, keys: set[str]) -> None:

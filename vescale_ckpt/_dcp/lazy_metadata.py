@@ -1,7 +1,7 @@
-"""Builds DCP's `Metadata` when somebody looks at it.
+"""Builds DCP's `Metadata` for planners and storage on the first access to a field.
 
-At thousands of ranks the objects of DCP's metadata take seconds to make and hundreds of megabytes to send, and hardly
-anybody looks: a save hands them from planner to writer and to every rank, a load reads what it needs from the index.
+At thousands of ranks the objects of DCP's metadata take seconds to build and hundreds of megabytes to send. They are
+rarely needed: a save passes them from planner to writer and to every rank, a load reads what it needs from the index.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
 class LazyMetadata(Metadata):
-    """Looks like the `Metadata` that `build` returns, and calls it at the first look.
+    """Behaves as the `Metadata` that `build` returns, and calls `build` at the first access to a field.
 
-    `reduce` says what a copy in another process is made from; by default it is made from the fields.
+    A pickle contains the fields, or after `become` only the function and arguments to build them from.
     """
 
-    planned: GlobalSavePlan | None = None  #: what the planner hands to our writer
-    index: _C.Index | None = None  #: what our reader hands to the planner
+    planned: GlobalSavePlan | None = None  #: set by this package's planner for its writer
+    index: _C.Index | None = None  #: set by this package's reader for its planner
 
     def __init__(self, *args: Any, build: Callable[[], Metadata] | None = None, **fields: Any) -> None:
         self._build = build
@@ -36,7 +36,7 @@ class LazyMetadata(Metadata):
         self._copy_from: tuple[Callable[..., Metadata], tuple[Any, ...]] | None = None
 
     def become(self, build: Callable[..., Metadata], *arguments: Any) -> None:
-        """From now on it is what `build(*arguments)` returns, here and in other processes."""
+        """From now on it behaves as what `build(*arguments)` returns, here and in other processes."""
         self._build = lambda: build(*arguments)
         self._built = None
         self._copy_from = _rebuild, (build, arguments)
@@ -48,7 +48,7 @@ class LazyMetadata(Metadata):
         return self._built
 
     def was_changed(self) -> bool:
-        """Whether it is no longer what `build` returns."""
+        """Whether the fields have been changed since they were built."""
         return self._built is not None and self._build is not None and self._built != self._build()
 
     def __eq__(self, other: object) -> bool:
@@ -68,7 +68,7 @@ class LazyMetadata(Metadata):
 
 
 def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
-    """The metadata of a save that is planned and not written: without places in files."""
+    """The metadata of a save that is planned but not written: without record locations."""
     metadata = LazyMetadata(build=partial(_without_places, planned))
     metadata.planned = planned
     return metadata
@@ -95,7 +95,7 @@ def _field(name: str) -> property:
 
     def put(self: LazyMetadata, value: Any) -> None:
         setattr(self.built(), name, value)
-        self._copy_from = None  # which knows nothing of it
+        self._copy_from = None  # a copy built from it would lack the change
 
     return property(get, put)
 

@@ -1,4 +1,4 @@
-"""`LoadPlanner`: DCP's default planner, with errors that name all keys, checked dtypes and cheap local planning."""
+"""`LoadPlanner` plans loads for DCP as its default planner does, but faster, and reports all keys that do not fit."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ from .lazy_metadata import LazyMetadata
 from .overrides import is_method_of
 
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
-_FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")  # what gives and takes tensors
+#: Methods that return targets and take filled tensors: a subclass that overrides one gets each tensor separately.
+_FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans what `DefaultLoadPlanner` plans, in less time, and tells what does not fit.
+    """Plans the same reads as `DefaultLoadPlanner`, in less time, and checks shapes and dtypes.
 
     Args:
-        flatten_state_dict, flatten_sharded_tensors: as they were on saving.
-        allow_partial_load: True leaves values whose key is not in the checkpoint as they are.
-        allow_cast: True converts a stored tensor to its target's dtype; otherwise a different dtype raises
-            `IncompatibleStateError`.
+        flatten_state_dict, flatten_sharded_tensors: the same as on saving.
+        allow_partial_load: True leaves values whose key is not in the checkpoint unchanged.
+        allow_cast: True converts a stored tensor to its target's dtype; False raises `IncompatibleStateError` for
+            another dtype.
 
-    Raises (inside DCP's `CheckpointException`) `MissingKeysError` with every missing key, `IncompatibleStateError` for
-    a tensor of another shape.
+    Raises (inside DCP's `CheckpointException`) `MissingKeysError` with all missing keys, `IncompatibleStateError` for a
+    tensor of another shape.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        """DCP calls it first, on each rank, with the state to fill. Keeps the state; does not change its tensors."""
         self._begin(metadata)
         flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
         if not self.flatten_state_dict or any(_needs_stock_set_up(value) for value in flat.values()):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
             super().set_up_planner(state_dict, metadata, is_coordinator)
-            for key, value in wrapped.items():  # DCP puts None in place of what it does not know
+            for key, value in wrapped.items():  # DCP replaces objects that it does not know by None
                 self.state_dict[key] = value
                 place(state_dict, mappings.get(key, (key,)), value)
         else:
@@ -105,12 +107,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @gc_paused()
     def create_local_plan(self) -> LoadPlan:
+        """DCP calls it second, on each rank. Plans on the index where possible, else on DCP's metadata."""
         assert self.metadata is not None
         if self._index is not None:
             try:
                 self._reads = self._plan_on_index(self._index)
             except _C.EngineError:
-                self._index = None  # damaged: `.metadata` rules
+                self._index = None  # damaged: `.metadata` is used
             if self._reads is not None:
                 return LoadPlan(self._reads)  # type: ignore[arg-type]  # looks like a list
         stored = self.metadata.state_dict_metadata
@@ -122,11 +125,12 @@ class LoadPlanner(DefaultLoadPlanner):
         return self._plan({key: value for key, value in self.state_dict.items() if key in stored})
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        # Plans of ours go to the coordinator empty: nothing is decided there.
+        """DCP calls it on each rank with the coordinator's answer, before reading. Packed reads are pickled empty, as
+        the coordinator decides nothing about them; here they take their place in the plan again."""
         return central_plan if self._reads is None else replace(central_plan, items=self._reads)  # type: ignore[arg-type]
 
     def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
-        """None if it takes DCP's own planning, because of what the state holds or how keys are named."""
+        """Plans on the index. None if DCP has to plan, because of a value of the state or of old key names."""
         description, same = self._describer.describe(self.state_dict)
         if description.other:
             return None
@@ -146,16 +150,16 @@ class LoadPlanner(DefaultLoadPlanner):
         return all(is_method_of(self, name, LoadPlanner) for name in names)
 
     def _fills_the_state_itself(self) -> bool:
-        """Whether what is filled are the state's own tensors, not what a subclass gives in their place."""
+        """Whether the state's own tensors are filled, and not tensors that a subclass returns."""
         return all(is_method_of(self, name, LoadPlanner) for name in _FILLS)
 
     def _try_old_names(self) -> None:
-        """Lets the default planner find out if keys are named as before torch 2.4: it changes `state_dict` then."""
+        """Lets the default planner detect key names of torch before 2.4. It renames keys of `state_dict` then."""
         partial, self.allow_partial_load = self.allow_partial_load, True
         try:
             super().create_local_plan()
         except ValueError:
-            pass  # a shape that does not fit, which _plan names
+            pass  # a shape that does not fit: `_plan` raises it with its key
         finally:
             self.allow_partial_load = partial
 
@@ -165,7 +169,7 @@ class LoadPlanner(DefaultLoadPlanner):
         hint = _CASTS if not self.allow_cast and self._fills_the_state_itself() else ""
         for key, value in state.items():
             stored = self.metadata.state_dict_metadata[key]
-            # Stock readers would convert another dtype without a word.
+            # DCP's own readers would silently convert another dtype.
             if (found := mismatch(key, value, stored, hint)) is not None:
                 raise IncompatibleStateError(*found)
             if is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
@@ -180,6 +184,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The reader calls it for each item of a tensor: the memory to fill."""
         if self._reads is not None:
             assert read_item.dest_index.index is not None
             return self._reads.target(read_item.dest_index.index, read_item.dest_offsets, read_item.lengths)
@@ -189,11 +194,12 @@ class LoadPlanner(DefaultLoadPlanner):
             kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
         )
         if stock and is_plain_tensor(value) and value.shape == read_item.lengths:
-            return value  # type: ignore[no-any-return]  # all of a tensor that is no shard: nothing to look up
+            return value  # type: ignore[no-any-return]  # a whole plain tensor: no lookup is needed
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """DCP's own readers call it for each item of an object. Unpickles without running code."""
         key = read_item.storage_index.fqn
         self.set_object(read_item, objects.load(value.getvalue(), weights_only=True, key=key))
 
@@ -207,35 +213,35 @@ class LoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             place(self.original_state_dict, self.mappings[key], value)
         else:
-            # With flatten_sharded_tensors the state planned with is a copy of the user's.
+            # With flatten_sharded_tensors `state_dict` is a copy of the user's dict.
             self.state_dict[key] = self.original_state_dict[key] = value
 
 
 def _on_the_host() -> AbstractContextManager[Any]:
-    """Torch's planning makes tensors to count with, on the default device: under `torch.device("meta")` it fails."""
+    """A context that makes the CPU the default device: torch's planning creates tensors there, and fails on meta."""
     device = torch.get_default_device()
     return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
 def _needs_stock_set_up(value: Any) -> bool:
-    """Tensors that DCP first gives memory, or shards of shards that it flattens."""
+    """Whether DCP must set the value up: it allocates meta tensors and flattens nested ShardedTensors."""
     return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
-    """How a planner, ours or not, takes what is read for its items."""
+    """How a planner, of this package or not, takes the data that is read for its items."""
     views = isinstance(planner, DefaultLoadPlanner) and all(
         is_method_of(planner, name, DefaultLoadPlanner, LoadPlanner) for name in _FILLS
     )
     if not isinstance(planner, LoadPlanner):
         return ItemTargets(planner, views)
-    # Ours take the object itself, unless a subclass wants to decode the bytes.
+    # This package's planner takes the object itself, unless a subclass overrides `load_bytes`.
     put = planner.set_object if is_method_of(planner, "load_bytes", LoadPlanner) else None
     return ItemTargets(planner, views, True, put)
 
 
 def _whole_item(key: str, stored: STORAGE_TYPES) -> ReadItem | None:
-    """Reads all of a tensor that is stored in one chunk. None if it is stored otherwise."""
+    """The item that reads a tensor stored in one chunk. None if it has several chunks or is no tensor."""
     if (
         not isinstance(stored, TensorStorageMetadata)
         or len(stored.chunks) != 1

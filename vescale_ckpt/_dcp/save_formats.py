@@ -1,4 +1,4 @@
-"""`SaveFormat` takes DCP's steps of one save for `StorageWriter`, in DCP's own layout or as safetensors files."""
+"""`SaveFormat` implements DCP's steps of one save for `StorageWriter`, in DCP's own layout or as safetensors files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .overrides import is_method_of
 
 
 class SaveFormat(Protocol):
-    """One save of one rank, in the order in which DCP asks for its steps."""
+    """One save of one rank. The methods are in the order in which DCP calls `StorageWriter`."""
 
     def begin(self, plan: SavePlan) -> SavePlan:
         """`prepare_local_plan`, on each rank."""
@@ -44,7 +44,7 @@ class SaveFormat(Protocol):
         """`finish`, on the coordinator."""
 
     def end(self) -> None:
-        """Committed or not, this save is over. May be called again."""
+        """Ends the save, committed or not. May be called again."""
 
 
 class NativeFormat:
@@ -80,10 +80,10 @@ class NativeFormat:
             return
         assert isinstance(metadata, LazyMetadata)
         path, save_id = save.options.path, str(self._storage_meta.save_id)
-        places, names = zip(*map(_places, results), strict=True)
+        locations, names = zip(*map(_record_locations, results), strict=True)
         save.check_shared_directory(names)
-        content, index = planned.files(list(places), list(names), path, save_id)
-        if metadata.was_changed():  # by a writer derived from `StorageWriter`, say
+        content, index = planned.files(list(locations), list(names), path, save_id)
+        if metadata.was_changed():  # for instance by a class derived from `StorageWriter`
             save.commit(_with_changes(content, metadata), None)
         else:
             save.commit(content, index)
@@ -95,16 +95,16 @@ class NativeFormat:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the coordinator tells a rank of an export, in its plan."""
+    """The coordinator's answer to a rank of an export, in `SavePlan.storage_data`."""
 
     files: int
     token: str
-    part: bytes  #: rows of the rank's items
-    places: bytes  #: of each of them
+    local_plan: bytes  #: rows of what the rank writes
+    record_locations: bytes  #: of these rows
 
 
 class _Written(list[WriteResult]):
-    """For DCP nothing; for the coordinator of an export what a rank adds to the checksums."""
+    """An empty list of results for DCP, with this rank's contribution to the checksums for the coordinator."""
 
     blocks = b""
 
@@ -121,7 +121,7 @@ class ExportFormat:
         if not self._use_collectives:
             raise CheckpointError("safetensors files are written by all ranks together", path=path)
         self._save.begin()
-        if not plan.usable:  # ranks would get the answers of an earlier save, with its names of files
+        if not plan.usable:  # DCP would reuse the answers of an earlier save, with its file names
             raise CheckpointError(
                 "the planner keeps its plans (enable_plan_caching=True), which goes for data files only: to save "
                 "safetensors files again take vescale_ckpt.SavePlanner, or a planner that plans each time",
@@ -144,9 +144,9 @@ class ExportFormat:
         if isinstance(items, PackedItems):
             inventory, part = items.description.inventory, items.part
         else:
-            inventory, part = pack_items(items), answer.part
+            inventory, part = pack_items(items), answer.local_plan
             items = [items[item] for item in words(part)[::PART_ROW]]
-        table = _C.export_targets(inventory, part, answer.places)
+        table = _C.export_targets(inventory, part, answer.record_locations)
         files = self._save.files(Targets.of(answer.files, answer.token, table))
         try:
             _, stats = _write(files, items, planner)
@@ -181,7 +181,7 @@ def _write(
 
 
 def _makes_tensors(planner: SavePlanner) -> bool:
-    """Whether the planner may answer `resolve_data` with tensors that are not the state's own."""
+    """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
     return not isinstance(planner, DefaultSavePlanner) or any(
         not is_method_of(planner, name, DefaultSavePlanner)
         and not getattr(getattr(planner, name), "keeps_memory", False)
@@ -189,8 +189,8 @@ def _makes_tensors(planner: SavePlanner) -> bool:
     )
 
 
-def _places(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
-    """Where a rank wrote the rows of its part, and the names of its files."""
+def _record_locations(results: Sequence[WriteResult]) -> tuple[bytes, list[str]]:
+    """The record locations of a rank's local plan, and the names of its files."""
     if isinstance(results, PackedResults):
         return results.locations, results.names
     names: dict[str, int] = {}
@@ -211,7 +211,7 @@ def _with_changes(content: bytes, changed: Metadata) -> bytes:
 
 
 def _planned(plans: Sequence[SavePlan]) -> GlobalSavePlan:
-    """A plan of what other planners have planned: each of their items is written by the rank that has it."""
+    """The global plan for items that another planner has planned: each rank writes its own items."""
     inventories = [pack_items(plan.items) for plan in plans]
     try:
         plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)

@@ -1,4 +1,4 @@
-"""Plans who writes what for DCP: in C++, on inventories, and again only where a state has changed its form."""
+"""`SavePlanner` plans for DCP which rank writes what, in C++, and only if the form of the state has changed."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ _MOST_NAMED = 5  # keys in a message
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans each byte of replicated state once, evenly over all ranks, and plans again only on a change.
+    """Plans that each byte of replicated state is written once, evenly over all ranks. Plans again only on a change.
 
     Args:
         flatten_state_dict: nested containers become dotted keys.
         flatten_sharded_tensors: ShardedTensors inside ShardedTensors become one.
-        enable_plan_caching: keep plans and use them again while the state's description (keys, kinds, dtypes, shapes,
-            shards, on every rank) is one they were made for. The cache belongs to this object. If one rank does not
-            keep plans, all plan at each save.
-        placement: who writes what several ranks hold. "balanced": all evenly, large tensors in pieces;
-            "lowest_rank": the first that has it; "local": one on every node, for disks that nodes do not share.
+        enable_plan_caching: keep plans and reuse them while the state has the same keys, kinds, dtypes, shapes and
+            shards on every rank. The cache belongs to this object. If one rank does not keep plans, all ranks plan at
+            each save.
+        placement: which rank writes what several ranks hold. "balanced": all evenly, large tensors in pieces.
+            "lowest_rank": the lowest rank that holds it. "local": one rank of each node, for disks that nodes do not
+            share.
 
-    A subclass that overrides any step of planning gets DCP's own lists of items there, and whole tensors.
+    A subclass that overrides a step of planning gets DCP's own lists of items, and whole tensors.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SavePlanner(DefaultSavePlanner):
         enable_plan_caching: bool = True,
         placement: Placement = "balanced",
     ) -> None:
-        # The default planner's own cache is one for all planners of a class, and does not look at dtypes.
+        # The default planner's own cache is shared by all planners of a class, and does not compare dtypes.
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
         for name, value in (
             ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
@@ -80,10 +81,10 @@ class SavePlanner(DefaultSavePlanner):
         self._description: Description | None = None
         self._structure = ""  # of the state, packed: kinds of keys and empty mappings
         self._unconfirmed = False  # planning began and did not end: that save failed
-        self._alone = False  # this rank's plan is for itself, but it does not coordinate
+        self._alone = False  # this rank plans for itself without being the coordinator (`use_collectives=False`)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A planner goes to the process of an asynchronous save by pickle, at every save: without its caches.
+        # `dcp.async_save` with a process pickles the planner for every save: leave out its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
         caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed", "_alone")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
@@ -99,7 +100,7 @@ class SavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         if self._unconfirmed:
-            self._cache.forget_local_plans()  # ranks may no longer agree on what they keep
+            self._cache.forget_local_plans()  # ranks may have kept different plans
         self._unconfirmed, self._alone = True, False
         if self.flatten_state_dict:
             flat, paths, structure = flatten_with_structure(state_dict)
@@ -115,6 +116,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @gc_paused()
     def create_local_plan(self) -> SavePlan:
+        """DCP calls it after `set_up_planner`, on each rank. The plan of this rank, packed if possible."""
         self._description = self.describe() if self.packs() else None
         if self._description is None:
             return super().create_local_plan()
@@ -123,12 +125,13 @@ class SavePlanner(DefaultSavePlanner):
 
     @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """DCP calls it on the coordinator, with the plans of all ranks. The answers go to the ranks."""
         packed = [plan for plan in all_plans if isinstance(plan, PackedSavePlan)]
         if not packed and (len(all_plans) == 1 or self._overrides("_dedup_save_plans", "_create_global_plan")):
             return super().create_global_plan(all_plans)
         if self.placement == "local" and len(all_plans) > 1:
             raise CheckpointError("placement='local' takes vescale_ckpt.save: under dcp.save only one rank commits")
-        if packed and not self.is_coordinator:  # ranks save each for itself, and nobody else knows of these plans
+        if packed and not self.is_coordinator:  # each rank saves for itself, without collectives
             assert self._description is not None
             self._alone = True
             all_plans = [self.full_local_plan(self._description)]
@@ -147,6 +150,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @gc_paused()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """DCP calls it on each rank with the coordinator's answer. The plan that `write_data` gets."""
         if isinstance(new_plan, PackedSavePlan):
             assert self._description is not None
             items = self.accept(self._description, new_plan)
@@ -154,6 +158,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The writer calls it on each rank for each item. Tensors are the state's own memory, not copies."""
         items = self.plan.items
         if isinstance(items, PackedItems):
             resolved = items.resolve(write_item.index)
@@ -164,7 +169,7 @@ class SavePlanner(DefaultSavePlanner):
             )
         value: Any = self.state_dict.get(write_item.index.fqn)
         if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
-            return value  # type: ignore[no-any-return]  # no shard: nothing to look up
+            return value  # type: ignore[no-any-return]  # a plain tensor: no lookup is needed
         return super().resolve_data(write_item)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -172,25 +177,25 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(objects.dump(object, write_item.index.fqn))
         return object
 
-    # The storage holds all tensors of a save at once if they are the state's own memory.
+    # Marks methods that return the state's own memory: the writer may then hold all tensors of a save at once.
     resolve_data.keeps_memory = True  # type: ignore[attr-defined]
     transform_object.keeps_memory = True  # type: ignore[attr-defined]
 
-    # --- The same in terms of packed plans, for DCP's calls above and for `vescale_ckpt.save`
+    # --- The same steps on packed plans, for DCP's calls above and for `vescale_ckpt.save`
 
     @property
     def _paths(self) -> dict[str, Any] | None:
         return self.mappings if self.flatten_state_dict else None
 
     def describe(self) -> Description | None:
-        """The state's description, None if something in it only DCP's own planning understands."""
+        """The state's description. None if a value of the state needs DCP's own planning."""
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
         return None if description.other else description.watched()
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
-        """What this rank tells the coordinator: all about its state, or the plan that it still has for it.
+        """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
 
-        `on_devices`: whether replicas on devices are compared, too, which waits for the device."""
+        `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
         kept = self._cache.local_plan(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
             boxes = _split(kept, description)
@@ -219,7 +224,7 @@ class SavePlanner(DefaultSavePlanner):
         )
 
     def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
-        """The plan for all ranks, and whether it is another than the one they have."""
+        """The plan for all ranks, and whether it is new to them. Called on the coordinator."""
         named = {
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
@@ -255,7 +260,7 @@ class SavePlanner(DefaultSavePlanner):
             replicas.warn(keys)
             whole += keys
         all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
-        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # others know whole tensors only
+        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # plans of items hold whole tensors
         try:
             global_plan = _C.GlobalPlan(inventories, self.placement, whole=whole, **options)
         except _C.EngineError as error:  # it names the key and the ranks
@@ -266,7 +271,7 @@ class SavePlanner(DefaultSavePlanner):
         return planned, True
 
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
-        """This rank's part of the plan, given the coordinator's answer."""
+        """This rank's local plan, given the coordinator's answer."""
         made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptLocalPlan | None
         if plan.part is not None:
@@ -283,7 +288,7 @@ class SavePlanner(DefaultSavePlanner):
         return items
 
     def kept_plan(self, plan_id: bytes) -> GlobalSavePlan:
-        """On the coordinator: the plan of all ranks that goes by a name which it has named itself."""
+        """The kept plan of all ranks with that id. Called on the coordinator, with the id of its own local plan."""
         kept = self._cache.global_plan(plan_id)
         assert kept is not None
         self._cache.keep_global_plan(kept)
@@ -295,13 +300,13 @@ class SavePlanner(DefaultSavePlanner):
             _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
 
     def forget_state(self) -> None:
-        """Lets go of the state: it may be larger than what the process otherwise needs, and this object lives on."""
+        """Drops references to the state, which may be large: the planner outlives the save."""
         self.state_dict = {}
         self.plan = SavePlan([])
         self._description = None
 
     def packs(self) -> bool:
-        """Whether plans can stay packed: not if a subclass wants to see items."""
+        """Whether plans can stay packed: only if no subclass overrides a step that gets items."""
         return not self._overrides(
             "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
             "transform_object", "_dedup_save_plans", "_create_global_plan",
@@ -311,7 +316,7 @@ class SavePlanner(DefaultSavePlanner):
         return not all(is_method_of(self, name, SavePlanner) for name in names)
 
 
-@lru_cache(maxsize=256)  # told once
+@lru_cache(maxsize=256)  # logged once for the same keys
 def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
     logger.warning(
         "keys of mappings that are neither text nor numbers are saved as text, and come back so without a state to "
@@ -321,7 +326,7 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
 
 
 def _split(kept: KeptLocalPlan, description: Description) -> replicas.ReplicaBoxes:
-    """What a rank writes pieces of. Where tensors lie may change while the plan stays."""
+    """The boxes that several ranks hold and the plan splits. Made again if tensors have moved in memory."""
     if not kept.split or kept.split[0].sources != description.sources:
         kept.split[:] = [replicas.split_boxes(description, kept.part)]
     return kept.split[0]
@@ -337,7 +342,7 @@ def _packed_paths(paths: dict[str, Any] | None) -> bytes:
 
 
 def _objects_of(plan: SavePlan) -> tuple[bytes, bytes] | None:
-    """Inventory and checksums of objects, which only plans that were made afresh carry."""
+    """The inventory and the checksums of objects in a plan. None in a plan that only names a kept one."""
     if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
         return None
     return plan.inventory, plan.digests

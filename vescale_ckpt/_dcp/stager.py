@@ -1,4 +1,4 @@
-"""`Stager` makes snapshots for `dcp.async_save`, in the memory that asynchronous saves of this package use."""
+"""`Stager` copies the state for `dcp.async_save` into the snapshot memory of this package's asynchronous saves."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ..errors import CheckpointError
 
 
 class Stager(AsyncStager):
-    """Copies a state in parallel into memory that is kept from save to save. Shared memory stays shared.
+    """Copies a state in parallel into memory that is reused by later saves. Tensors that share memory still share it.
 
-    `dcp.async_save(state, async_stager=Stager(), storage_writer=…)`: the copy is complete when `async_save` returns,
-    and its memory is free again when the save is done.
+    With `dcp.async_save(state, async_stager=Stager(), storage_writer=…)` the copy is complete when `async_save`
+    returns, and its memory is free again when the save is done.
 
     Args:
-        budget_bytes: most memory that snapshots may take in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
+        budget_bytes: most memory for snapshots in this process; None: `VESCALE_CKPT_SNAPSHOT_BYTES`.
     """
 
     def __init__(self, *, budget_bytes: int | None = None) -> None:
@@ -42,13 +42,16 @@ class Stager(AsyncStager):
 
     @gc_paused()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the state on the host. Raises `CheckpointError` with the key of what cannot be copied or was
-        changed meanwhile. And if the budget does not hold it: nothing was saved then, and `vescale_ckpt.save` would do,
-        which copies only what a rank writes and needs no room for all of it."""
+        """A copy of the state in host memory. `dcp.async_save` calls it on each rank, before it returns.
+
+        Raises `CheckpointError` with the key of a tensor that cannot be copied or changed meanwhile. Raises it, too, if
+        the budget is too small. `vescale_ckpt.save` can still save such a state: it copies only what a rank writes, and
+        does not need memory for all of it at once.
+        """
         values = {id(value): value for value in _tensors(state_dict)}
         watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
         watch = Watch([tensor for _, tensor in watched])
-        known: dict[int, Any] = {}  # what stands for each in the deep copy of the containers
+        known: dict[int, Any] = {}  # the copy of each tensor, as memo for the deep copy of the containers
         parts = {number: local_parts(value) for number, value in values.items()}
         found = [part for of_value in parts.values() for part in of_value]
         flags = iter(ready_tensors(found, tensor_table(found)))
@@ -64,7 +67,7 @@ class Stager(AsyncStager):
                 if any(_is_without_memory(part) for part in of_value):
                     key = _key_of(state_dict, values[number])
                     raise CheckpointError(f"{key}: {error}", key=key) from None
-                # Planning will tell which it is and why, or how it is saved.
+                # Planning decides whether the tensor can be saved, and raises its key if not.
                 known[number] = values[number].detach().clone()
                 del parts[number]
             else:
@@ -80,10 +83,10 @@ class Stager(AsyncStager):
         return copy.deepcopy(state_dict, known)
 
     def synchronize_staging(self) -> None:
-        """`stage` has copied all when it returns."""
+        """Does nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Gives back the memory that no save uses."""
+        """Releases the memory that no save uses."""
         _C.trim_snapshots()
 
     def _copied(self, sources: list[torch.Tensor], ready: list[int]) -> list[torch.Tensor]:
@@ -119,7 +122,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor | ShardedTensor]:
 
 
 def _key_of(state: Any, wanted: Any) -> str:
-    """Under which dotted key a tensor stands."""
+    """The dotted key of a tensor in a state."""
 
     def find(value: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
         if value is wanted:
@@ -136,7 +139,7 @@ def _key_of(state: Any, wanted: Any) -> str:
 
 
 def _is_without_memory(part: torch.Tensor) -> bool:
-    """Of a tensor that is nothing but its memory: what torch would copy of it is not there."""
+    """Whether a plain tensor that cannot be copied has no memory (its storage was freed)."""
     return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
 
 

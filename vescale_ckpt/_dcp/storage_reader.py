@@ -1,4 +1,4 @@
-"""`StorageReader`: DCP's plug point for loading, backed by the C++ engine."""
+"""`StorageReader` reads and verifies checkpoints for DCP's loads, with the C++ engine."""
 
 from __future__ import annotations
 
@@ -44,28 +44,27 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _ReadTogether:
-    """The coordinator's word to all ranks that they read for each other, and which way: ranks that disagreed would wait
-    for each other in vain."""
+class _BroadcastDecision:
+    """The coordinator's decision that all ranks broadcast reads, and how. It is sent to all ranks: ranks that decided
+    differently would wait for each other until the timeout."""
 
     broadcast: Literal["auto", True]
 
 
 class StorageReader(DcpStorageReader):
-    """Reads DCP checkpoints, ours and torch's of any version, and directories of safetensors files, at the speed of the
-    disk, and verifies what it reads.
+    """Reads and verifies DCP checkpoints, of this package and of any version of torch, and safetensors files.
 
     Args:
         path: the checkpoint's directory, or one safetensors file. A path or a `file://` URL.
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
-        verify: False skips checksums of data (never the checks of sizes, paths and pickles).
-        weights_only: False lets objects run code while they are loaded, for checkpoints you trust.
-        broadcast_checkpoint: True has each byte that several ranks need read by one of them, which sends it to the
-            others; "auto" does so where the rule of docs/tuning.md says that it pays. For loads that all ranks of the
-            group make together: what DCP's coordinator says counts for all of them. See docs/loading.md.
-        direct_io: "auto" goes past the page cache unless the file is in it, False never does, True raises where it
-            cannot.
-        process_group: whose ranks read for each other: the group of the load. None: the default group.
+        verify: False skips the checksums of data. Sizes, paths and pickles are always checked.
+        weights_only: False lets objects run code while they are loaded. Only for checkpoints that you trust.
+        broadcast_checkpoint: True: each byte that several ranks need is read by one of them, which sends it to the
+            others. "auto": the rule of docs/tuning.md decides. For loads that all ranks of the group make together: the
+            setting of DCP's coordinator counts for all ranks. See docs/loading.md.
+        direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if it is not
+            possible.
+        process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
 
     Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
     for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
@@ -84,7 +83,7 @@ class StorageReader(DcpStorageReader):
     ) -> None:
         super().__init__()
         self.path = local_path(checked_path("path", path))
-        #: The path as given, which is equal on all ranks where a relative one names different disks.
+        #: The path as given. It is equal on all ranks even if a relative path means different directories.
         self.given_path = os.fspath(path)
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
         self.verify = checked_flag("verify", verify)
@@ -98,8 +97,8 @@ class StorageReader(DcpStorageReader):
         self.contents: Contents | None = None  #: of what is read
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
-        self._seen = SeenFiles()  # what the files of this load are
-        self._lock: FileLock | None = None  # keeps clean-ups away from what is being read
+        self._seen = SeenFiles()  # identities of the files of this load, to detect a replaced file
+        self._lock: FileLock | None = None  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "process_group": None}
@@ -115,6 +114,7 @@ class StorageReader(DcpStorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP calls it first, on each rank."""
         if checkpoint_id is not None:
             self.path = local_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
@@ -129,9 +129,10 @@ class StorageReader(DcpStorageReader):
         return self.path
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # DCP asks for `.metadata`, swallows whatever goes wrong, asks for the rank's own file, and then only says that
-        # there is no metadata. So that the true error arrives it is kept, and raised at the next call. And a damaged
-        # `.metadata` must not let an older one of a rank pass for it.
+        """DCP calls it on the coordinator, or with `rank=` on a rank that loads for itself."""
+        # DCP asks for `.metadata`, ignores any error, asks for the rank's own file, and then only reports that there is
+        # no metadata. The first error is therefore kept, and raised by `set_up_storage_reader`. A damaged `.metadata`
+        # must not be replaced by an older file of a rank.
         rank = kwargs.get("rank")
         if rank is not None and self._metadata_error is not None and metadata_file.has_metadata(self.path, None):
             return Metadata({})
@@ -155,13 +156,13 @@ class StorageReader(DcpStorageReader):
         return self._metadata_of(found)
 
     def mark(self) -> str:
-        """Tells this checkpoint's contents from those of another, cheaply; empty if there is none. Raises OSError."""
+        """A short text that differs between the checkpoints of two saves; empty if there is none. Raises OSError."""
         self._begin(None)
         return contents.mark(self.path)
 
     def unpack_metadata(self, message: bytes) -> Metadata:
-        """The metadata of what another rank has packed (`contents.packed`) after `mark` found the same checkpoint here.
-        Raises as `read_metadata` does."""
+        """The metadata in a message that another rank has packed (`contents.packed`). `mark` must be equal on both
+        ranks. Raises the errors of `read_metadata`."""
         self._lock_checkpoint(None)
         return self._metadata_of(contents.unpacked(self.path, message))
 
@@ -171,21 +172,22 @@ class StorageReader(DcpStorageReader):
         self._seen = SeenFiles(os.path.join(self.path, metadata_name(rank)))
 
     def _lock_checkpoint(self, rank: int | None) -> None:
-        """Not of safetensors, which have no file of that name."""
+        """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""
         self._unlock()
         self._lock = directory_at(self.path).share(metadata_name(rank))
 
     def _metadata_of(self, found: Contents) -> Metadata:
-        """As DCP and its planners want it, who change it: objects are built when somebody looks at them."""
+        """The contents as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
         self.contents, load_id = found, self._load_id
         if found.index is None:
             return _with_load_id(found.metadata, load_id)
-        # Without the reader: together they would be a cycle that keeps files open.
+        # The function must not refer to the reader: a reference cycle would keep files open.
         metadata = LazyMetadata(build=lambda: _with_load_id(found.metadata, load_id))
         metadata.index = found.index
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP calls it on each rank, with the metadata that the rank has read or got from the coordinator."""
         settings.check()
         if self._metadata_error is not None:
             raise self._metadata_error
@@ -196,7 +198,7 @@ class StorageReader(DcpStorageReader):
                 key=None,
                 file=self.path,
             )
-        # Of what others may have made of what this reader read.
+        # Others may have changed the metadata that this reader has read: theirs counts.
         found = self.contents or Contents(self.path, self.path, lambda: metadata)
         self.contents = replace(found, read_metadata=lambda: metadata, index=index)
         self._is_set_up = True
@@ -205,7 +207,8 @@ class StorageReader(DcpStorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        # Only here it is known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
+        """DCP calls it on the coordinator, with the plans of all ranks. Adds the decision to broadcast."""
+        # Only here is it known whether all ranks take part: with `no_dist`, or metadata of each rank, each plans alone.
         if self.broadcast_checkpoint is False or len(plans) == 1:
             return plans
         group = resolved(self.process_group)
@@ -216,11 +219,12 @@ class StorageReader(DcpStorageReader):
                 self.path, len(plans), ranks,
             )  # fmt: skip
             return plans
-        return [replace(plan, storage_data=_ReadTogether(self.broadcast_checkpoint)) for plan in plans]
+        return [replace(plan, storage_data=_BroadcastDecision(self.broadcast_checkpoint)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """DCP calls it last, on each rank. The data is in place when this returns."""
         broadcast = None
-        if isinstance(plan.storage_data, _ReadTogether):
+        if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.given_path}: read for each other"
             broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, phase)
@@ -230,7 +234,7 @@ class StorageReader(DcpStorageReader):
         return future
 
     def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
-        """The same, with the ranks of `broadcast` if they read for each other."""
+        """Reads the items of a plan. With `broadcast` ranks read for each other."""
         if self.contents is None or not self._is_set_up:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         options = ReadOptions(

@@ -1,4 +1,4 @@
-"""`StorageWriter`: DCP's plug point for saving, backed by the C++ engine."""
+"""`StorageWriter` writes checkpoints for DCP's saves, with the C++ engine."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ FORMATS = ("dcp", "safetensors")
 
 
 def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None:
+    """Raises ValueError for an unknown format, and for `metadata` that is no mapping or that the format cannot hold."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
     if metadata is not None and not isinstance(metadata, Mapping):
@@ -43,29 +44,29 @@ def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None
 
 
 class StorageWriter(DcpStorageWriter, AsyncStager):
-    """Writes a DCP checkpoint that every DCP reads, at the speed of the disk, checksummed and committed atomically.
+    """Writes a DCP checkpoint that every DCP reads, with checksums and an atomic commit.
 
     Args:
         path: the checkpoint's directory, made if missing. A path or a `file://` URL.
         format: "dcp", torch's own layout, or "safetensors", Hugging Face's: `model.safetensors`, or several files and
-            their index. All ranks write into the same files, which any reader of that format takes; they hold tensors
-            only, and have checksums whatever `checksums` says.
+            their index. All ranks write into the same files, which any reader of that format reads. They hold tensors
+            only, and always have checksums.
         thread_count: worker threads; None: `VESCALE_CKPT_THREADS`.
         single_file_per_rank: False writes each tensor and object to a file of its own, as DCP's option does.
         sync_files: False skips syncing data; a crash of the machine may then tear a committed checkpoint.
         overwrite: False raises if the directory holds a checkpoint.
-        checksums: False leaves them out, and with them all verification.
-        direct_io: "auto" goes past the page cache where the file system lets it, False never does, True raises where
-            it cannot.
-        max_shard_size: of safetensors, bytes of tensors in a file, or text like "5GB"; a tensor that is larger is alone
-            in its file.
-        metadata: of safetensors, texts for the headers; None: `{"format": "pt"}`.
+        checksums: False writes no checksums: loads cannot verify the data then.
+        direct_io: "auto" bypasses the page cache where the file system allows it, False never does, True raises if it
+            is not possible.
+        max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
+            file of its own.
+        metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
 
-    `dcp.async_save` takes its copies by this package's `Stager` if it is given no other: torch's own forgets that a
-    tensor is lazily conjugated or negated, and saves other values.
+    `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
+    lazily conjugated or negated, and saves wrong values.
 
     One object may be used for many saves, one at a time: `dcp.save(state, storage_writer=w, checkpoint_id=path)`.
-    It can be pickled between saves. `last_stats` tells what this rank's last save did.
+    It can be pickled between saves. `last_stats` holds the statistics of this rank's last save.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP calls it first, on each rank."""
         if checkpoint_id is not None:
             self.path = local_path(checkpoint_id)
         self._save_id = new_save_id()
@@ -123,6 +125,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP calls it on each rank, before planning."""
         settings.check()
         check_alone_on_purpose()
         rank = kwargs.get("rank")
@@ -130,24 +133,28 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """DCP calls it on each rank, with the rank's local plan. Begins the save."""
         self._end()  # the save before this one
         self._save = self._new_save()
         return self._save.begin(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """DCP calls it on the coordinator, with the answers to all ranks, which may be changed."""
         return self._this_save.answer(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """DCP calls it on each rank. The data is written and synced when this returns."""
         future: Future[list[WriteResult]] = Future()
         with gc_paused():
             results, self.last_stats = self._this_save.write(plan, planner)
             future.set_result(results)  # type: ignore[arg-type]  # looks like a list
         if isinstance(planner, OurSavePlanner):
-            planner.forget_state()  # planners live on, and a staged state takes as much memory as the model
+            planner.forget_state()  # the planner outlives the save, and a staged state is as large as the model
         return future
 
     @gc_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """DCP calls it on the coordinator, with the results of all ranks. Commits."""
         try:
             self._this_save.commit(metadata, results)
         finally:
@@ -177,13 +184,13 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_save": None}
 
-    # --- What dcp.async_save asks of a stager
+    # --- `dcp.async_save` uses the writer as its stager
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return Stager().stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """`stage` has copied all when it returns."""
+        """Does nothing: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
         Stager().close()

@@ -1,4 +1,4 @@
-"""The command line: `python -m vescale_ckpt`, or `vescale-ckpt`."""
+"""Runs the commands of `vescale-ckpt` (or `python -m vescale_ckpt`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vescale-ckpt convert`."""
+"""Runs `vescale-ckpt convert`, which writes a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ the way, in bounded memory. Under torchrun the ranks share the work."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("src", metavar="SRC", help="what to convert; its format is told by what is there")
+    add("src", metavar="SRC", help="what to convert; its format is recognised from the files")
     add("dst", metavar="DST", help="a directory or file")
     add("--format", choices=get_args(Format), help="of DST (default: what its name ends in)")
     add("--keys", action="append", metavar="PATTERN",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises what `convert` raises."""
+    """Converts, prints the report on rank 0 and returns the exit status. Raises what `convert` raises."""
     format = options.format or format_of(options.dst)
     if format is None:
         raise ValueError(f"{options.dst}: its name says no format: --format is wanted")
@@ -88,7 +88,7 @@ def _dtypes(texts: list[str] | None) -> str | dict[str, str] | None:
 
 @contextmanager
 def _ranks_of_torchrun() -> Iterator[int]:
-    """This process's rank. Joins the others where torchrun has started several."""
+    """A context that yields this process's rank. Under torchrun with several processes it joins their group."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield dist.get_rank() if dist.is_initialized() else 0
         return

@@ -1,4 +1,4 @@
-"""`vescale-ckpt plan`."""
+"""Runs `vescale-ckpt plan`, which plans a save for any number of simulated ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _positive(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises `ValueError` and what checkpoints raise."""
+    """Simulates, prints the figures and returns the exit status. Raises `ValueError`, and `CheckpointError` for a
+    checkpoint that cannot be read."""
     parallelism = _parallelism(options)
     entries = _entries(options.model, models.dtype_named(options.dtype))
     if options.optimizer == "adam":

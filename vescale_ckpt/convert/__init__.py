@@ -1,8 +1,8 @@
 """Converts checkpoints between DCP, safetensors, torch.save and numpy for `vescale_ckpt.convert`, in bounded memory.
 
-A *source* knows the tensors of a checkpoint and reads boxes of them; a *plan* says which tensors come out and of what
-they are made; a *sink* writes them to files. A *pipeline* moves tensors from a source to a sink in batches: one is read
-while the one before is converted and the one before that is written.
+A *source* lists the tensors of a checkpoint and reads boxes of them. A *plan* lists the tensors to write and what each
+is made from. A *sink* writes them to files. A *pipeline* moves tensors from source to sink in batches: one batch is
+read while the one before it is converted and the one before that is written.
 """
 
 from .formats import Format

@@ -1,4 +1,4 @@
-"""Zip archives around tensors, as torch.save and numpy write them: where entries lie, and how new ones are laid out."""
+"""Reads and lays out the zip archives of torch.save and numpy for their sources and sinks."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .pipeline import Piece
 from .plan import Output
 from .streamed_file import Body
 
-#: what zipfile and its decompressors raise for damage; RuntimeError is for what is encrypted
+#: What zipfile and its decompressors raise for damage. RuntimeError, which `damage_named` adds, means encryption.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, zlib.error, lzma.LZMAError, ValueError)
 _LOCAL = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in the archive."""
+    """An entry of an archive."""
 
     name: str
-    offset: int  #: of its first byte in the archive's file, compressed or not
+    offset: int  #: of its first byte in the archive file, whether compressed or not
     bytes: int  #: uncompressed
-    crc: int  #: CRC-32 of these
-    stored: bool  #: as it is, not compressed
+    crc: int  #: CRC-32 of the uncompressed bytes
+    stored: bool  #: whether it is stored without compression
 
 
 @contextmanager
 def damage_named(path: str) -> Iterator[None]:
-    """What Python's zipfile says of damage, in this package's words."""
+    """A context that turns errors of Python's zipfile into errors of this package."""
     try:
         yield
     except CheckpointError:
         raise
     except (*_DAMAGE, OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # that is an offset before the file
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # EINVAL: negative offset
             raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
         raise CorruptCheckpointError(f"{path}: {error}", key=None, file=path) from error
 
 
 def entries(path: str) -> list[Entry]:
-    """All of them, as the directory has them. Raises `CorruptCheckpointError` for what is no such archive."""
+    """All entries, in the order of the archive's directory. Raises `CorruptCheckpointError` if it is no archive."""
     with damage_named(path), zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         return [
             _entry(info, file.seek(info.header_offset), file.read(_LOCAL.size), path) for info in archive.infolist()
@@ -64,7 +64,7 @@ def _entry(info: zipfile.ZipInfo, at: int, header: bytes, path: str) -> Entry:
 
 @dataclass(frozen=True)
 class Member:
-    """A file of the archive: bytes, and then perhaps a tensor."""
+    """An entry to write: bytes, and then perhaps a tensor."""
 
     name: str
     head: bytes
@@ -72,21 +72,21 @@ class Member:
 
 
 class ArchiveLayout:
-    """Members in order, none compressed. The checksums of those with tensors become known while these are written."""
+    """The layout of an uncompressed archive. The checksums of tensors are added while the tensors are written."""
 
     def __init__(self, root: str, members: Sequence[Member]) -> None:
         self._members = list(members)
         self.bodies: list[Body] = []
         at = 0
-        for filling, output in _Fillings(root, self._members, lambda output: 0):
-            at += len(filling)
+        for content, output in _FormatBytes(root, self._members, lambda output: 0):
+            at += len(content)
             if output is not None:
                 self.bodies.append(Body(output, at))
                 at += output.bytes
         self.length = at
         self._crcs: list[tuple[Output, int]] = []
-        self._fillings = iter(_Fillings(root, self._members, self._crc))
-        self._filling = b""
+        self._stream = iter(_FormatBytes(root, self._members, self._crc))
+        self._current = b""
         self._number = -1
 
     def add_checksum(self, piece: Piece, address: int) -> None:
@@ -96,11 +96,11 @@ class ArchiveLayout:
             crc = _C.crc32_combine(before, crc, piece.bytes)
         self._crcs.append((piece.output, crc))
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         while self._number < number:
-            self._filling, _ = next(self._fillings)
+            self._current, _ = next(self._stream)
             self._number += 1
-        return self._filling
+        return self._current
 
     def head(self) -> bytes:
         return b""
@@ -111,8 +111,8 @@ class ArchiveLayout:
         return crc
 
 
-class _Fillings:
-    """The bytes between tensors, each with the tensor behind it; None at the end."""
+class _FormatBytes:
+    """Iterates over the archive's own bytes, each with the tensor that follows them, or None at the end."""
 
     def __init__(self, root: str, members: Sequence[Member], crc_of: Callable[[Output], int]) -> None:
         self._archive = _C.ArchiveWriter(root)

@@ -1,4 +1,4 @@
-"""DCP checkpoints: each rank writes a data file, one of them commits."""
+"""Writes DCP checkpoints for conversions: each rank writes a data file, and the coordinator commits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .plan import Output
 from .source import Source
 
 
-def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
-    """This rank's part of all pieces: about as many bytes as the others', one behind another."""
+def pieces_of_rank(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> list[Piece]:
+    """The consecutive pieces of all outputs that this rank writes. Ranks get about equally many bytes."""
     total = sum(output.bytes for output in outputs)
     mine = []
     at = 0
@@ -38,8 +38,8 @@ def share(outputs: Sequence[Output], most_bytes: int, rank: int, ranks: int) -> 
     return mine
 
 
-class DcpPart:
-    """What one rank writes: a data file, made durable but named by no metadata yet."""
+class DcpRankFiles:
+    """The data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self._save = NativeSave(FileOptions(directory, rank))
@@ -56,7 +56,7 @@ class DcpPart:
         source: Source,
         buffers: Buffers,
     ) -> bytes:
-        """Writes the pieces, and then objects. Returns what the committing rank needs to know of it."""
+        """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
         with self._files as files:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
@@ -75,19 +75,20 @@ class DcpPart:
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
         return pack(inventory, known, in_first_file(placed), file.name.encode())
 
-    def commit(self, parts: Sequence[bytes], path: str, structure: str | None) -> None:
-        """Makes what all ranks have written the checkpoint of the directory, which will be known as `path`."""
-        inventories, paths, places, names = zip(*map(unpack, parts), strict=True)
+    def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
+        """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
+        final path of the directory."""
+        inventories, paths, locations, names = zip(*map(unpack, messages), strict=True)
         with named_errors(str, path):
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
-            ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(places)]
+            ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(locations)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = new_save_id()
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
         self._save.commit(content, index)
 
     def discard(self) -> None:
-        """Removes what was written: it will not be committed."""
+        """Removes the files that this rank has written."""
         self._files.discard()
 
     def end(self) -> None:
@@ -95,7 +96,7 @@ class DcpPart:
 
 
 class _Written:
-    """A data file, and where it has put what."""
+    """Writes batches to a data file and collects their record locations."""
 
     def __init__(self, file: RankFile) -> None:
         self._file = file
@@ -104,10 +105,10 @@ class _Written:
     def prepare(self, batch: Batch) -> None: ...
 
     def write(self, batch: Batch) -> None:
-        places = batch.places
-        names = [place.part.output.name for place in places if isinstance(place.part, Piece)]
-        if places:
-            table, rows = write_table([place.target for place in places]), range(len(places))
+        segments = batch.segments
+        names = [placed.segment.output.name for placed in segments if isinstance(placed.segment, Piece)]
+        if segments:
+            table, rows = write_table([placed.target for placed in segments]), range(len(segments))
             self.placed += self._file.write_table(table, names.__getitem__, rows)
 
 
@@ -118,7 +119,7 @@ def _row(piece: Piece) -> bytes:
     return packed_row(kind, code, False, output.dtype.itemsize, ShardBox(piece.offsets, piece.sizes, ()), output.shape)
 
 
-def _in_order_of(part: bytes, places: bytes) -> bytes:
-    """Places of all rows of an inventory, in the order in which the plan's part has them. None was split."""
+def _in_order_of(local_plan: bytes, locations: bytes) -> bytes:
+    """Reorders record locations from the inventory's order to that of the local plan, which splits no item."""
     row_bytes = LOCATION_ROW * struct.calcsize("q")
-    return b"".join(places[item * row_bytes : (item + 1) * row_bytes] for item in words(part)[::PART_ROW])
+    return b"".join(locations[item * row_bytes : (item + 1) * row_bytes] for item in words(local_plan)[::PART_ROW])

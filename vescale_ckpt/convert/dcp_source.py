@@ -1,4 +1,4 @@
-"""DCP checkpoints, ours and torch's."""
+"""Reads DCP checkpoints for conversions, those of this package and those of torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .._storage.directory import check_relative, directory_at, local_path
 from ..errors import CheckpointError, CorruptCheckpointError
 from .source import Read, TensorInfo, parts_of
 
-_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the checksums of blocks; docs/format.md
+_TABLE_MAGIC, _FOOTER_BYTES = b"VSCKSUM1", 64  # of the table of block checksums: docs/format.md
 
 
 class DcpSource:
-    """The checkpoint in a directory, whichever ranks saved it.
+    """The DCP checkpoint in a directory, saved by any number of ranks.
 
-    Parts of tensors in files without checksums of blocks can only be verified by reading all of the tensor: that is
-    done once for each, before its first part.
+    In files without block checksums a part of a chunk can only be verified by reading the whole chunk. That is done
+    once for each chunk, before its first part is read.
     """
 
     def __init__(self, path: str) -> None:
@@ -64,7 +64,7 @@ class DcpSource:
         self.structure = structure_of(self._metadata)
         self._options = engine_options(None, direct_io_setting("auto"))
         self._with_table: dict[str, bool] = {}  # by file name
-        self._sound: set[MetadataIndex] = set()  # chunks that were verified as a whole
+        self._sound: set[MetadataIndex] = set()  # chunks that have been verified as a whole
 
     def close(self) -> None:
         if self._lock is not None:
@@ -101,7 +101,8 @@ class DcpSource:
         ItemLoad(filling, item_targets(planner)).run(items)
 
     def _pieces(self, read: Read) -> Iterator[tuple[ChunkStorageMetadata, ReadItem, torch.Tensor]]:
-        """The parts of the box that each chunk holds. Chunks do not overlap: that was checked."""
+        """For each chunk that holds a part of the box: the chunk, the item to read and its target. Chunks do not
+        overlap: reading the metadata has checked that."""
         stored = self._metadata.state_dict_metadata[read.key]
         assert isinstance(stored, TensorStorageMetadata)
         found = 0
@@ -114,7 +115,8 @@ class DcpSource:
             raise not_all_there(read.key)
 
     def _is_part_of_sound(self, chunk: ChunkStorageMetadata, item: ReadItem) -> bool:
-        """Whether an item is a part of a chunk that is known to be sound, in a file where parts cannot be verified."""
+        """Whether an item is a part of a chunk in a file without block checksums. The chunk is then verified first;
+        raises `CorruptCheckpointError` if it is damaged."""
         index = item.storage_index
         info = self._metadata.storage_data.get(index)
         if item.lengths == chunk.sizes or info is None:
@@ -138,7 +140,7 @@ class DcpSource:
                     [path], int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options
                 )
             if odd:
-                return False  # no plain tensor: it is read as a whole in any case
+                return False  # not a contiguous tensor: it is read as a whole in any case
             for _, offset, reason in damaged:
                 raise CorruptCheckpointError(f"{index.fqn}: {reason}", key=index.fqn, file=path, offset=offset)
             self._sound.add(index)
@@ -150,13 +152,13 @@ class DcpSource:
                 with open(path, "rb") as file:
                     file.seek(-_FOOTER_BYTES, os.SEEK_END)
                     self._with_table[path] = file.read(len(_TABLE_MAGIC)) == _TABLE_MAGIC
-            except OSError:  # reading it tells what is wrong
+            except OSError:  # the read that follows raises the error
                 return True
         return self._with_table[path]
 
 
 class _Boxes(LoadPlanner):
-    """Hands out the targets of boxes, each an item with its own number."""
+    """A planner that gives each item its own target."""
 
     def __init__(self) -> None:
         self.items: list[ReadItem] = []
@@ -177,7 +179,7 @@ class _Boxes(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
 
-    # What is planned elsewhere
+    # `DcpSource` plans: these steps of DCP are not called
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError

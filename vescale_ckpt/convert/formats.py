@@ -1,4 +1,4 @@
-"""Which format a checkpoint has and what reads it; which files it becomes, and what they may replace."""
+"""Chooses the source and the sink for a conversion from formats, and checks what the result may replace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OF_FORMAT = {
 
 
 def format_of(path: str) -> Format | None:
-    """What the name of a destination stands for."""
+    """The format that the name of a destination implies, or None."""
     return _SUFFIXES.get(os.path.splitext(path)[1])
 
 
@@ -47,8 +47,8 @@ def is_folder(path: str, format: Format) -> bool:
 
 
 def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
-    """Raises `CheckpointError` if what is there must not be replaced. With `overwrite`, one file may be by another, a
-    checkpoint by the next, and a folder by another of the same format if nothing else is in it."""
+    """Raises `CheckpointError` if the destination must not be replaced. With `overwrite` a file may be replaced by a
+    file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files."""
     directory, name = os.path.split(path.rstrip("/") or path)
     if not directory_at(directory).has(name):
         return
@@ -68,7 +68,7 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
 
 
 def goes_into_place(path: str, format: Format) -> bool:
-    """Whether a new checkpoint takes the place of one in the same directory, as saves do, or of what else is there."""
+    """Whether the new checkpoint is committed into the existing directory, as a save does."""
     return format == "dcp" and is_directory(path) and bool(directory_at(path).names())
 
 
@@ -83,9 +83,9 @@ def _same(source: str, path: str) -> bool:
 
 
 def open_source(path: str) -> Source:
-    """Opens a checkpoint of any format that is known, told by what is there.
+    """Opens a checkpoint of any known format. The format is recognised from the files.
 
-    Raises `CheckpointError` if nothing is, or it is something else, and what the formats' sources raise.
+    Raises `CheckpointError` if there is no checkpoint of a known format, and the errors of the format's source.
     """
     if is_directory(path):
         if has_metadata(path, None):
@@ -123,8 +123,8 @@ def _numpy_source(path: str) -> Source:
 
 @contextmanager
 def numpy_needed() -> Iterator[None]:
-    """Around the import of a module that imports numpy, which only its own formats need. Raises `CheckpointError` where
-    it is not installed."""
+    """A context for importing a module that needs numpy. Raises `CheckpointError` if numpy is not installed. Only
+    numpy's own formats need it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -142,24 +142,24 @@ def numpy_needed() -> Iterator[None]:
 class OutputFile:
     """A file to write."""
 
-    name: str  #: in its folder; empty for a destination that is one file
+    name: str  #: in its folder; empty if the destination is one file
     bytes: int  #: of its tensors
     layout: Callable[[], Layout]
 
 
 @dataclass(frozen=True)
 class Files:
-    """All of them, and what is done in their folder when they are written."""
+    """All files of a conversion, and a last step in their folder after they are written."""
 
     files: list[OutputFile]
-    finish: Callable[[str], None] | None = None  #: None for a destination that is one file
+    finish: Callable[[str], None] | None = None  #: called with the folder; None if the destination is one file
 
 
 def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
     if not in_folder:
         return _one(outputs, lambda: SafetensorsLayout(outputs))
     parts = shards(outputs, most_bytes)
-    layouts = {name: SafetensorsLayout(part) for name, part in parts}  # now, to raise before anything is written
+    layouts = {name: SafetensorsLayout(part) for name, part in parts}  # made now: raises before writing
     files = [OutputFile(name, _bytes(part), lambda name=name: layouts[name]) for name, part in parts]  # type: ignore[misc]
     return Files(files, lambda directory: write_index(directory, parts) if len(parts) > 1 else None)
 
@@ -202,8 +202,8 @@ def _bytes(outputs: Sequence[Output]) -> int:
     return sum(output.bytes for output in outputs)
 
 
-def shared_out(files: Sequence[OutputFile], ranks: int) -> list[int]:
-    """For each file the rank that writes it: the largest first, to whoever has the least."""
+def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:
+    """The rank that writes each file. The largest files are assigned first, each to the rank with the fewest bytes."""
     held = [0] * ranks
     of = [0] * len(files)
     for number in sorted(range(len(files)), key=lambda number: -files[number].bytes):

@@ -1,4 +1,4 @@
-"""Lays out files of numpy for conversions: an archive `.npz`, or a folder of `.npy`."""
+"""Lays out numpy files for conversions: an archive `.npz`, or a folder of `.npy`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_NAME = 255  # bytes, of files
 
 
 def npz_layout(outputs: Sequence[Output]) -> ArchiveLayout:
-    """What `numpy.savez` writes, with each array's bytes on a border of 64."""
+    """The archive that `numpy.savez` writes, with each array's bytes at a multiple of 64."""
     members = [Member(output.name + SUFFIX, npy_header(output), output) for output in outputs]
     dtypes = dtypes_to_tell(outputs)
     return ArchiveLayout("", [*members, Member(DTYPES_NAME, dtypes)] if dtypes else members)
 
 
 class NpyLayout:
-    """What `numpy.save` writes."""
+    """The file that `numpy.save` writes."""
 
     def __init__(self, output: Output) -> None:
         self._header = npy_header(output)
@@ -38,7 +38,7 @@ class NpyLayout:
 
     def add_checksum(self, piece: Piece, address: int) -> None: ...
 
-    def filling(self, number: int) -> bytes:
+    def format_bytes(self, number: int) -> bytes:
         return self._header
 
     def head(self) -> bytes:
@@ -54,15 +54,15 @@ def npy_header(output: Output) -> bytes:
 
 
 def dtypes_to_tell(outputs: Sequence[Output]) -> bytes:
-    """The text that names the dtypes that numpy does not have. Empty if there are none."""
+    """The JSON text with the dtypes that numpy does not have, by tensor. Empty if there are none."""
     dtypes = {output.name: output.dtype for output in outputs if not _numpy_dtype(output.dtype, output.name)[1]}
     names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     return (json.dumps(names, indent=1, ensure_ascii=False) + "\n").encode() if names else b""
 
 
 def _numpy_dtype(dtype: torch.dtype, name: str) -> tuple[np.dtype[Any], bool]:
-    """The dtype to store one of torch's as, and whether that is the same. Raises `CheckpointError` where there is
-    none."""
+    """The numpy dtype that stores a torch dtype, and whether it is the same dtype. Raises `CheckpointError` if numpy
+    has no dtype of that size."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, True
     except (TypeError, RuntimeError):
@@ -73,9 +73,9 @@ def _numpy_dtype(dtype: torch.dtype, name: str) -> tuple[np.dtype[Any], bool]:
 
 
 def file_name(name: str) -> str:
-    """Of a tensor in a folder: its own name, with what a file's name cannot hold as in a URL.
+    """The file name of a tensor in a folder: its name, percent-encoded where a file name cannot hold a character.
 
-    Raises `CheckpointError` if that is too long.
+    Raises `CheckpointError` if it is too long.
     """
     quoted = quote(name, safe=" !#$&'()+,;=@[]{}^~`*:<>?|\"\\")
     if quoted.startswith("."):

@@ -1,8 +1,7 @@
-"""Reads files of numpy for conversions: an archive `.npz`, or a folder of `.npy`.
+"""Reads numpy files for conversions: an archive `.npz`, or a folder of `.npy`.
 
-Tensors of dtypes that numpy does not have (bfloat16, float8, ...) are stored as unsigned integers of the same size. A
-text beside them, in an archive or a folder, maps their names to torch's names of their dtypes:
-`{"model.norm": "bfloat16"}`.
+Tensors of dtypes that numpy does not have (bfloat16, float8, ...) are stored as unsigned integers of the same size. The
+file `torch_dtypes.json` in the same archive or folder maps their names to torch's dtypes: `{"model.norm": "bfloat16"}`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from .source import Read, TensorInfo
 SUFFIX = ".npy"
 DTYPES_NAME = "torch_dtypes.json"
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_FARTHEST = 1 << 59  # elements; of any dtype these are fewer bytes than 63 bits count
-_CHUNK_BYTES = 4 << 20  # that are decompressed at a time
+_MOST_ELEMENTS = 1 << 59  # of any dtype, fewer bytes than a signed 64-bit integer counts
+_CHUNK_BYTES = 4 << 20  # decompressed at a time
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class _Header:
     fortran: bool
     dtype: np.dtype[Any]
     bytes: int  #: of the header
-    crc: int  #: CRC-32 of these
+    crc: int  #: CRC-32 of the header
 
     @property
     def data_bytes(self) -> int:
@@ -48,15 +47,16 @@ class _Header:
 
     @property
     def by_columns(self) -> bool:
-        """Whether its elements lie in another order than C's."""
+        """Whether the elements are in Fortran's order, and that differs from C's order."""
         return self.fortran and sum(size != 1 for size in self.shape) > 1 and self.data_bytes > 0
 
 
 class NumpySource:
-    """Arrays in rows, as C has them, are read from where they lie; those in columns are mapped to memory. Members of an
-    archive that are compressed are decompressed as they are read: in order, once.
+    """The arrays of an archive or folder.
 
-    An archive's checksums are compared. A folder of `.npy` has none.
+    Arrays in C's order are read from the file, arrays in Fortran's order are mapped to memory. Compressed members of an
+    archive are decompressed while they are read, once and in order. The checksums of an archive are compared; a folder
+    of `.npy` has no checksums.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,9 +65,9 @@ class NumpySource:
         self.object_names: list[str] = []
         self.paths: dict[str, Path] = {}
         self._raw: dict[str, RawTensor] = {}
-        self._compressed: dict[str, tuple[str, int]] = {}  # member, and where its data begin
+        self._compressed: dict[str, tuple[str, int]] = {}  # member, and the offset of its data
         self._archive: zipfile.ZipFile | None = None
-        self._member: IO[bytes] | None = None  # the compressed one that is being read
+        self._member: IO[bytes] | None = None  # the compressed member that is being read
         self._files = self._open_folder() if is_folder(path) else self._open_archive()
 
     def _open_folder(self) -> RawFiles:
@@ -118,7 +118,7 @@ class NumpySource:
             self._compressed[key] = entry.name, header.bytes
             return
         offset = entry.offset + header.bytes
-        crc = entry.crc ^ _C.crc32_combine(header.crc, 0, header.data_bytes) if entry.crc else -1  # of the data alone
+        crc = entry.crc ^ _C.crc32_combine(header.crc, 0, header.data_bytes) if entry.crc else -1  # of the data
         mapped = None
         if header.by_columns:
             array = np.memmap(path, header.dtype, "c", offset, header.shape, "F")
@@ -149,14 +149,14 @@ class NumpySource:
         array: Any = read.target.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(array)
         for start in range(0, len(view), _CHUNK_BYTES):
-            data = self._member.read(min(_CHUNK_BYTES, len(view) - start))  # which compares the checksum at the end
+            data = self._member.read(min(_CHUNK_BYTES, len(view) - start))  # zipfile compares the checksum at the end
             if start + len(data) < min(start + _CHUNK_BYTES, len(view)):
                 raise CorruptCheckpointError(f"{read.key}: {self._path} is truncated", key=read.key, file=self._path)
             view[start : start + len(data)] = data
 
 
 def _header(file: IO[bytes], path: str) -> _Header:
-    """Raises `CorruptCheckpointError` for what is none."""
+    """Reads the header of a `.npy` file. Raises `CorruptCheckpointError` if it has none."""
     read = np.lib.format
     try:
         version = read.read_magic(file)
@@ -166,7 +166,7 @@ def _header(file: IO[bytes], path: str) -> _Header:
             shape, fortran, dtype = read.read_array_header_2_0(file)
         else:
             raise ValueError(f"version {version} of the format is for records")
-        if not all(0 <= size < _FARTHEST for size in shape) or prod(max(1, size) for size in shape) >= _FARTHEST:
+        if not all(size >= 0 for size in shape) or prod(max(1, size) for size in shape) >= _MOST_ELEMENTS:
             raise ValueError(f"no array has shape {shape}")
     except ValueError as error:
         raise CorruptCheckpointError(f"{path}: {error}", key=None, file=path) from error
@@ -176,7 +176,7 @@ def _header(file: IO[bytes], path: str) -> _Header:
 
 
 def _torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> torch.dtype:
-    """The dtype of torch that an array holds. Raises `CheckpointError` for arrays that no tensor can be."""
+    """The torch dtype of an array. Raises `CheckpointError` if torch has no tensors of the array's dtype."""
     said = dtypes.get(name)
     if said is not None:
         found = getattr(torch, said, None)

@@ -1,4 +1,4 @@
-"""Moves tensors from a source to a file in batches: one is read while another is converted and a third is written."""
+"""Moves tensors from a source to a file in batches, for all sinks: reading, converting and writing overlap."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from .plan import Output, cut
 from .source import Source
 
 PAGE = 4096
-_AT_ONCE = 3  # batches: one that is read, one that is converted, one that is written
-_LARGE, _LARGE_AT, _ALIGNMENT = 2 << 20, 64, 64  # where in a page a large tensor may be written from (docs/format.md)
+_AT_ONCE = 3  # batches: one is read, one is converted, one is written
+_ALIGNMENT = 64
+_LARGE, _LARGE_AT = 2 << 20, 64  # a large tensor begins at this offset in a page: direct I/O needs it (docs/format.md)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of an output: all of it, or as much as there is memory for."""
+    """A box of an output: the whole output, or as much as fits the memory of a batch."""
 
     output: Output
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file_offset: int = -1  #: where its bytes go; -1: the file decides
+    file_offset: int = -1  #: of its bytes; -1: the file decides
 
     @cached_property
     def bytes(self) -> int:
@@ -37,54 +38,54 @@ class Piece:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Memory that it takes beside itself: as it is stored, if it is converted."""
+        """Additional memory for its elements in the stored dtype. 0 if it is not converted."""
         return prod(self.sizes) * self.output.stored_dtype.itemsize if self.output.converts else 0
 
 
 @dataclass(frozen=True)
-class Filling:
-    """Bytes of a file between tensors, told when all tensors before them are known."""
+class FormatBytes:
+    """Bytes of a file between tensors (headers, padding), whose content is known after the tensors before them."""
 
-    number: int  #: by the file's own count
+    number: int  #: which of the file's runs of format bytes this belongs to
     begin: int
     end: int
     file_offset: int
 
 
-Part = Piece | Filling
+Segment = Piece | FormatBytes
 
 
 @dataclass
-class Place:
-    """A part in the memory of its batch."""
+class PlacedSegment:
+    """A segment in the memory of its batch."""
 
-    part: Part
+    segment: Segment
     at: int  #: in the buffer
-    target: torch.Tensor  #: of the output's dtype, or bytes
-    stored: torch.Tensor  #: of the stored dtype: the same unless it is converted
+    target: torch.Tensor  #: of the output's dtype; of bytes for format bytes
+    stored: torch.Tensor  #: of the stored dtype; the same tensor as `target` if nothing is converted
 
 
 @dataclass
 class Batch:
-    """Some parts in one buffer. Those of files that do not decide themselves lie there as in the file."""
+    """Some segments in one buffer. Segments with a file offset have the same distances in the buffer as in the file."""
 
     buffer: torch.Tensor
     file_offset: int = 0  #: of the buffer's first byte, a multiple of PAGE
-    places: list[Place] = field(default_factory=list)
+    segments: list[PlacedSegment] = field(default_factory=list)
     last: bool = False
 
 
 class File(Protocol):
-    """What batches are written to, in order."""
+    """Receives the batches, in order."""
 
     def prepare(self, batch: Batch) -> None:
-        """Computes checksums and fills in the file's own bytes. The batch's tensors are as they will be written."""
+        """Computes checksums and fills in the format bytes. The batch's tensors are already converted."""
 
     def write(self, batch: Batch) -> None: ...
 
 
 class Buffers:
-    """Memory for batches, used again and again. Together within the setting `convert_bytes`."""
+    """Reusable memory for batches. All buffers together stay within the setting `convert_bytes`."""
 
     def __init__(self) -> None:
         self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
@@ -92,13 +93,13 @@ class Buffers:
 
     @property
     def most_bytes(self) -> int:
-        """Of a piece, with the memory to convert it: several fit in a batch, whatever lies between them."""
+        """The largest piece, including the memory to convert it: at least one fits in a batch after any padding."""
         return self.bytes // 2 - PAGE
 
     def take(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, on a page's border
+        memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros, page-aligned
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -110,12 +111,12 @@ class Buffers:
 def memory_of(buffer: torch.Tensor) -> memoryview:
     """The bytes of a tensor of uint8."""
     array: Any = (ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr())
-    array.owner = buffer  # lives as long as the view
+    array.owner = buffer  # keeps the buffer alive as long as the view
     return memoryview(array).cast("B")
 
 
 def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterator[Piece]:
-    """All of an output, in order."""
+    """The pieces that make up an output, in order."""
     each = output.dtype.itemsize + (output.stored_dtype.itemsize if output.converts else 0)
     at = file_offset
     for offsets, sizes in cut(output.shape, max(1, most_bytes // each)):
@@ -124,81 +125,81 @@ def pieces_of(output: Output, most_bytes: int, file_offset: int = -1) -> Iterato
         at += piece.bytes if at >= 0 else 0
 
 
-def transfer(parts: Iterable[Part], source: Source, file: File, buffers: Buffers) -> None:
-    """Moves all parts from the source to the file. Raises what they raise, after both have stopped."""
+def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: Buffers) -> None:
+    """Moves all segments from the source to the file. Raises their errors, after reading and writing have stopped."""
 
     def filled() -> Iterator[Batch]:
-        for batch in _batches(parts, buffers):
+        for batch in _batches(segments, buffers):
             source.read(
                 [
                     read
-                    for place in batch.places
-                    if isinstance(place.part, Piece)
-                    for read in place.part.output.reads(place.part.offsets, place.stored)
+                    for placed in batch.segments
+                    if isinstance(placed.segment, Piece)
+                    for read in placed.segment.output.reads(placed.segment.offsets, placed.stored)
                 ]
             )
             yield batch
 
     def prepare(batch: Batch) -> None:
-        for place in batch.places:
-            if place.stored is not place.target:
-                place.target.copy_(place.stored)
+        for placed in batch.segments:
+            if placed.stored is not placed.target:
+                placed.target.copy_(placed.stored)
         file.prepare(batch)
 
     def write(batch: Batch) -> None:
         file.write(batch)
-        buffer, batch.places = batch.buffer, []
+        buffer, batch.segments = batch.buffer, []
         buffers.give_back(buffer)
 
     for _ in overlap((batch for batch, _ in overlap(filled(), prepare)), write):
         pass
 
 
-def _batches(parts: Iterable[Part], buffers: Buffers) -> Iterator[Batch]:
-    """Cuts parts into batches. The last one is marked; if there are no parts it is empty."""
+def _batches(segments: Iterable[Segment], buffers: Buffers) -> Iterator[Batch]:
+    """Collects segments into batches. The last batch is marked; without segments it is empty."""
     batch: Batch | None = None
-    end = 0  # of what is placed, from the buffer's begin on
-    beside = 0  # bytes at the buffer's end for what is converted
-    for part in parts:
+    end = 0  # of the segments placed so far, in the buffer
+    beside = 0  # bytes at the buffer's end that hold stored dtypes
+    for segment in segments:
         if batch is not None:
-            at = _place_behind(part, end, batch)
-            size = part.bytes if isinstance(part, Piece) else part.end - part.begin
-            stored = part.stored_bytes if isinstance(part, Piece) else 0
+            at = _offset_behind(segment, end, batch)
+            size = segment.bytes if isinstance(segment, Piece) else segment.end - segment.begin
+            stored = segment.stored_bytes if isinstance(segment, Piece) else 0
             if at + size + beside + stored + _ALIGNMENT > buffers.bytes:
                 yield batch
                 batch = None
         if batch is None:
-            batch, end, beside = Batch(buffers.take(), max(part.file_offset, 0) // PAGE * PAGE), 0, 0
-            at = _place_behind(part, end, batch)
-        end, beside = _add(batch, part, at, beside)
+            batch, end, beside = Batch(buffers.take(), max(segment.file_offset, 0) // PAGE * PAGE), 0, 0
+            at = _offset_behind(segment, end, batch)
+        end, beside = _add(batch, segment, at, beside)
     batch = batch or Batch(buffers.take())
     batch.last = True
     yield batch
 
 
-def _place_behind(part: Part, end: int, batch: Batch) -> int:
-    if part.file_offset >= 0:
-        return part.file_offset - batch.file_offset
-    assert isinstance(part, Piece)
-    if part.bytes >= _LARGE:
+def _offset_behind(segment: Segment, end: int, batch: Batch) -> int:
+    if segment.file_offset >= 0:
+        return segment.file_offset - batch.file_offset
+    assert isinstance(segment, Piece)
+    if segment.bytes >= _LARGE:
         return (end - _LARGE_AT + PAGE - 1) // PAGE * PAGE + _LARGE_AT
     return (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def _add(batch: Batch, part: Part, at: int, beside: int) -> tuple[int, int]:
-    """Where its bytes end, and how many bytes at the buffer's end are taken then."""
-    if isinstance(part, Filling):
-        end = at + part.end - part.begin
+def _add(batch: Batch, segment: Segment, at: int, beside: int) -> tuple[int, int]:
+    """Places a segment. Returns the end of its bytes, and how many bytes at the buffer's end are taken now."""
+    if isinstance(segment, FormatBytes):
+        end = at + segment.end - segment.begin
         target = batch.buffer[at:end]
-        batch.places.append(Place(part, at, target, target))
+        batch.segments.append(PlacedSegment(segment, at, target, target))
         return end, beside
-    target = stored = _view(batch.buffer, at, part.sizes, part.output.dtype)
-    if part.output.converts:
-        begin = (len(batch.buffer) - beside - part.stored_bytes) // _ALIGNMENT * _ALIGNMENT
-        stored = _view(batch.buffer, begin, part.sizes, part.output.stored_dtype)
+    target = stored = _view(batch.buffer, at, segment.sizes, segment.output.dtype)
+    if segment.output.converts:
+        begin = (len(batch.buffer) - beside - segment.stored_bytes) // _ALIGNMENT * _ALIGNMENT
+        stored = _view(batch.buffer, begin, segment.sizes, segment.output.stored_dtype)
         beside = len(batch.buffer) - begin
-    batch.places.append(Place(part, at, target, stored))
-    return at + part.bytes, beside
+    batch.segments.append(PlacedSegment(segment, at, target, stored))
+    return at + segment.bytes, beside
 
 
 def _view(buffer: torch.Tensor, at: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

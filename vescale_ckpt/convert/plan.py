@@ -1,4 +1,4 @@
-"""Which tensors a conversion makes, of which, under which names and as which dtype."""
+"""Plans a conversion: which tensors to write, from which stored tensors, under which names and as which dtype."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from .._state.structure import Path, Structure
 from ..errors import CheckpointError, MissingKeysError
 from .source import Read, Source
 
-#: As for `load`, or pairs of a regular expression and what takes its place.
+#: The same as for `load`, or pairs of a regular expression and its replacement.
 RenameRules = Rename | Sequence[tuple[str, str]]
 #: `{"layers.*.w": "layers.w"}` stacks, `{"layers.w": "layers.*.w"}` splits; a `*` stands for a number.
 Stack = Mapping[str, str]
 DTypes = torch.dtype | str | Mapping[str, torch.dtype | str]
 
 _SHORT = {"bf16": "bfloat16"} | {f"{kind}{bits}": f"float{bits}" for kind in ("fp", "f") for bits in (16, 32, 64)}
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch converts none of them
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte: torch has no conversion of this dtype
 
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write: a stored one, one index of its first dimension, or several along a new first dimension."""
+    """A tensor to write: a stored tensor, one index of its first dimension, or several stored tensors stacked along a
+    new first dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,11 +46,11 @@ class Output:
 
     @property
     def converts(self) -> bool:
-        """Whether it is written as another dtype than it is stored as."""
+        """Whether the written dtype differs from the stored one."""
         return self.dtype != self.stored_dtype
 
     def reads(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[Read]:
-        """What fills `target` with the box of its sizes at `offsets`."""
+        """The reads that fill `target` with the box at `offsets` that has the sizes of `target`."""
         if self.stacked:
             for number in range(target.shape[0]):
                 yield Read(self.keys[offsets[0] + number], offsets[1:], target[number])
@@ -61,12 +62,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that comes out. Equal on all ranks."""
+    """All that a conversion writes. Equal on all ranks."""
 
     outputs: list[Output]
-    objects: dict[str, str]  #: the source's key by the name that it gets
-    paths: dict[str, Path]  #: what names stand for in a nested state, where it is more than themselves
-    structure: str | None = None  #: what the paths do not tell (`Structure.pack`); None: nobody knows
+    objects: dict[str, str]  #: the source's key, by new name
+    paths: dict[str, Path]  #: path in the nested state, by name; nothing for names of the top level
+    structure: str | None = None  #: structure that paths do not contain (`Structure.pack`); None: unknown
 
 
 def plan(
@@ -76,9 +77,8 @@ def plan(
     stack: Stack | None,
     dtype: DTypes | None,
 ) -> Plan:
-    """Raises before anything is written: `MissingKeysError` for `keys` that select nothing, ValueError for what
-    contradicts itself, with both sources where two tensors would get one name, `CheckpointError` for layers that
-    cannot be stacked."""
+    """Makes the plan. Raises `MissingKeysError` for `keys` that select nothing, ValueError for options that contradict
+    themselves or give two tensors one name, `CheckpointError` for layers that cannot be stacked."""
     selection = Selection(keys)
     stored = [*source.tensors, *source.object_names]
     missing = selection.without_match(stored)
@@ -120,8 +120,8 @@ def _check_names(outputs: Sequence[Output], objects: Mapping[str, str]) -> None:
 
 
 def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that are a tensor of that shape, one behind another in its memory, none of more
-    elements than `most_elements`, which is at least 1."""
+    """Cuts a tensor into boxes that are contiguous and consecutive in its memory, of at most `most_elements` (at least
+    1) elements. Yields offsets and sizes."""
     if prod(shape) <= most_elements:
         yield (0,) * len(shape), shape
         return
@@ -142,8 +142,8 @@ def cut(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[tuple[int,
 
 
 def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
-    """From a key of the source to its new name. Rules are applied one after another, each to what the one before has
-    made, as `re.sub` does. Raises ValueError for what is no rule."""
+    """The function from a key of the source to its new name. Rules apply one after another, each to the result of the
+    one before, with `re.sub`. Raises ValueError for an invalid rule."""
     if rename is None or callable(rename) or hasattr(rename, "keys"):
         return renaming(rename)  # type: ignore[arg-type]
     if isinstance(rename, str) or not isinstance(rename, Iterable):
@@ -169,11 +169,11 @@ def renaming_by_rules(rename: RenameRules | None) -> Callable[[str], str]:
 
 
 def restacked(outputs: Sequence[Output], stack: Stack) -> list[Output]:
-    """Applies each rule to the tensors as they are named by then.
+    """Applies each rule to the tensors that the rules before it have left.
 
-    The side with one `*` more than the other is that of single layers, whose number its last `*` is; the others stand
-    for the same numbers on both sides. Raises ValueError for rules that are none or fit nothing, `CheckpointError` for
-    layers that are missing or unlike each other, or tensors without a first dimension.
+    The side of a rule with one `*` more names single layers; its last `*` is the number of the layer. Other `*` stand
+    for the same numbers on both sides. Raises ValueError for rules that are invalid or match no tensor, and
+    `CheckpointError` for layers that are missing or differ from each other, or tensors without dimensions to split.
     """
     if not isinstance(stack, Mapping) or not all(isinstance(text, str) for pair in stack.items() for text in pair):
         raise ValueError("stack: a mapping of names is wanted, such as {'layers.*.w': 'layers.w'}")
@@ -210,7 +210,7 @@ def _filled(pattern: str, numbers: Sequence[str]) -> str:
 def _stacked(name: str, layers: Mapping[int, Output]) -> Output:
     count = max(layers) + 1
     if len(layers) != count:
-        first_missing = islice((number for number in range(count) if number not in layers), 10)  # all may be trillions
+        first_missing = islice((number for number in range(count) if number not in layers), 10)  # of trillions, maybe
         shown, others = ", ".join(map(str, first_missing)), count - len(layers) - 10
         more = f" and {others} more" if others > 0 else ""
         raise CheckpointError(f"{name}: layers {shown}{more} of {count} are missing", key=name)
@@ -244,12 +244,12 @@ def _split(output: Output, pattern: str, numbers: Sequence[str]) -> list[Output]
 
 
 def casting(dtype: DTypes | None) -> Callable[[str, torch.dtype], torch.dtype]:
-    """From a name and a stored dtype to the one to write.
+    """The function from a name and a stored dtype to the dtype to write.
 
-    Floating-point tensors become floating-point tensors of another dtype; all others stay as they are, unless a mapping
-    gives their very name. Of a mapping's patterns (those of `keys`) the first that fits counts.
+    Floating-point tensors are converted to another floating-point dtype. Other tensors are converted only if a mapping
+    has their exact name. Of a mapping's patterns (those of `keys`) the first match counts.
 
-    Raises ValueError for what is no dtype, and TypeError for tensors that torch cannot convert.
+    Raises ValueError for an unknown dtype. The function raises TypeError for a conversion that torch does not have.
     """
     if dtype is None:
         return lambda name, stored: stored
@@ -284,7 +284,7 @@ def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """`torch.bfloat16`, "bfloat16", "torch.bfloat16" or "bf16". Raises ValueError for anything else."""
+    """The dtype that `torch.bfloat16`, "bfloat16", "torch.bfloat16" or "bf16" names. Raises ValueError otherwise."""
     if not isinstance(dtype, str):
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r}: a dtype of torch, or its name, is wanted")

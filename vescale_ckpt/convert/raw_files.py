@@ -1,4 +1,4 @@
-"""Reads tensors whose bytes lie in files as they are, for the sources of torch.save's and numpy's files."""
+"""Reads tensors that are stored uncompressed in files, for the sources of torch.save's and numpy's files."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from .._read.seen_files import SeenFiles
 from ..errors import CorruptCheckpointError
 from .source import Read, TensorInfo
 
-_CHECK_BYTES = 16 << 20  # at a time, of what is verified before parts of it are read
+_CHECK_BYTES = 16 << 20  # read at a time to verify an area
 
 
 @dataclass(frozen=True)
 class Area:
-    """Bytes of a file that one checksum is of."""
+    """A range of bytes of a file that has one checksum."""
 
     file: int
     offset: int
     bytes: int
-    crc: int  #: CRC-32, -1 if there is none
+    crc: int  #: CRC-32; -1 if there is none
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """Where a tensor lies."""
+    """Where a tensor is stored."""
 
     info: TensorInfo
     offset: int  #: of its first byte in the file
-    area: Area  #: that it lies in
-    mapped: torch.Tensor | None = None  #: where its bytes are not those of a contiguous tensor: it, mapped to memory
+    area: Area  #: the area that contains it
+    mapped: torch.Tensor | None = None  #: the tensor mapped to memory, if it is not stored contiguously
 
 
 class RawFiles:
-    """Reads boxes of raw tensors. What is read as a whole is verified while it is read; the area around a part is
+    """Reads boxes of raw tensors. A whole area is verified after it is read. If only a part is read, its area is
     verified once, before.
 
-    Contiguous tensors are not read through mapped memory: there a file that is cut short meanwhile, or a disk that
-    fails, ends the process without an error.
+    Contiguous tensors are read without mapping the file: in mapped memory a truncated file or a failing disk would kill
+    the process (SIGBUS).
     """
 
     def __init__(self, paths: Sequence[str], where: str) -> None:
@@ -82,7 +82,7 @@ class RawFiles:
         self._seen.check(self.paths)
 
     def verify(self, area: Area, key: str) -> None:
-        """Raises `CorruptCheckpointError` if the bytes of an area are not those that its checksum is of."""
+        """Raises `CorruptCheckpointError` if the bytes of an area do not match its checksum. Once for each area."""
         if area.crc < 0 or area in self._sound:
             return
         buffer = torch.empty(min(area.bytes, _CHECK_BYTES), dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""`convert`: all ranks plan the same, share the files by bytes, and one of them gives the result its name."""
+"""Converts a checkpoint with all ranks: each makes the same plan and writes its share, and the coordinator commits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
-from .dcp_sink import DcpPart, share
+from .dcp_sink import DcpRankFiles, pieces_of_rank
 from .formats import Files, Format, open_source
 from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
@@ -37,14 +37,14 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did, of all ranks together."""
+    """What a conversion of all ranks together did."""
 
     seconds: float
     tensors: int
     objects: int
-    bytes: int  #: of tensors, as they were written
+    bytes: int  #: of tensors as written
     files: int  #: that hold tensors
-    left_out: list[str] = field(default_factory=list)  #: objects that the format has no place for
+    left_out: list[str] = field(default_factory=list)  #: objects that the format cannot hold
 
 
 def convert(
@@ -62,36 +62,35 @@ def convert(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint `src` as another one, in bounded memory: `VESCALE_CKPT_CONVERT_BYTES` and that of slots.
+    """Writes the checkpoint `src` in another format, in bounded memory (`VESCALE_CKPT_CONVERT_BYTES` and the slots).
 
-    All ranks of the group call it together, and share the work. What is read is verified as loads verify it; what is
-    written is durable, and has its name only when it is complete. See docs/converting.md.
+    All ranks of the group call it together and share the work. Data is verified while it is read, as loads do. The
+    result is durable, and appears under its name only when it is complete. See docs/converting.md.
 
     Args:
         src: a directory of DCP, a safetensors file or a folder of them, a file of torch.save, an `.npz` or a folder of
-            `.npy`. Which one is told by what is there.
-        dst: a directory for "dcp" and "npy". For "safetensors" a file if it ends so, else a folder of shards with
-            `model.safetensors.index.json`. For "torch" and "npz" a file.
+            `.npy`. The format is recognised from the files.
+        dst: a directory for "dcp" and "npy". For "safetensors" a file if it ends in `.safetensors`, else a folder of
+            shards with `model.safetensors.index.json`. For "torch" and "npz" a file.
         format: "dcp", "safetensors", "torch", "npz" or "npy".
-        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest counts
-            (`{"model": ""}`); or pairs of a regular expression and what takes its place, applied one after another.
-        keys: what is converted, by the source's names: names, prefixes up to a dot, or patterns as of `fnmatch`; those
-            that begin with `!` leave out (`"!optimizer"`).
-        dtype: what floating-point tensors are converted to; or a mapping of (new) names or patterns to dtypes. Rounds
-            to nearest even. Other tensors are converted only if a mapping gives their very name.
-        max_shard_size: of a shard's tensors, bytes or text ("5GB"). A larger tensor has a shard of its own.
-        stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers,
-            `{"layers.w": "layers.*.w"}` splits them. By the names that `rename` gives.
-        on_objects: what to do with values that are no tensors where the format has no place for them (all but "dcp" and
-            "torch"): "warn", "drop" in silence, or "error".
-        overwrite: whether something at `dst` may be replaced.
+        rename: new names: a function; a mapping of names or of prefixes up to a dot, of which the longest match counts
+            (`{"model": ""}`); or pairs of a regular expression and its replacement, applied one after another.
+        keys: which of the source's keys to convert: names, prefixes up to a dot, or `fnmatch` patterns. A pattern that
+            begins with `!` excludes (`"!optimizer"`).
+        dtype: the dtype for floating-point tensors; or a mapping of (new) names or patterns to dtypes. Rounds to
+            nearest even. Other tensors are converted only if a mapping has their exact name.
+        max_shard_size: most bytes of tensors in a shard, or text ("5GB"). A larger tensor has a shard of its own.
+        stack: `{"layers.*.w": "layers.w"}` stacks tensors along a new first dimension, in the order of their numbers;
+            `{"layers.w": "layers.*.w"}` splits them. Names are those after `rename`.
+        on_objects: what to do with values that are no tensors, in formats that hold tensors only (all but "dcp" and
+            "torch"): "warn" and leave them out, "drop" them silently, or "error".
+        overwrite: whether an existing `dst` may be replaced.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
 
-    Raises on all ranks if any fails; nothing has the name `dst` then that had not before. ValueError and TypeError for
-    arguments (on several ranks `SaveFailedError` with them as `cause`), before anything is written;
-    `MissingKeysError` for `keys` that select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`,
-    `StorageFullError`, `CheckpointError`.
+    Raises on all ranks if any fails; `dst` is then unchanged. ValueError and TypeError for arguments (with several
+    ranks, `SaveFailedError` with them as `cause`), before anything is written; `MissingKeysError` for `keys` that
+    select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`, `StorageFullError`, `CheckpointError`.
     """
     checked_path("src", src)
     checked_path("dst", dst)
@@ -113,8 +112,8 @@ def convert(
 
 
 class _Conversion:
-    """One conversion of this rank. Every step is taken by all ranks or by none: an error is kept until all know of
-    it."""
+    """One conversion of this rank. All ranks take each step, or none: a rank with an error keeps it until the next
+    exchange, where all ranks raise."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class _Conversion:
     ) -> None:
         self._exchange = exchange
         self._src, self._dst = src, dst
-        self._path = ""  # known when the arguments were checked
+        self._path = ""  # set after the arguments were checked
         self._format = format
         self._closing = closing
         self.left_out: list[str] = []
@@ -188,7 +187,7 @@ class _Conversion:
         return formats.npy_files(outputs) if self._format == "npy" else None
 
     def write(self) -> int:
-        """Returns how many files have tensors."""
+        """Writes and commits. Returns how many files hold tensors."""
         in_place = self._together(lambda: formats.goes_into_place(self._path, self._format), "look")
         folder = PendingFolder(self._path) if formats.is_folder(self._path, self._format) and not in_place else None
         directory = self._path
@@ -196,8 +195,8 @@ class _Conversion:
             if folder is not None:
                 own = folder if self._exchange.is_coordinator else None
                 self._together(lambda: own.make() if own is not None else None, "make a folder")
-                told = folder.temporary.encode() if own is not None else None
-                directory = self._exchange.broadcast(told, self._phase("name the folder")).decode()
+                message = folder.temporary.encode() if own is not None else None
+                directory = self._exchange.broadcast(message, self._phase("name the folder")).decode()
             written = self._write_dcp(directory) if self._files is None else self._write_files(self._files, directory)
             if folder is not None:
                 self._together(lambda: folder.commit() if self._exchange.is_coordinator else None, "commit")
@@ -207,7 +206,7 @@ class _Conversion:
                 folder.discard()
 
     def _write_files(self, files: Files, directory: str) -> int:
-        ranks = formats.shared_out(files.files, self._exchange.size)
+        ranks = formats.rank_of_each(files.files, self._exchange.size)
 
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
@@ -226,26 +225,27 @@ class _Conversion:
 
     def _write_dcp(self, directory: str) -> int:
         exchange = self._exchange
-        pieces = share(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
-        part = self._together(lambda: DcpPart(directory, exchange.rank), "begin")
+        pieces = pieces_of_rank(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
+        rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank), "begin")
         try:
             written = self._together(
-                lambda: part.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
+                lambda: rank_files.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"
             )
             gathered = exchange.gather(written, self._phase("gather"))
         except BaseException:
-            part.discard()
+            rank_files.discard()
             raise
         try:
             self._together(
-                lambda: None if gathered is None else part.commit(gathered, self._path, self.made.structure), "commit"
+                lambda: None if gathered is None else rank_files.commit(gathered, self._path, self.made.structure),
+                "commit",
             )
         finally:
-            part.end()
+            rank_files.end()
         return exchange.size
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
-        """Takes a step on all ranks; raises on all if it fails on one, and of one rank alone its own error."""
+        """Takes a step on all ranks; raises on all if it fails on one. A single rank raises its own error."""
 
         def named() -> _Result:
             try:

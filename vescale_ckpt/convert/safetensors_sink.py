@@ -1,4 +1,4 @@
-"""Safetensors: one file, or a folder of shards as Hugging Face names them."""
+"""Lays out safetensors files for conversions: one file, or a folder of shards as Hugging Face names them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .streamed_file import Body
 
 
 class SafetensorsLayout:
-    """As `vescale_ckpt.safetensors.save_file` writes it. Raises ValueError for what the format does not hold."""
+    """The file that `vescale_ckpt.safetensors.save_file` writes. Raises ValueError for tensors that the format cannot
+    hold."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         names = [output.name for output in outputs]
@@ -39,7 +40,7 @@ class SafetensorsLayout:
             self.bodies.append(Body(outputs[number], at))
             at += outputs[number].bytes
         self._blocks: list[int] = []
-        self._of: Output | None = None  # whose block the last one is
+        self._of: Output | None = None  # the output that the last block belongs to
 
     def add_checksum(self, piece: Piece, address: int) -> None:
         row = (address, piece.bytes, piece.file_offset)
@@ -50,30 +51,30 @@ class SafetensorsLayout:
         self._blocks += crcs
         self._of = piece.output if piece.bytes else None
 
-    def filling(self, number: int) -> bytes:
-        return bytes(self._layout.data_begin)  # the header comes last
+    def format_bytes(self, number: int) -> bytes:
+        return bytes(self._layout.data_begin)  # zeros: `head` is written over them at the end
 
     def head(self) -> bytes:
         return self._layout.head(self._blocks)
 
 
 def shards(outputs: Sequence[Output], most_bytes: int) -> list[tuple[str, list[Output]]]:
-    """Names of files and what is in each: no more than `most_bytes` of tensors, unless one tensor is larger."""
-    parts: list[list[Output]] = [[]]
+    """Names of files with their tensors: at most `most_bytes` in each, except where a single tensor is larger."""
+    files: list[list[Output]] = [[]]
     held = 0
     for output in outputs:
-        if parts[-1] and held + output.bytes > most_bytes:
-            parts.append([])
+        if files[-1] and held + output.bytes > most_bytes:
+            files.append([])
             held = 0
-        parts[-1].append(output)
+        files[-1].append(output)
         held += output.bytes
-    return list(zip(file_names(len(parts)), parts, strict=True))
+    return list(zip(file_names(len(files)), files, strict=True))
 
 
 def write_index(directory: str, files: Sequence[tuple[str, Sequence[Output]]]) -> None:
-    """Which file of a folder has which tensor."""
+    """Writes `model.safetensors.index.json`, which maps tensors to the files of a folder."""
     total = sum(output.bytes for _, outputs in files for output in outputs)
-    places = {output.name: name for name, outputs in files for output in outputs}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    file_of = {output.name: name for name, outputs in files for output in outputs}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"
     with named_errors(str, directory, len(text)):
         directory_at(directory).write(INDEX_NAME, text.encode())

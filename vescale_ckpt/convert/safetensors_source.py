@@ -1,4 +1,4 @@
-"""Safetensors files: one, or a folder of them, whichever wrote it."""
+"""Reads safetensors files for conversions: one file or a folder of them, whatever tool wrote them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .source import Read, TensorInfo, parts_of
 
 
 class SafetensorsSource:
-    """What such a checkpoint is, and which of its files count, is told as for loads. A tensor is whole in a file or in
-    boxes of several. Files without checksums, as the library writes them, cannot be verified.
+    """The tensors of a file or folder; the same files count as in loads. A tensor is whole in one file or stored as
+    boxes in several. Files without checksums, as the safetensors library writes them, cannot be verified.
 
-    Other names of tied tensors are no tensors of their own.
+    A tensor that several names share is listed once, under its stored name.
     """
 
     def __init__(self, path: str) -> None:

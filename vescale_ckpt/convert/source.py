@@ -1,4 +1,4 @@
-"""What a checkpoint looks like to a conversion, whatever its format."""
+"""Defines what a conversion needs from a checkpoint of any format: the protocol `Source`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._state.structure import Path
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that is stored."""
+    """A stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -21,9 +21,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Read:
-    """A box of a stored tensor, and where it goes.
+    """A box of a stored tensor, and the memory to read it into.
 
-    Boxes are such that their elements follow one another in a contiguous tensor of C's order.
+    The elements of a box are consecutive in the tensor, in C's order.
     """
 
     key: str
@@ -34,9 +34,8 @@ class Read:
 def parts_of(
     chunks: Sequence[tuple[Sequence[int], Sequence[int]]], read: Read
 ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
-    """What each chunk (offsets and sizes in the tensor) holds of a box: its number, where in the chunk that begins, and
-    the part of the target for it. Nothing for a box without elements. Ends where chunks that do not overlap can have
-    no more."""
+    """For each chunk (offsets and sizes in the tensor) that overlaps the box: its number, the overlap's offsets in the
+    chunk, and the part of the target to fill. Stops when the box is complete; chunks must not overlap each other."""
     wanted = read.target.numel()
     for number, (offsets, sizes) in enumerate(chunks):
         if not wanted:
@@ -54,7 +53,7 @@ def parts_of(
 
 
 class Source(Protocol):
-    """A checkpoint that is open."""
+    """An open checkpoint."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -64,13 +63,13 @@ class Source(Protocol):
 
     @property
     def paths(self) -> Mapping[str, Path]:
-        """By name what it stands for in a nested state; nothing for names of the top level."""
+        """Paths in the nested state, by name. Names of the top level are left out."""
 
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
-        """Loads these. Nothing is built that torch does not consider harmless."""
+        """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Fills the targets. What comes from the file is compared with its checksums, where it has any.
+        """Fills the targets, and compares data with its checksums where the file has any.
 
         Raises `CorruptCheckpointError`, `UntrustedCheckpointError`, `CheckpointError`.
         """

@@ -1,4 +1,4 @@
-"""Files of torch.save."""
+"""Lays out files of torch.save for conversions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ALIGNMENT = 64
 def torch_layout(
     outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None = None
 ) -> ArchiveLayout:
-    """The archive that torch.save writes for a dict of these tensors and objects, nested as `paths` say.
+    """The archive that torch.save writes for a dict of these tensors and objects, nested according to `paths`.
 
-    torch.save writes it itself, without the tensors' bytes, to a file in memory that has holes in their place.
-    Raises `CheckpointError` for objects that it does not store.
+    torch.save itself writes the archive, without the tensors' bytes, to a sparse file in memory. Its entries are then
+    the layout. Raises `CheckpointError` for objects that torch.save cannot store.
     """
     descriptor = os.memfd_create("vescale_ckpt")
     try:
@@ -58,11 +58,11 @@ def torch_layout(
 
 
 def _without_memory(outputs: Sequence[Output]) -> dict[str, torch.Tensor]:
-    """Tensors that have addresses, and take no memory while nobody looks at them."""
+    """Tensors in reserved address space. They take no memory as long as they are not read."""
     reserved = mmap.mmap(-1, sum(map(_room, outputs)) or 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
     tensors, at = {}, 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they are not for writing
+        warnings.simplefilter("ignore", UserWarning)  # the tensors are not writable
         for output in outputs:
             if output.bytes:
                 memory = torch.frombuffer(reserved, dtype=torch.uint8, count=output.bytes, offset=at)
@@ -91,7 +91,7 @@ def _is_storage(entry: Entry) -> bool:
 
 
 def _storages_of_objects(rest: Sequence[Entry], values: Sequence[Any]) -> dict[int, Output | bytes]:
-    """What lies in the storages of tensors within objects: torch.save has left it out for these, too."""
+    """The bytes of tensors within objects, which torch.save has left out, too; by offset of their entry."""
     if not rest:
         return {}
     contents = []

@@ -1,4 +1,4 @@
-"""Reads files of torch.save for conversions: torch.load says what is in them."""
+"""Reads files of torch.save for conversions, by mapping them with torch.load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .source import Read, TensorInfo
 class TorchSource:
     """A dict, nested or not, that torch.load maps to memory. Keys are flattened as DCP does.
 
-    Nothing but its pickle is read at first. Tensors that do not lie as they are (transposed ones) and tensors within
-    objects are read through the mapping, after they were verified.
+    Opening it reads the pickle only. Tensors that are not stored contiguously (transposed ones, say) and tensors within
+    objects are read through the mapping, after verification.
     """
 
     def __init__(self, path: str) -> None:
@@ -53,9 +53,9 @@ class TorchSource:
 
 
 class MappedState:
-    """What a file of torch.save holds, mapped to memory: none of its tensors has been read.
+    """The dict in a file of torch.save, mapped to memory. Its tensors are not read yet.
 
-    Raises `UntrustedCheckpointError` for what needs code to load, `CorruptCheckpointError` for damage, and
+    Raises `UntrustedCheckpointError` if loading needs to run code, `CorruptCheckpointError` for damage, and
     `CheckpointError` for other files.
     """
 
@@ -77,7 +77,7 @@ class MappedState:
         self._address = _mapping_of(storages[0].data_ptr()) if storages else 0  # of the file's first byte
 
     def entry_of(self, tensor: torch.Tensor) -> Entry | None:
-        """The archive's entry that a tensor's storage is. None for tensors that have no data in the file."""
+        """The archive's entry with a tensor's storage. None for a tensor without data in the file."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return None
         return self._by_offset.get(tensor.untyped_storage().data_ptr() - self._address)
@@ -88,7 +88,7 @@ def _raw(key: str, value: torch.Tensor, state: MappedState) -> RawTensor:
     if entry is None or value.is_quantized:
         kind = f"{type(value).__name__} of layout {value.layout}"
         raise CheckpointError(f"{key}: a {kind} cannot be converted, or its data are missing", key=key)
-    if not entry.stored:  # by another tool
+    if not entry.stored:  # another tool has compressed it
         raise CheckpointError(f"{key}: its data are compressed in {state.path}: load it and save it again", key=key)
     if value.untyped_storage().nbytes() > entry.bytes:
         raise UntrustedCheckpointError(f"{key}: it would reach beyond its storage in {state.path}", key=key)
@@ -99,12 +99,13 @@ def _raw(key: str, value: torch.Tensor, state: MappedState) -> RawTensor:
 
 
 def _check_pickle(path: str, stored: Sequence[Entry]) -> None:
-    """torch compares no checksums, and swaps bytes in memory."""
+    """Verifies the pickle's checksum and the byte order. torch.load does not compare checksums, and would swap the
+    bytes of the mapped file in memory."""
     names = [entry.name for entry in stored if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointError(f"{path} is an archive, but none of torch.save", path=path)
     byteorder = names[0].removesuffix("data.pkl") + "byteorder"
-    with damage_named(path), zipfile.ZipFile(path) as archive:  # which compares checksums
+    with damage_named(path), zipfile.ZipFile(path) as archive:  # zipfile compares checksums
         archive.read(names[0])
         if byteorder in archive.namelist() and archive.read(byteorder) != b"little":
             raise CheckpointError(f"{path} was saved on a big-endian machine: load it and save it again", path=path)
@@ -129,7 +130,7 @@ def _load(path: str, keep: Any) -> Any:
 
 
 def _mapping_of(address: int) -> int:
-    """Where the first byte of the file is that is mapped at `address`. torch does not tell."""
+    """The address of the first byte of the file that is mapped at `address`. torch has no call for it."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             begin_and_end, _, offset, *_ = line.split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""What goes after a save has committed: checkpoints that the rule does not keep, and what dead saves have left."""
+"""Removes, after a commit, the checkpoints that retention does not keep and the files that dead saves have left."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 def clean_up(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> None:
-    """Removes what need not be kept, unless it is in use, or nothing sound would be left.
+    """Removes checkpoints that retention does not keep. A checkpoint in use stays, and at least one sound one stays.
 
-    What `verify(quick=True)` finds damaged does not count as kept: the rule chooses again, without it.
+    A checkpoint that `verify(quick=True)` finds damaged does not count as kept: retention chooses again without it.
 
     Args:
-        saved: the step that has just been saved. It stays.
-        damaged: steps that could not be loaded: they do not count as kept.
+        saved: the step that has just been saved. It always stays.
+        damaged: steps that could not be loaded. They do not count as kept.
     """
     step_directories.remove(root, sorted(_to_remove(root, retention, saved, damaged)))
     step_directories.remove_leftovers(root)
@@ -39,9 +39,10 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
     oldest_first = SavedOrder(root).newest_first()[::-1]
     complete = set(oldest_first)
     checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
-    found: dict[int, _Look] = {}  # of those that would be kept
+    found: dict[int, _QuickCheck] = {}  # of the checkpoints that would be kept
     uncounted = complete & damaged
-    by_rank = replace(retention, keep_period=None)  # those that stay for good are many, and in nobody's place
+    # Checkpoints kept by `keep_period` are many, and do not count towards `max_to_keep`.
+    by_rank = replace(retention, keep_period=None)
     while True:
         counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
         beaten = set(by_rank.surplus(counted)) - {saved}
@@ -50,15 +51,15 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
             return set()
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = _Look(path_of(root, step))
+            found[step] = _QuickCheck(path_of(root, step))
         unsound = {step for step in kept if not found[step].sound}
         if not unsound:
             break
         uncounted |= unsound
-    uncounted &= set(complete_steps(root))  # but for what somebody else has removed meanwhile
+    uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
     for step in sorted(found.keys() & uncounted):
         logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, found[step].reason)
-    # What only did not answer may be whole.
+    # A checkpoint whose files could not be examined may still be whole.
     lost = {step for step in uncounted if step not in found or found[step].damaged}
     lost = {step for step in lost if step != saved and not retention.keeps_for_good(step)}
     if not kept:
@@ -69,19 +70,19 @@ def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet
     return surplus | lost
 
 
-class _Look:
-    """What `verify(quick=True)` finds in a checkpoint."""
+class _QuickCheck:
+    """The result of `verify(quick=True)` for one checkpoint."""
 
     def __init__(self, path: str) -> None:
         report = verify(path, quick=True)
         self.sound = report.ok
         self.reason = "" if report.ok else report.damaged[0].reason
-        #: whether it is damaged for certain: everything that is wrong with it could be looked at
-        self.damaged = not report.ok and all(_answers(path, damage.file) for damage in report.damaged)
+        #: whether it is certainly damaged: the file system answered for every file that is reported
+        self.damaged = not report.ok and all(_status_is_known(path, damage.file) for damage in report.damaged)
 
 
-def _answers(directory: str, file: str) -> bool:
-    """Whether the file system tells how it stands with a file, which may be that it is not there."""
+def _status_is_known(directory: str, file: str) -> bool:
+    """Whether the file system answers for a file. "It does not exist" is an answer; an I/O error is none."""
     try:
         directory_at(directory).names()
         if file == os.path.join(directory, METADATA_NAME):

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: when to save, what to keep, where to go on from. One directory `step-N` for each checkpoint."""
+"""`CheckpointManager` saves, retains and restores the checkpoints of a training, one directory `step-N` for each."""
 
 from __future__ import annotations
 
@@ -29,39 +29,42 @@ from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_seconds
 from . import step_metrics
+from .branch_tracker import BranchTracker
 from .clean_up import clean_up
-from .course import Course
-from .preemption import SignalFlag
 from .retention import BestMode, Retention
 from .running_save import RunningSave
-from .schedule import Schedule
+from .schedule import Schedule, SignalFlag
 
 logger = logging.getLogger(__name__)
 
-_GONE = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}  # now; that may pass
+#: Errors for which `restore` tries an older checkpoint without calling this one damaged: they may be temporary.
+_UNREADABLE_NOW = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}
 
 
 class CheckpointManager:
-    """Saves a training run's checkpoints under one directory, keeps those that are wanted, finds the newest good one.
+    """Saves a training run's checkpoints under one directory, removes old ones, and restores the newest sound one.
 
-    All ranks make it and call `save`, `restore`, `latest` and `close` together, with equal arguments; the directory is
-    one that all of them see. What clocks and files say is decided by the coordinator, for all. Several managers may
-    work in one directory, and others may load from it: what is saved to or read (through this package) is not removed.
-    To be used by one thread at a time; what follows a save that went on in the background, a thread of its own does.
+    All ranks create the manager and call `save`, `restore`, `latest` and `close` together, with equal arguments. All
+    ranks see the same directory. The coordinator's clock and its view of the files count for all ranks. Several
+    managers may work in one directory, and other processes may load from it: a checkpoint that is being saved to or
+    read (through this package) is not removed. One thread at a time may use a manager; clean-up after an asynchronous
+    save runs in a thread of its own.
 
     Args:
-        directory: a path or `file://` URL; made by the first save.
-        max_to_keep: how many checkpoints stay: those saved last, or with `best` those. None: all. Others are removed
-            after a newer one is durable; never the one saved last, nor one that is sound for one that is damaged.
+        directory: a path or `file://` URL. The first save creates it.
+        max_to_keep: how many checkpoints stay: those saved last, or with `best` the best ones. None: all. Others are
+            removed after a newer one is durable. The one saved last is never removed, and a sound one is not removed
+            to keep a damaged one.
         keep_period: checkpoints whose step is a multiple of it stay for good.
-        save_interval_steps, save_interval_seconds: `save` saves when the step is a multiple of the one, or so many
-            seconds after the last save began; with neither, always.
-        best: name of the metric that says which checkpoints are good; every save that is made needs it then.
-        best_mode: "max" or "min"; to be given where `best` is.
-        async_checkpoint: whether `save` returns before the checkpoint is durable. A save that goes on when the process
-            ends is finished, with what it supersedes removed, as `VESCALE_CKPT_EXIT_TIMEOUT` allows.
-        save_on_signal: a signal (SIGTERM, say) that leads to one last save, durable before `save` returns, at the first
-            `save` after it has come to any rank; then `preempted` is True. To be made in the main thread.
+        save_interval_steps, save_interval_seconds: `save` saves when the step is a multiple of the former, or this many
+            seconds after the last save began. With neither it always saves.
+        best: name of the metric that ranks checkpoints. Every save then needs this metric.
+        best_mode: "max" or "min"; required with `best`.
+        async_checkpoint: whether `save` returns before the checkpoint is durable. If a save is running when the process
+            ends, the process waits for it and its clean-up, at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds.
+        save_on_signal: a signal (SIGTERM, say) that asks for one last save. The first `save` after any rank got the
+            signal saves, and returns when the checkpoint is durable; `preempted` is True then. The manager must then be
+            created in the main thread.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
     """
 
@@ -86,13 +89,13 @@ class CheckpointManager:
         self.async_checkpoint = async_checkpoint
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
-        self.preempted = False  #: a signal came, and the save that it asked for is durable: time to stop
+        self.preempted = False  #: a signal came and the last save is durable: training should stop
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
-        self._running: RunningSave | None = None  # the last save that was begun, until `wait` has told how it ended
-        self._damaged: frozenset[int] = frozenset()  # steps that `restore` had to pass over
-        self._course = Course(self.directory)  # of the coordinator
+        self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
+        self._damaged: frozenset[int] = frozenset()  # steps that `restore` found damaged
+        self._branches = BranchTracker(self.directory)  # used on the coordinator only
         if self._is_coordinator():
-            self._course.look()
+            self._branches.look()
         self._closed = False
 
     # --- Saving
@@ -106,18 +109,18 @@ class CheckpointManager:
         gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Saves `state` as the checkpoint of a step, if it is time to, or with `force`; returns None if not.
+        """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
-        A checkpoint that the step has already is replaced. Waits for the save before this one; if that has failed and
-        nobody has seen it on some rank, all ranks raise that instead, and the call after this one saves. `gate`, where
-        the save is asynchronous, and errors: as of `vescale_ckpt.save`.
+        An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
+        some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
+        (for an asynchronous save) and errors are those of `vescale_ckpt.save`.
 
-        A step that is lower than one saved before begins a new branch: `restore` and `latest` go on from it, and a
-        warning names the later steps that it abandons.
+        A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
+        newest, and a warning names the later steps, which are abandoned.
 
-        `metrics`: numbers, kept beside the checkpoint, equal on all ranks. Raises ValueError if the one that `best`
-        names is missing, and CheckpointError on all ranks if ranks differ in them. A save that a signal asked for is
-        made all the same, without them.
+        `metrics`: numbers that are stored with the checkpoint, equal on all ranks. Raises ValueError if the metric that
+        `best` names is missing, and CheckpointError on all ranks if ranks give different metrics. In both cases a save
+        that a signal asked for is made without metrics.
         """
         if self._closed:
             raise ValueError("the manager is closed")
@@ -131,7 +134,7 @@ class CheckpointManager:
                 raise wrong
             return None
         numbers = self._agreed(step, numbers, wrong, is_last=decision.by_signal)
-        self._wait_for_the_one_before(is_last=decision.by_signal)
+        self._wait_for_previous_save(is_last=decision.by_signal)
         began = time.monotonic()
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
@@ -146,7 +149,7 @@ class CheckpointManager:
     def _agreed(
         self, step: int, numbers: dict[str, float] | None, wrong: Exception | None, *, is_last: bool
     ) -> dict[str, float] | None:
-        """The metrics of a save that all ranks begin. Raises on all of them what is wrong with those of any."""
+        """The metrics that all ranks give for a save. Raises on all ranks if those of any rank are wrong."""
         if wrong is None and self.retention.best is not None and self.retention.best not in (numbers or {}):
             given = ", ".join(map(repr, numbers or {})) or "none"
             wrong = ValueError(
@@ -174,7 +177,7 @@ class CheckpointManager:
 
     @staticmethod
     def _differing(step: int, text: bytes, exchange: Exchange) -> str:
-        """How the metrics of ranks differ, on all of them."""
+        """A text that says how the ranks' metrics differ, equal on all ranks."""
         phase = "comparing metrics"
         of_all = exchange.gather(text, phase)
         answer = None
@@ -187,12 +190,12 @@ class CheckpointManager:
         return exchange.broadcast(answer, phase).decode()
 
     def _prepare(self, running: RunningSave, numbers: dict[str, float] | None) -> None:
-        """What the coordinator does before the save. Raises on all ranks if the order of saving cannot be kept."""
+        """Prepares the step's directory on the coordinator. Raises on all ranks if the branch cannot be recorded."""
         abandoned: list[int] = []
 
         def prepare() -> None:
             if running.is_coordinator:
-                branch, abandoned[:] = self._course.branch_of(running.step)
+                branch, abandoned[:] = self._branches.branch_of(running.step)
                 running.prepare(numbers, branch)
 
         try:
@@ -209,12 +212,12 @@ class CheckpointManager:
                 self.directory,
             )
 
-    def _wait_for_the_one_before(self, *, is_last: bool) -> None:
-        """Of the process group, whoever has begun it. What went wrong with it the save that follows raises."""
+    def _wait_for_previous_save(self, *, is_last: bool) -> None:
+        """Waits for the last save of the process group, whoever has begun it. The next save raises its error."""
         queue = BackgroundQueue.of(self.process_group)
         with queue.lock:
             queue.wait_until_done(settings.timeout(self.timeout))
-            # The last save is not given up for it: there may be no other chance.
+            # An earlier failure must not stop the last save before the process ends.
             if is_last and (failure := queue.take_failure()) is not None:
                 logger.error("%s", failure)
 
@@ -226,7 +229,7 @@ class CheckpointManager:
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
     ) -> SaveHandle:
-        """Sees to it that `running` ends."""
+        """Begins the save and makes sure that `running.end` is called."""
         try:
             handle = running.handle = api.save(
                 running.path,
@@ -249,8 +252,7 @@ class CheckpointManager:
         return handle
 
     def wait(self) -> None:
-        """Returns when no save of this manager goes on, and what it superseded is removed. Raises what went wrong with
-        the last one, once."""
+        """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once."""
         if (running := self._running) is None:
             return
         running.wait_until_ended()
@@ -259,7 +261,7 @@ class CheckpointManager:
             running.handle.result()
 
     def close(self) -> None:
-        """Waits for the save that is going on, and lets go of the signal. May be called again."""
+        """Waits for a running save and restores the signal's handler. May be called again."""
         self._closed = True
         try:
             self.wait()
@@ -278,44 +280,44 @@ class CheckpointManager:
         except Exception as raised:
             if error is None:
                 raise
-            logger.error("the last save failed, too: %s", raised)  # not in place of what the program raised
+            logger.error("the last save failed, too: %s", raised)  # the error of the program is the one to raise
 
     # --- Finding and loading
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoints are complete, rising, as this process sees the directory now; asks no other rank."""
+        """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank."""
         return complete_steps(self.directory)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The metrics that were saved with a step; none where there were none."""
+        """The metrics that were saved with a step; an empty dict if there were none."""
         return step_metrics.read(path_of(self.directory, step))
 
     def latest(self, *, full: bool = False) -> int | None:
         """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
 
-        Where training went back to an earlier step and saved since, later steps that it abandoned come after all
-        others. `full` reads all of it (on the coordinator, while the others wait). Equal on all ranks.
+        Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
+        verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
         """
         return self._newest_sound(quick=not full)
 
     def restore(
         self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True, weights_only: bool = True
     ) -> int:
-        """Loads the checkpoint of a step into `state`, or the good one that was saved last; returns its step.
+        """Loads the checkpoint of `step`, or without it the newest sound one, into `state`; returns its step.
 
-        Saves go on from there: later steps on disk are abandoned with the next save, which a warning then says.
+        The next saves continue from that step. Later steps on disk are abandoned by the next save, with a warning.
 
-        Without `step`: if the last turns out to be damaged, on any rank, all ranks go on with the one before, with a
-        warning. Waits for a save that is going on; what went wrong with it is left to `wait` and the next save. If it
-        raises, `state` holds parts of checkpoints.
+        Without `step`: if the newest checkpoint turns out to be damaged on any rank, all ranks try the one before it,
+        with a warning. Waits for a running save, whose error is left to `wait` and the next save. If `restore` raises,
+        `state` may hold parts of several checkpoints.
 
-        With `prepare` the first save of `state` afterwards finds its plan made and the memory of its snapshot taken
-        (`vescale_ckpt.prepare`). False spares that memory where nothing will be saved. `weights_only`: as of
-        `vescale_ckpt.load`; False is for checkpoints that you trust as you trust code.
+        `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
+        False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
+        trust as you trust code.
 
-        Raises `CheckpointError` if there is no checkpoint, or the last one's error if none is good; and, of what is
-        wrong with the state and not with the checkpoint, `IncompatibleStateError`, `MissingKeysError`,
-        `UntrustedCheckpointError`, `LoadFailedError`: on all ranks, as `vescale_ckpt.load`.
+        Raises on all ranks, as `vescale_ckpt.load` does. `CheckpointError`: there is no checkpoint. If none is sound,
+        the error of the one tried last. If the state does not fit the checkpoint: `IncompatibleStateError`,
+        `MissingKeysError`, `UntrustedCheckpointError`, `LoadFailedError`.
         """
         if self._running is not None:
             self._running.wait_until_ended()
@@ -325,7 +327,7 @@ class CheckpointManager:
         else:
             step = _checked_step(step)
             self._load(path_of(self.directory, step), state, **options)
-        self._go_on_from(step)
+        self._note_restored(step)
         if prepare:
             self._prepare_to_save(state)
         return step
@@ -336,10 +338,10 @@ class CheckpointManager:
         while (found := self._newest_sound(quick=True, but=tried)) is not None:
             try:
                 self._load(path_of(self.directory, found), state, **options)
-            except CheckpointError as error:  # of one kind on all ranks
+            except CheckpointError as error:  # the same class on all ranks
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {found}
-                elif getattr(error, "errno", None) not in _GONE:
+                elif getattr(error, "errno", None) not in _UNREADABLE_NOW:
                     raise
                 failure = error
             else:
@@ -351,9 +353,9 @@ class CheckpointManager:
             raise failure
         raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
 
-    def _go_on_from(self, step: int) -> None:
+    def _note_restored(self, step: int) -> None:
         def go_on() -> int:
-            if abandoned := self._course.restored(step):
+            if abandoned := self._branches.restored(step):
                 logger.warning(
                     "step %d was saved last in %s; later steps %s were abandoned, when training went back",
                     step,
@@ -362,10 +364,10 @@ class CheckpointManager:
                 )
             return step
 
-        self._told(go_on, "looking for later checkpoints")
+        self._from_coordinator(go_on, "looking for later checkpoints")
 
     def _prepare_to_save(self, state: Mapping[str, Any]) -> None:
-        """All is restored: nothing here is worth an error."""
+        """Plans the next save. An error is only logged: the restore has succeeded."""
         try:
             api.prepare(
                 state,
@@ -390,7 +392,7 @@ class CheckpointManager:
                 logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)
             return None
 
-        return self._told(find, "looking for the newest checkpoint")
+        return self._from_coordinator(find, "looking for the newest checkpoint")
 
     # --- Between ranks
 
@@ -401,8 +403,8 @@ class CheckpointManager:
     def _exchange(self) -> Exchange:
         return Exchange.of(self.process_group, self.timeout, purpose="manager")
 
-    def _told(self, find: Callable[[], int | None], phase: str) -> int | None:
-        """What the coordinator finds, or its error, on every rank."""
+    def _from_coordinator(self, find: Callable[[], int | None], phase: str) -> int | None:
+        """Calls `find` on the coordinator. Returns its result on every rank, or raises its error there."""
         exchange = self._exchange()
         answer: dict[str, Any] | None = None
         if exchange.is_coordinator:
@@ -410,10 +412,10 @@ class CheckpointManager:
                 answer = {"found": find()}
             except Exception as error:
                 answer = {"error": f"{phase} in {self.directory}: {type(error).__name__}: {error}"}
-        told = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
-        if "error" in told:
-            raise CheckpointError(told["error"], path=self.directory)
-        found: int | None = told["found"]
+        received = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
+        if "error" in received:
+            raise CheckpointError(received["error"], path=self.directory)
+        found: int | None = received["found"]
         return found
 
 
@@ -427,7 +429,7 @@ def _checked_step(step: int) -> int:
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> tuple[dict[str, float] | None, Exception | None]:
-    """Metrics as numbers, or what is wrong with them."""
+    """The metrics as numbers, or None and the error that they cause."""
     try:
         return None if metrics is None else step_metrics.as_numbers(metrics), None
     except Exception as error:

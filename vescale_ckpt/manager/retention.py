@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: a rule on steps and metrics, which knows nothing of files."""
+"""Decides which checkpoints to keep, from their steps and metrics alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ BestMode = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Kept:
-    """A complete checkpoint, as far as the rule looks at it."""
+    """What retention needs to know of a complete checkpoint."""
 
     step: int
-    metric: float | None = None  #: that the rule asks for; None: the checkpoint has none
-    order: int | None = None  #: greater, the later it was saved (abandoned ones before others); None: as the step says
+    metric: float | None = None  #: the metric that `best` names; None: the checkpoint has none
+    order: int | None = None  #: position in the order of saving (abandoned ones first); None: the step
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones; the
-    one saved last and the one of the highest step in any case; and with `keep_period` each whose step is a multiple of
-    it, for good. `max_to_keep=None` keeps all."""
+    """Keeps the `max_to_keep` checkpoints that were saved last, or with `best` (a metric's name) the best ones.
+
+    The checkpoint saved last and that of the highest step always stay. With `keep_period` each checkpoint whose step is
+    a multiple of it stays for good. `max_to_keep=None` keeps all.
+    """
 
     max_to_keep: int | None = None
     keep_period: int | None = None
@@ -48,7 +50,7 @@ class Retention:
         return self.keep_period is not None and step % self.keep_period == 0
 
     def surplus(self, checkpoints: Iterable[Kept]) -> list[int]:
-        """Steps that need not be kept, rising."""
+        """The steps that may be removed, in ascending order."""
         if self.max_to_keep is None:
             return []
         found = list(checkpoints)
@@ -63,7 +65,8 @@ class Retention:
         )
 
     def _rank(self, checkpoint: Kept) -> tuple[float, int]:
-        """Better is greater. Of equals the newer is; without a metric, or with NaN, it is worse than any with."""
+        """A better checkpoint has a greater rank. Of equal metrics the newer one wins. A checkpoint without a metric,
+        or with NaN, ranks below all others."""
         if self.best is None:
             return 0.0, _order(checkpoint)
         metric = checkpoint.metric

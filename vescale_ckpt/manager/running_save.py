@@ -1,4 +1,4 @@
-"""A manager's save while it goes on: its lock and metrics before it, and after it the removal of what it supersedes."""
+"""Accompanies one save of a manager: takes its lock and writes its metrics before, starts clean-up after it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 class RunningSave:
-    """One save of this rank. What follows it is done in the order in which saves were begun, in whatever thread."""
+    """One save of this rank. Its clean-up runs after that of the save before, whichever thread runs it."""
 
     def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
         self.path = steps.path_of(root, step)
         self.step = step
-        self.is_coordinator = is_coordinator  # the process group may be gone when the save ends
-        self.handle: SaveHandle | None = None  # None: it could not begin
+        self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
+        self.handle: SaveHandle | None = None  # None: the save could not begin
         self._before = before
         self._lock: FileLock | None = None  # on the step's directory
         self._ended = threading.Event()
 
     def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
-        """What only the coordinator does. A save can do without metrics, but raises where it would not be known as the
-        last."""
+        """Takes the lock and writes metrics and branch, on the coordinator. Failures of lock and metrics are only
+        logged. Raises if the branch cannot be written: the checkpoint would not count as the one saved last."""
         if not self.is_coordinator:
             return
         try:
@@ -46,11 +46,12 @@ class RunningSave:
         steps.write(self.path, branch)
 
     def end(self, then: Callable[[], None] | None) -> None:
-        """It is durable or has failed. Does what follows it: nothing of that needs other ranks, or fails the save."""
+        """Called when the save is durable or has failed. Releases the lock and calls `then`, whose errors are logged.
+        Needs no other rank."""
         try:
             if self._lock is not None:
                 self._lock.release()
-            if self._before is not None:  # removing large files takes time, for which no save waits
+            if self._before is not None:  # its clean-up may still remove large files
                 self._before.wait_until_ended()
             if then is not None:
                 then()
@@ -61,5 +62,5 @@ class RunningSave:
             self._ended.set()
 
     def wait_until_ended(self) -> None:
-        """And what follows it is done."""
+        """Waits until the save has ended and its clean-up is done."""
         self._ended.wait()

@@ -1,10 +1,13 @@
-"""When it is time to save: by steps, by the coordinator's clock, on request, or because a signal came to some rank."""
+"""Decides when to save: by step, by the coordinator's clock, on request, or because a signal has come to some rank."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
@@ -13,14 +16,14 @@ from ..settings import checked_count, checked_seconds
 
 @dataclass(frozen=True)
 class Decision:
-    """Of all ranks together."""
+    """What all ranks have decided together."""
 
     due: bool
     by_signal: bool = False
 
 
 class Schedule:
-    """When the step is a multiple of `steps`, or `seconds` after the last save began; with neither, always."""
+    """Saves when the step is a multiple of `steps`, or `seconds` after the last save began; with neither, always."""
 
     def __init__(self, steps: int | None, seconds: float | None) -> None:
         self.steps = checked_count("save_interval_steps", steps)
@@ -28,21 +31,46 @@ class Schedule:
         self._last_save = time.monotonic()
 
     def began(self, at: float) -> None:
-        """A save began at a time of `time.monotonic`."""
+        """Notes that a save began at the time `at` of `time.monotonic`."""
         self._last_save = at
 
     def decide(self, step: int, force: bool, signal_came: bool | None, exchange: Callable[[], Exchange]) -> Decision:
-        """Asks the other ranks only where it has to. `signal_came`: to this rank; None if none is looked for."""
+        """Whether a save is due. Asks other ranks only where a clock or a signal counts. `signal_came`: whether this
+        rank got the signal; None: no signal is watched."""
         by_step = self.steps is not None and step % self.steps == 0
         due = force or by_step or (self.steps is None and self.seconds is None)
         if self.seconds is None and signal_came is None:
             return Decision(due)
         asked = exchange()
         by_clock = self.seconds is not None and time.monotonic() - self._last_save >= self.seconds
-        # The least of each counts: of the clocks the coordinator's, of the signals any.
+        # `agree` takes the minimum of each: the coordinator's clock counts, and any rank's signal.
         ours = (step, ~step, due, by_clock or not asked.is_coordinator, not signal_came)
         least, not_most, *answers = asked.agree(ours, "asking whether to save")
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
         due, by_clock, undisturbed = map(bool, answers)
         return Decision(due or by_clock or not undisturbed, not undisturbed)
+
+
+class SignalFlag:
+    """Records a signal in place of ending the process. A Python handler that was set before is called, too.
+
+    Must be created and released in the main thread, as Python requires of all handlers. Raises ValueError elsewhere.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.raised = False
+        self._number = signal.Signals(number)
+        self._handler = self._set_raised  # one bound method, which `release` compares
+        self._before: Any = signal.signal(self._number, self._handler)
+
+    def release(self) -> None:
+        """Restores the handler that was set before, unless another has been set since. May be called again."""
+        if signal.getsignal(self._number) is self._handler:
+            signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+
+    def _set_raised(self, number: int, frame: FrameType | None) -> None:
+        self.raised = True
+        # Python's own handler for SIGINT would end the program before the last save.
+        if callable(self._before) and self._before is not signal.default_int_handler:
+            self._before(number, frame)

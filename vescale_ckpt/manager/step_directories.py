@@ -1,7 +1,7 @@
-"""How the directories `step-N` under one root go: those of checkpoints, and what is left of saves that died.
+"""Removes directories `step-N` below a root for the manager: old checkpoints, and the leftovers of saves that died.
 
-One is set aside in one step, under a name that is nobody's checkpoint; of that `.metadata` goes first, and only then
-the rest. So whatever is interrupted, what is named `step-N` is whole or not a checkpoint at all.
+A directory is first renamed, in one step, to a name that no reader takes for a checkpoint. Then `.metadata` is removed,
+and after it the other files. An interruption therefore leaves each `step-N` whole, or without `.metadata`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def remove(root: str, which: Iterable[int]) -> list[int]:
-    """Removes checkpoints that nobody reads or saves to; returns those that are gone. The others stay whole."""
+    """Removes the checkpoints that are not being read or saved to, and returns their steps. The others stay whole."""
     gone = []
     for step in which:
-        with alone(steps.path_of(root, step)) as nobody:
-            # Where the file system cannot tell, a load that runs loses its files and says so.
-            if nobody is not False and _set_aside(root, step):
+        with exclusive(steps.path_of(root, step)) as unused:
+            # None: the file system has no locks. A load that is running loses its files then, and raises.
+            if unused is not False and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
 
 def remove_leftovers(root: str) -> list[int]:
-    """Removes what saves that died have left: directories of steps without `.metadata` and with nothing but files of
-    ours, into which nobody saves. Returns their steps."""
+    """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
+    and that no save is using. Returns their steps."""
     gone = []
     for step in steps.all_steps(root):
         path = steps.path_of(root, step)
@@ -42,16 +42,16 @@ def remove_leftovers(root: str) -> list[int]:
         old = _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
-        with alone(path) as nobody:
-            # Looked at again: whoever was about to commit has done so by now.
-            if (nobody or (nobody is None and old)) and _is_leftover(path) and _set_aside(root, step):
+        with exclusive(path) as unused:
+            # Checked again under the lock: a save may have committed in the meantime.
+            if (unused or (unused is None and old)) and _is_leftover(path) and _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
 
-def alone(path: str) -> AbstractContextManager[bool | None]:
-    """A context: whether nobody saves a checkpoint into the directory or loads from it. No manager's save and no load
-    of ours begins as long as it lasts. None: nobody can tell."""
+def exclusive(path: str) -> AbstractContextManager[bool | None]:
+    """A context that yields True if no save and no load is using the directory, False if one is, None if the file
+    system cannot tell. No manager's save and no load of this package can begin while the context is open."""
     found = _names(path) or []
     return directory_at(path).alone(
         held=[names.METADATA_NAME] if names.METADATA_NAME in found else [], tested=filter(names.is_data_file, found)
@@ -83,12 +83,13 @@ def _is_leftover(path: str) -> bool:
 
 
 def _tells_if_in_use(path: str) -> bool:
-    """Whether it has a file that a save would hold locked. One that has just begun, not by a manager, has none yet."""
+    """Whether the directory has a file that a running save would hold locked. A save without a manager has none yet
+    when it has just begun."""
     return any(name == LOCK_NAME or names.is_data_file(name) for name in _names(path) or ())
 
 
 def _age(path: str) -> float:
-    """Seconds since something was made in it or removed from it."""
+    """Seconds since an entry was created in the directory or removed from it."""
     try:
         return time.time() - directory_at(path).stat().modified_ns / 1e9
     except OSError:
@@ -98,7 +99,7 @@ def _age(path: str) -> float:
 def _set_aside(root: str, step: int) -> bool:
     try:
         directory_at(root).set_aside(f"step-{step}")
-    except OSError as error:  # an older one of that name is still there, say
+    except OSError as error:  # for instance, an older directory of the same name is still being removed
         logger.warning("cannot remove %s now: %s", steps.path_of(root, step), error)
         return False
     return True

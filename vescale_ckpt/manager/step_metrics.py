@@ -1,8 +1,8 @@
-"""The metrics of a checkpoint: a small JSON in its directory. The checkpoint does not depend on it.
+"""Stores the metrics of a checkpoint for the manager, as a small JSON file in its directory.
 
-It is written before the save that it belongs to commits, so that a checkpoint is never there without its metrics; and
-it names the `.metadata` that the save replaces, so that it does not count as long as that one is there: a save that
-died leaves the checkpoint before it without metrics, never with wrong ones.
+The file is written before the save commits, so that a committed checkpoint has its metrics. The file names the
+`.metadata` that the save replaces, and does not count while that `.metadata` is there. A save that died therefore
+leaves the checkpoint before it without metrics, and not with wrong ones.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FILE_NAME = "metrics.json"
 
 
 def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
-    """Writes the metrics of the save that begins, durably; without any, removes those of the save before it.
+    """Writes the metrics of a save that is about to begin, durably. Without metrics, removes those of the save before.
 
-    Raises `_C.EngineError` and OSError for what the disk refuses.
+    Raises `_C.EngineError` and OSError for errors of the file system.
     """
     storage = directory_at(directory)
     if not metrics:
@@ -35,17 +35,18 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
         storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
     except BaseException:
         with contextlib.suppress(OSError, _C.EngineError):
-            storage.remove(FILE_NAME)  # those of an earlier save would be taken for this one's
+            storage.remove(FILE_NAME)  # metrics of an earlier save would be taken for those of this save
         raise
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Raises TypeError or ValueError for what is no number; tensors and arrays of one element are."""
+    """The metrics as floats. Tensors and arrays of one element are converted. Raises TypeError or ValueError for a
+    value that is no number."""
     return {str(name): float(value) for name, value in metrics.items()}
 
 
 def read(directory: str) -> dict[str, float]:
-    """The metrics of the checkpoint in a directory; none where they are missing, damaged or not finite."""
+    """The metrics of the checkpoint in a directory, without those that are missing, damaged or not finite."""
     try:
         record = json.loads(directory_at(directory).read(FILE_NAME))
         if record["replaces"] == metadata_mark(directory):

@@ -1,1 +1,1 @@
-"""Plans of saves by jobs that need not exist: who would write how much, and what planning it costs."""
+"""Simulates planning a save without its job: how many bytes each rank would write, and what planning costs."""

@@ -1,4 +1,4 @@
-"""States known by name, dtype and shape alone: of published models, of a file, of a checkpoint."""
+"""Lists names, dtypes and shapes of a state for simulations: of a published model, a JSON file, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._engine.rows import MOST_BYTES
 from .._read import contents
 from .._storage.directory import local_path
 
-_OBJECT_BYTES = 1024  # what torch.save makes of a number
+_OBJECT_BYTES = 1024  # about what torch.save needs for a number
 _MOST_DIMS = 64  # torch's own limit
 
 
@@ -28,20 +28,20 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None  #: None: an object
     bytes: int = 0  #: of an object
-    everywhere: bool = False  #: whole on every rank, however the model lies on them
+    everywhere: bool = False  #: whole on every rank, whatever the parallelism
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder with grouped keys and a gated feed-forward, of experts if there are any."""
+    """A decoder with grouped-query attention and a gated feed-forward, optionally with experts."""
 
     layers: int
     hidden: int
-    keys: int  #: width of keys and of values
+    keys: int  #: width of the key and value projections
     feed_forward: int
     vocabulary: int
     experts: int = 0
-    tied: bool = False  #: the embedding is the output, too
+    tied: bool = False  #: whether the embedding is the output layer, too
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, wide = self.hidden, self.feed_forward
@@ -78,7 +78,7 @@ MODELS = {
 
 
 def with_adam(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries and what Adam keeps for each of their tensors: a step and two moments in float32."""
+    """The entries and Adam's state for each of their tensors: a step and two moments in float32."""
     state: list[Entry] = []
     for name, shape, dtype, *_ in entries:
         if dtype is not None and dtype.is_floating_point:
@@ -90,7 +90,7 @@ def with_adam(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Raises `ValueError` for what is no dtype of a checkpoint."""
+    """The dtype of that name. Raises `ValueError` for a dtype that checkpoints cannot hold."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_CODES:
         raise ValueError(f"{name!r} is no dtype that a checkpoint can hold")
@@ -129,8 +129,8 @@ def _is_size(value: object) -> bool:
 
 
 def entries_in_checkpoint(directory: str | os.PathLike[str]) -> list[Entry]:
-    """The state that a checkpoint holds, from its metadata alone, or from the headers of safetensors files. Raises
-    `CheckpointError` if it has none to trust."""
+    """The state in a checkpoint, read from its metadata, or from the headers of safetensors files. Raises
+    `CheckpointError` if these are missing or damaged."""
     found = contents.read(local_path(directory), None, verify=True, by_index=False)
     metadata = found.metadata
     lengths = {index.fqn: info.length for index, info in (metadata.storage_data or {}).items()}

@@ -1,6 +1,6 @@
-"""How a state lies on ranks, and what each of them holds of it, without a tensor or a process group.
+"""Computes what each rank holds of a state for simulations, without tensors or a process group.
 
-As torchtitan and Hugging Face's trainers lay models out: fully sharded data parallelism cuts dimension 0, tensor
+Models are sharded as torchtitan and Hugging Face's trainers do: fully sharded data parallelism cuts dimension 0, tensor
 parallelism the dimension that a layer's role gives, expert parallelism the experts of stacked weights.
 """
 
@@ -20,7 +20,7 @@ from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox, boxes_at
 from .models import Entry
 
-# Which dimension tensor parallelism cuts, by what a component of the key is called.
+# The dimension that tensor parallelism cuts, by a component of the key.
 _TENSOR_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "tok_embeddings", "output"), 0),
@@ -30,12 +30,13 @@ _TENSOR_DIMS = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Ranks form a mesh of replicas x fsdp x tensor, the last the fastest. Raises `ValueError` if they cannot."""
+    """A mesh of replicas x fsdp x tensor; the last dimension varies fastest. Raises `ValueError` if the sizes do not
+    divide the ranks."""
 
     ranks: int
     fsdp: int = 1
     tensor: int = 1
-    expert: int = 1  #: taken from fsdp x tensor, or from the replicas where nothing is fully sharded
+    expert: int = 1  #: divides fsdp x tensor, or the ranks if nothing is fully sharded
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.fsdp, self.tensor, self.expert) < 1:
@@ -51,7 +52,7 @@ class Parallelism:
         return self.ranks // (self.fsdp * self.tensor)
 
     def mesh_and_placements(self, entry: Entry) -> tuple[tuple[int, ...], tuple[Placement, ...]] | None:
-        """None: a plain tensor, whole on every rank."""
+        """The mesh and placements of an entry. None: a plain tensor, whole on every rank."""
         dims = len(entry.shape)
         components = entry.name.split(".")
         if entry.everywhere or dims == 0:
@@ -72,12 +73,12 @@ class Parallelism:
 
 
 class SimulatedState:
-    """A state on the ranks of a job that need not exist."""
+    """A state on the ranks of a simulated job."""
 
     def __init__(self, entries: Sequence[Entry], parallelism: Parallelism) -> None:
         self.parallelism = parallelism
         self.names = [entry.name for entry in entries]
-        # Layers repeat: what is to be found for each rank are the rows of a few entries.
+        # Layers repeat: rows are computed once for each distinct entry.
         numbers: dict[object, int] = {}
         self._distinct: list[Entry] = []
         self._numbers: list[int] = []
@@ -91,7 +92,7 @@ class SimulatedState:
             self._numbers.append(number)
 
     def inventory(self, rank: int, node: int = 0) -> bytes:
-        """What the rank holds (csrc/state/inventory.h)."""
+        """The inventory of a rank (csrc/state/inventory.h)."""
         rows = [self._rows(number, rank) for number in range(len(self._distinct))]
         if all(len(of_entry) == 1 for of_entry in rows):
             return _C.pack_inventory(self.names, b"".join([rows[number][0] for number in self._numbers]), node)
@@ -114,7 +115,7 @@ class SimulatedState:
 
 
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
-    """Where a rank is in a mesh that numbers them row by row."""
+    """The coordinate of a rank in a mesh that numbers ranks in row-major order."""
     found: list[int] = []
     for size in reversed(mesh):
         rank, position = divmod(rank, size)

@@ -1,4 +1,4 @@
-"""Planning a save on ranks that need not exist: who would write how much, and what planning it costs."""
+"""Plans a save for simulated ranks and measures it: bytes written by each rank, time and memory of planning."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a save would be. Sizes in bytes."""
+    """The figures of a simulated save. Sizes are in bytes."""
 
     ranks: int
-    items: float  #: that a rank describes, on average
-    pieces: float  #: that a rank writes, on average
-    bytes_least: int  #: that a rank writes
+    items: float  #: items that a rank describes, on average
+    pieces: float  #: pieces that a rank writes, on average
+    bytes_least: int  #: fewest bytes that a rank writes
     bytes_mean: float
     bytes_most: int
     inventory_bytes: int  #: what all ranks send to the coordinator
-    part_bytes: int  #: what it sends back
-    planning_seconds: float  #: on the coordinator, from what ranks sent to what they are sent
-    planning_memory: int | None  #: its peak, with the inventories. None where the kernel does not tell
-    metadata_seconds: float  #: to make the files that it commits
+    part_bytes: int  #: local plans that it sends back
+    planning_seconds: float  #: on the coordinator, from all inventories to all local plans
+    planning_memory: int | None  #: peak, with the inventories. None if the kernel does not report it
+    metadata_seconds: float  #: to build `.metadata` and its index
     metadata_bytes: int
     index_bytes: int
 
@@ -47,7 +47,7 @@ class Simulation:
 def simulate(
     entries: Sequence[Entry], parallelism: Parallelism, placement: Placement = "balanced", node_size: int = 8
 ) -> Simulation:
-    """Plans a save of `entries`; ranks are `node_size` to a node."""
+    """Plans a save of `entries` by ranks of which `node_size` share a node."""
     state = SimulatedState(entries, parallelism)
     inventories = [state.inventory(rank, rank // node_size) for rank in range(parallelism.ranks)]
     inventory_bytes = sum(map(len, inventories))
@@ -78,22 +78,22 @@ def simulate(
 
 
 def planned(inventories: list[bytes], placement: Placement) -> tuple[_C.GlobalPlan, list[bytes]]:
-    """All that the coordinator does between gathering and scattering."""
+    """What the coordinator computes between gathering inventories and scattering local plans."""
     plan = _C.GlobalPlan(inventories, placement)
     return plan, [plan.part(rank) for rank in range(len(inventories))]
 
 
 class Written(NamedTuple):
-    """What ranks report once they have written their parts, made up: one file a rank, as long as a true one."""
+    """Made-up reports of ranks that have written their local plans: one file for each rank, of realistic length."""
 
-    places: list[bytes]
+    record_locations: list[bytes]
     files: list[list[str]]
     paths: list[bytes]
 
 
 def written(names: list[str], parts: Sequence[bytes], bytes_by_rank: Sequence[int]) -> Written:
     return Written(
-        [_places(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
+        [_record_locations(part, own) for part, own in zip(parts, bytes_by_rank, strict=True)],
         [[f"__{rank}_00000000.distcp"] for rank in range(len(parts))],
         [_C.pack_paths(names, [(name,) for name in names])] * len(parts),
     )
@@ -108,19 +108,19 @@ def _item_count(inventory: bytes) -> int:
     return int.from_bytes(inventory[8:16], sys.byteorder)
 
 
-def _places(part: bytes, rank_bytes: int) -> bytes:
-    """Offsets, lengths and checksums as large as true ones."""
+def _record_locations(part: bytes, rank_bytes: int) -> bytes:
+    """Made-up record locations, with offsets, lengths and checksums as large as real ones."""
     count = len(part) // 8 // _PART_WORDS
-    places = array("q", bytes(8 * _PLACE_WORDS * count))
+    locations = array("q", bytes(8 * _PLACE_WORDS * count))
     step = rank_bytes // count + 1 if count else 0
-    places[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
-    places[2::_PLACE_WORDS] = array("q", [step]) * count
-    places[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
-    return places.tobytes()
+    locations[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
+    locations[2::_PLACE_WORDS] = array("q", [step]) * count
+    locations[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
+    return locations.tobytes()
 
 
 def _with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:
-    """The result, and how many bytes the resident memory rose above what it was."""
+    """The result, and by how many bytes the peak of resident memory exceeded the value before. None: unknown."""
     try:
         Path("/proc/self/clear_refs").write_text("5\n")
         before = _resident("VmRSS")

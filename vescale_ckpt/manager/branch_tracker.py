@@ -1,31 +1,32 @@
-"""To which branch of the training the saves of a manager belong."""
+"""Tracks to which branch of the training the saves of a manager belong."""
 
 from __future__ import annotations
 
 from .._native.steps import FIRST, Branch, SavedOrder
 
 
-class Course:
-    """To which branch the saves of one manager belong. Used where it is the coordinator.
+class BranchTracker:
+    """The branch that the saves of one manager belong to. Only the coordinator uses it.
 
-    Other managers may save in the same directory meanwhile: only what this one knew of before can it go back from.
+    A save of a lower step than before begins a new branch. Other managers may save in the same directory meanwhile:
+    only steps that this manager knows of count for that comparison.
     """
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._branch: Branch | None = None  # of the saves to come; None: not decided yet
-        self._newest = -1  # step of this branch that this manager knows of
-        self._origin: tuple[int, Branch] | None = None  # that was restored, where it was not the last
-        self._known: dict[int, Branch] = {}
+        self._branch: Branch | None = None  # of the next saves; None: not decided yet
+        self._newest = -1  # newest step of this branch that this manager knows of
+        self._origin: tuple[int, Branch] | None = None  # the restored step, if it was not the one saved last
+        self._known: dict[int, Branch] = {}  # by step, as read from disk before
 
     def look(self) -> None:
-        """Takes note of what is there before this manager saves. What others save from now on is no step to go back
-        from: two that save in turn, say."""
+        """Notes the step saved last before this manager saves. Steps that other managers save later do not count: two
+        managers may save in turn, and neither goes back."""
         last = SavedOrder(self.root).last
         self._newest = -1 if last is None else last
 
     def restored(self, step: int) -> list[int]:
-        """Training goes on from a step. Returns later ones that are abandoned already."""
+        """Notes that training continues from a step. Returns later steps that are abandoned already."""
         order = SavedOrder(self.root)
         self._branch = self._origin = None
         if order.last == step:
@@ -35,7 +36,7 @@ class Course:
         return []
 
     def branch_of(self, step: int) -> tuple[Branch, list[int]]:
-        """The branch of the save that begins, and the steps that it abandons."""
+        """The branch of a save of `step`, and the steps that this save abandons."""
         order = SavedOrder(self.root, self._known)
         self._known = {known: branch for known, branch in order.branches.items() if known != step}
         newest, before = order.branch, self._branch
@@ -44,7 +45,7 @@ class Course:
         elif before is None and self._origin is not None:
             origin, of = self._origin
             branch, self._newest = of.leaving_at(min(origin, step), newest.number + 1), step
-        else:  # what is there goes on, or another manager has begun a branch
+        else:  # the branch on disk continues, or another manager has begun one
             branch = newest
         if step < self._newest and any(
             other > step and its.number == branch.number for other, its in order.branches.items()
