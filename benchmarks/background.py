@@ -27,7 +27,7 @@ import vescale_ckpt
 from benchmarks import harness, states
 from benchmarks.ceiling import RawFile
 from benchmarks.harness import CEILING, STOCK, Sample, Steps
-from benchmarks.measure import synchronize
+from benchmarks.measure import settle, synchronize
 
 COPIERS = 2  # threads of the memcpy that stalls are compared with: all cores of a small machine
 
@@ -144,6 +144,7 @@ class Saves:
         return turns
 
     def _ceiling(self, copying: Copying, raw: RawFile) -> Steps:
+        settle()
         path = self._fresh(CEILING)
         start = perf_counter()
         raw.write(path, sum(tensor.nbytes for tensor in self._state.values()))
@@ -152,6 +153,7 @@ class Saves:
         return {"stall": min(copying.seconds() for _ in range(3)), "durable": durable}
 
     def _turn(self, name: str, begin: Save, save: Save) -> Steps:
+        settle()
         path = self._fresh(name)
         start = perf_counter()
         going_on = begin(self._state, path)

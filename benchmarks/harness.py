@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import cache
-from benchmarks.measure import Usage, available_memory, measure, settle
+from benchmarks.measure import Usage, available_memory, measure, tidy
 
 CEILING, STOCK = "ceiling", "stock"
 GIB = 2**30
@@ -116,7 +116,7 @@ def alternate(
 
 def _steps(turn: Turn) -> dict[str, Usage]:
     found: list[Steps | None] = []
-    settle()
+    tidy()  # what uses the storage also settles it
     usage = measure(lambda: found.append(turn()))
     steps = {"all": usage} if found[0] is None else found[0]
     return {

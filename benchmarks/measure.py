@@ -42,11 +42,16 @@ class Usage:
     stats: Plain = None
 
 
-def settle() -> None:
-    """Leave no work behind from what ran before: garbage, free heap, dirty pages."""
+def tidy() -> None:
+    """Leaves no garbage and no free heap behind from what ran before."""
     gc.collect()
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)
+
+
+def settle() -> None:
+    """Leaves no work behind from what ran before, also no dirty pages: those of all processes, which may take long."""
+    tidy()
     os.sync()
 
 

@@ -87,8 +87,15 @@ def run_ranks(
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
     """Calls it in a new process, where torch is imported and nothing else has happened."""
-    with ProcessPoolExecutor(1, mp_context=_forks()) as pool:
-        return pool.submit(function, *args).result(TIMEOUT)
+    pool = ProcessPoolExecutor(1, mp_context=_forks())
+    answer = pool.submit(function, *args)
+    try:
+        return answer.result(TIMEOUT)
+    finally:
+        if not answer.done():  # the pool would wait for its process
+            for process in pool._processes.values():
+                process.kill()
+        pool.shutdown()
 
 
 def close_ranks() -> None:

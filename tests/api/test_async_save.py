@@ -35,7 +35,7 @@ from vescale_ckpt._collective.handle import settled
 from vescale_ckpt._engine import _C
 from vescale_ckpt._write.snapshot import StagedPlan
 
-BOUND = 60.0  # seconds after which something counts as hung
+BOUND = 180.0  # seconds after which something counts as hung
 SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "200"))
 
 

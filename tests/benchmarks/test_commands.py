@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from benchmarks.planning import __main__ as planning
 from vescale_ckpt.simulate.parallelism import Parallelism
 
 pytestmark = pytest.mark.smoke
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_what_others_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sync", lambda: None)
+
 
 Rows = dict[tuple[str, str], dict[str, Any]]  # by step and candidate, of the last case
 

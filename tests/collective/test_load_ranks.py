@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +21,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
-    CheckpointTimeoutError,
     CorruptCheckpointError,
     IncompatibleStateError,
     LoadFailedError,
@@ -281,34 +277,6 @@ def _union(directory: Path) -> Any:
 def test_the_report_is_that_of_all_ranks_together(checkpoint: Path) -> None:
     for answer in run_ranks(2, _union, checkpoint):
         assert answer == (["gone0", "gone1"], ["c"], ["a"])
-
-
-class Deadly:
-    """Stateful: the process ends when its state is asked for."""
-
-    def state_dict(self) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError
-
-
-def _one_dies(directory: Path) -> float:
-    state = _state()
-    vescale_ckpt.save(directory, saved_form(state))
-    vescale_ckpt.load(directory, state)  # connects
-    dist.barrier()
-    begin = time.monotonic()
-    state = {**state, "witness": Witness(), **({"deadly": Deadly()} if dist.get_rank() == 1 else {})}
-    error = _error(directory, state)
-    assert isinstance(error, CheckpointTimeoutError) and error.late_ranks == [1], error
-    return time.monotonic() - begin
-
-
-def test_a_dead_rank_is_named_in_time(checkpoint: Path) -> None:
-    survivor, dead = run_ranks(2, _one_dies, checkpoint, check=False)
-    assert survivor < FOREVER and "died" in str(dead)
 
 
 # --- How much is read

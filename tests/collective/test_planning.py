@@ -110,8 +110,7 @@ def _replicas(way: str, path: str) -> int:
     return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("way", "world_size"), [("dcp", 4), ("ours", 2)])
 def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: int) -> None:
     sizes = run_ranks(world_size, _replicas, way, str(checkpoint), timeout=BOUND)
     needed = 4 * (1_500_000 + 600_000)
@@ -119,7 +118,7 @@ def test_replicas_write_evenly_and_once(checkpoint: Path, way: str, world_size: 
     assert max(sizes) < 1.25 * sum(sizes) / world_size
 
 
-def _few_rows(way: str, directory: str) -> int:
+def _few_rows(directory: str) -> int:
     mesh = init_device_mesh("cpu", (2, 2))
     planner = SavePlanner()
     for k in (1, 2):  # the second time by the kept plan
@@ -131,7 +130,7 @@ def _few_rows(way: str, directory: str) -> int:
             "strided": experts.transpose(0, 2),
             "halves": distribute_tensor(halves, mesh, [Replicate(), Shard(1)], src_data_rank=None),
         }
-        save(way, path, state, planner)
+        save("ours", path, state, planner)
         for loaded in (load(path, state), load_by_stock(path, state)):
             assert torch.equal(loaded["halves"].to_local(), state["halves"].to_local())
             assert all(torch.equal(loaded[key], state[key]) for key in ("experts", "strided"))
@@ -147,40 +146,12 @@ def _few_rows(way: str, directory: str) -> int:
     return sum(os.path.getsize(os.path.join(path, name)) for name in mine)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_few_large_rows_are_cut_along_the_dimension_behind(tmp_path: Path, way: str) -> None:
-    sizes = run_ranks(4, _few_rows, way, str(tmp_path), timeout=BOUND)
+def test_few_large_rows_are_cut_along_the_dimension_behind(tmp_path: Path) -> None:
+    sizes = run_ranks(4, _few_rows, str(tmp_path), timeout=BOUND)
     assert max(sizes) < 1.03 * sum(sizes) / 4
 
 
-def _meshes(way: str, path: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    value = torch.arange(4000 * 300, dtype=torch.float32).view(4000, 300)
-    state: dict[str, Any] = {
-        f"{first} {second}": distribute_tensor(value, mesh, [first, second], src_data_rank=None)
-        for first in (Replicate(), Shard(0), Shard(1))
-        for second in (Replicate(), Shard(0), Shard(1))
-    }
-    state["uneven"] = distribute_tensor(torch.arange(7.0), mesh, [Replicate(), Shard(0)], src_data_rank=None)
-    state["fewer rows than ranks"] = distribute_tensor(
-        torch.arange(2.0).view(1, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None
-    )
-    save(way, path, state)
-    for loaded in (load(path, state), load_by_stock(path, state)):
-        for key, tensor in state.items():
-            assert torch.equal(loaded[key].to_local(), tensor.to_local()), key
-    whole = {key: torch.zeros(tensor.shape) for key, tensor in state.items()}
-    dcp.load(whole, storage_reader=StorageReader(path), planner=LoadPlanner())
-    for key, tensor in state.items():
-        assert torch.equal(whole[key], tensor.full_tensor()), key
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_placement_of_two_dimensions(checkpoint: Path, way: str) -> None:
-    run_ranks(4, _meshes, way, str(checkpoint), timeout=BOUND)
-
-
-def _strided_shards(way: str, path: str) -> None:
+def _strided_shards(path: str) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
@@ -190,7 +161,7 @@ def _strided_shards(way: str, path: str) -> None:
     local = whole.chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
     state = {"w": DTensor.from_local(local, mesh, placements, run_check=False)}
-    save(way, path, state)
+    save("dcp", path, state)
     assert torch.equal(load(path, state)["w"].to_local(), local)
     for reader in (StorageReader(path), FileSystemReader(path)):
         target = {"w": torch.zeros(16, 6)}
@@ -198,9 +169,8 @@ def _strided_shards(way: str, path: str) -> None:
         assert torch.equal(target["w"], whole)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_shards_of_two_dimensions_of_a_mesh_over_the_same_rows(checkpoint: Path, way: str) -> None:
-    run_ranks(4, _strided_shards, way, str(checkpoint), timeout=BOUND)
+def test_shards_of_two_dimensions_of_a_mesh_over_the_same_rows(checkpoint: Path) -> None:
+    run_ranks(4, _strided_shards, str(checkpoint), timeout=BOUND)
 
 
 # --- Kept plans
@@ -229,11 +199,9 @@ def _changes() -> list[tuple[str, Callable[[dict[str, Any]], Any]]]:
     return [
         ("dtype", lambda state: state.update(a=state["a"].to(torch.int32))),
         ("shape", lambda state: state.update(a=state["a"][:40])),
-        ("transposed shape", lambda state: state.update(a=state["a"].view(80, 50))),
         ("name", rename),
         ("new object", lambda state: state.update(new={"x": 1})),
         ("object instead of a tensor", lambda state: state.update(a=3)),
-        ("requires_grad", lambda state: state.update(a=state["a"].requires_grad_())),
         ("order", lambda state: state.update(a=state.pop("a"))),
     ]
 
@@ -259,21 +227,19 @@ def _change(way: str, directory: str, number: int, only_rank: int | None) -> lis
     return made
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", range(len(_changes())), ids=[name for name, _ in _changes()])
-def test_any_change_makes_a_new_plan(tmp_path: Path, way: str, number: int) -> None:
-    made = run_ranks(2, _change, way, str(tmp_path), number, None, timeout=BOUND)
+def test_any_change_makes_a_new_plan(tmp_path: Path, number: int) -> None:
+    made = run_ranks(2, _change, WAYS[number % 2], str(tmp_path), number, None, timeout=BOUND)
     assert made == [[2, 2], []]  # the third save finds the plan of the first
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("way", "rank"), [("dcp", 1), ("ours", 0)])
 def test_a_change_on_one_rank_makes_a_new_plan(tmp_path: Path, way: str, rank: int) -> None:
     made = run_ranks(2, _change, way, str(tmp_path), 0, rank, timeout=BOUND)
     assert made == [[2, 2, 2], []]  # in the third save the other rank names the plan of the second
 
 
-def _positions(way: str, directory: str) -> None:
+def _positions(directory: str) -> None:
     # Rank 1 is the second of one group and the first of the other; what it holds is the same in both.
     planner = SavePlanner()
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -281,14 +247,13 @@ def _positions(way: str, directory: str) -> None:
         group = groups[k % 2]
         if dist.get_rank(group) >= 0:
             state = replicated(k)
-            save(way, f"{directory}/{k}", state, planner, group)
+            save("ours", f"{directory}/{k}", state, planner, group)
             assert_same(load(f"{directory}/{k}", state, group), state)
     dist.barrier()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_planner_for_two_groups(tmp_path: Path, way: str) -> None:
-    run_ranks(3, _positions, way, str(tmp_path), timeout=BOUND)
+def test_one_planner_for_two_groups(tmp_path: Path) -> None:
+    run_ranks(3, _positions, str(tmp_path), timeout=BOUND)
 
 
 def _keeps_plans_here_only(ways: tuple[str, ...], directory: str, keeping: int) -> list[int]:
@@ -301,8 +266,7 @@ def _keeps_plans_here_only(ways: tuple[str, ...], directory: str, keeping: int) 
     return made
 
 
-@pytest.mark.parametrize("ways", [("dcp",), ("ours",), ("ours", "dcp")], ids="-".join)
-@pytest.mark.parametrize("keeping", [0, 1])
+@pytest.mark.parametrize(("ways", "keeping"), [(("dcp",), 0), (("ours",), 1), (("ours", "dcp"), 0)])
 def test_ranks_of_which_one_keeps_plans_plan_each_time(tmp_path: Path, ways: tuple[str, ...], keeping: int) -> None:
     made = run_ranks(2, _keeps_plans_here_only, ways, str(tmp_path), keeping, timeout=BOUND)
     assert made == [[2, 2, 2, 2], []]
@@ -485,25 +449,24 @@ def test_state_of_each_rank_comes_back_to_it(checkpoint: Path, way: str) -> None
     run_ranks(4, _per_rank_elsewhere, str(checkpoint), timeout=BOUND)
 
 
-def _per_rank_in_a_tuple(way: str, path: str) -> None:
+def _per_rank_in_a_tuple(path: str) -> None:
     rank = dist.get_rank()
     for state in ({"opt": {"rng": (1, PerRank(rank))}}, {"opt": {"rng": [5, (1, {"x": [PerRank(rank)]})]}}):
         with pytest.raises((CheckpointError, CheckpointException)) as caught:
-            save(way, path, state)
+            save("ours", path, state)
         assert "opt.rng: a PerRank is part of a value that is saved as one object" in everything_in(caught.value)
         assert not os.path.exists(f"{path}/.metadata")
     endless: list[Any] = [1]
     endless.append((endless,))
-    save(way, path, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
+    save("ours", path, {"opt": {"rng": (1, 2)}, "tuples": [(1, endless)]})
     with pytest.raises(CheckpointException) as refused:
         target = {"opt": {"rng": (1, PerRank(rank))}}
         dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
     assert "opt.rng: a PerRank is part of" in everything_in(refused.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path, way: str) -> None:
-    run_ranks(2, _per_rank_in_a_tuple, way, str(checkpoint), timeout=BOUND)
+def test_state_of_each_rank_in_a_tuple_is_refused(checkpoint: Path) -> None:
+    run_ranks(2, _per_rank_in_a_tuple, str(checkpoint), timeout=BOUND)
 
 
 class _Loader:

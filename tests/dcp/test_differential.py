@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import shutil
@@ -16,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
 from states import (
     DTYPES,
     SHAPES,
@@ -123,12 +120,6 @@ def test_stock_loads_large_and_small_and_objects(checkpoint: Path) -> None:
     assert_same(stock_load_blank(checkpoint, state), state)
 
 
-def test_stock_loads_what_has_no_checksums(checkpoint: Path) -> None:
-    state = mixed_state()
-    save(checkpoint, state, checksums=False)
-    assert_same(stock_load_blank(checkpoint, state), state)
-
-
 def test_stock_loads_a_file_for_each_item(checkpoint: Path) -> None:
     state = mixed_state()
     save(checkpoint, state, single_file_per_rank=False)
@@ -174,15 +165,6 @@ def test_conjugated_and_negated_tensors_of_stock(checkpoint: Path) -> None:
     assert_same(stock_load_blank(checkpoint, state), state)
 
 
-def test_saving_over_a_stock_checkpoint_and_back(checkpoint: Path) -> None:
-    for value in range(4):
-        state = {"a": torch.full((1000,), value), "object": value}
-        (save if value % 2 else stock_save)(checkpoint, state)
-        assert_same(load_blank(checkpoint, state), state)
-        assert_same(stock_load_blank(checkpoint, state), state)
-    assert len(os.listdir(checkpoint)) == 3
-
-
 def test_dcp_to_torch_save(checkpoint: Path, tmp_path: Path) -> None:
     state = mixed_state()
     save(checkpoint, state)
@@ -205,21 +187,6 @@ def test_loading_by_keys_alone(checkpoint: Path) -> None:
     save(checkpoint, state)
     loaded = _load_state_dict_from_keys({"model", "list", "name"}, storage_reader=StorageReader(checkpoint))
     assert_same(loaded, {key: state[key] for key in ("model", "list", "name")})
-
-
-def _rank_local(path: str) -> None:
-    state = {"key": torch.full((1000 + dist.get_rank(),), dist.get_rank()), "object": str(dist.get_rank())}
-    for ours, name in ((True, f"{path}/ours"), (False, f"{path}/stock")):
-        writer = StorageWriter(name) if ours else FileSystemWriter(name)
-        dcp.save(state, storage_writer=writer, use_collectives=False)
-        dist.barrier()
-        target = blank(state)
-        dcp.load(target, storage_reader=FileSystemReader(name) if ours else StorageReader(name))
-        assert_same(target, state)
-
-
-def test_metadata_of_each_rank(tmp_path: Path) -> None:
-    run_ranks(2, _rank_local, str(tmp_path))
 
 
 # --- Records, byte for byte

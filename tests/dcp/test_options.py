@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from states import (
     save,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -175,16 +172,6 @@ def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
     assert syncs(True) > syncs(False)
 
 
-def test_checkpoint_without_checksums(checkpoint: Path) -> None:
-    state = {"small": torch.randn(10), "large": torch.randn(MiB), "empty": torch.empty(0), "object": 3}
-    save(checkpoint, state, checksums=False)
-    target = blank(state)
-    reader = load(checkpoint, target)
-    assert_same(target, state)
-    assert reader.last_stats is not None
-    assert reader.last_stats.unverified_bytes == state["small"].nbytes + state["large"].nbytes
-
-
 def test_checkpoint_with_checksums_has_no_unverified_bytes(checkpoint: Path) -> None:
     state = {"small": torch.randn(10), "large": torch.randn(MiB), "zeros": torch.zeros(100), "empty": torch.empty(0)}
     save(checkpoint, state)
@@ -198,24 +185,6 @@ def test_checkpoint_with_checksums_has_no_unverified_bytes(checkpoint: Path) -> 
 # --- What the options and objects promise
 
 
-def test_overwrite_false_raises_and_keeps_the_checkpoint(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(3)}, overwrite=False)
-    before = sorted(os.listdir(checkpoint))
-    with pytest.raises(CheckpointException) as raised:
-        save(checkpoint, {"a": torch.zeros(3)}, overwrite=False)
-    assert isinstance(error_in(raised.value), CheckpointError)
-    assert "overwrite=False" in str(raised.value)
-    assert sorted(os.listdir(checkpoint)) == before
-    assert_same(load_blank(checkpoint, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
-
-
-def test_saving_again_replaces_the_checkpoint_and_its_files(checkpoint: Path) -> None:
-    for value in range(3):
-        save(checkpoint, {"a": torch.full((1000,), value)})
-        assert len(os.listdir(checkpoint)) == 3
-        assert_same(load_blank(checkpoint, {"a": torch.full((1000,), 9)}), {"a": torch.full((1000,), value)})
-
-
 def test_one_writer_and_one_reader_serve_many_directories(tmp_path: Path) -> None:
     writer, planner = StorageWriter(tmp_path / "unused"), SavePlanner()
     for step in range(3):
@@ -227,23 +196,6 @@ def test_one_writer_and_one_reader_serve_many_directories(tmp_path: Path) -> Non
         target: dict[str, Any] = {"a": torch.zeros(10, dtype=torch.int64), "step": None}
         dcp.load(target, storage_reader=reader, planner=load_planner, checkpoint_id=str(tmp_path / f"step_{step}"))
         assert_same(target, {"a": torch.full((10,), step), "step": step})
-
-
-def test_dtype_change_between_saves_of_one_planner_is_noticed(checkpoint: Path) -> None:
-    writer, planner = StorageWriter(checkpoint), SavePlanner()
-    for dtype in (torch.float32, torch.bfloat16, torch.float32):
-        state = {"a": torch.ones(10, dtype=dtype), "b": torch.ones(3)}
-        dcp.save(state, storage_writer=writer, planner=planner)
-        assert_same(load_blank(checkpoint, state), state)
-
-
-def test_two_states_saved_in_turn_by_one_planner(tmp_path: Path) -> None:
-    states = [{"a": torch.ones(3), "b": {"c": 1}}, {"a": torch.zeros(4), "b": [1, {"c": torch.ones(1)}]}, {"z": 1}]
-    writer, planner = StorageWriter(tmp_path), SavePlanner()
-    for _ in range(2):
-        for number, state in enumerate(states):
-            dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / str(number))
-            assert_same(load_blank(tmp_path / str(number), state), state)
 
 
 def test_writer_reader_and_planners_can_be_pickled_between_uses(checkpoint: Path) -> None:
@@ -282,16 +234,6 @@ def test_stats(checkpoint: Path) -> None:
     assert reader.last_stats.bytes == writer.last_stats.bytes
     assert reader.last_stats.seconds > 0
     assert pickle.loads(pickle.dumps(reader.last_stats)) == reader.last_stats
-
-
-def test_metadata_that_save_returns_is_complete(checkpoint: Path) -> None:
-    metadata = dcp.save({"a": torch.ones(3), "b": 1}, storage_writer=StorageWriter(checkpoint), planner=SavePlanner())
-    assert metadata.version == "1.0.0"
-    assert metadata.storage_meta is not None
-    assert metadata.storage_meta.checkpoint_id == str(checkpoint)
-    assert metadata.storage_meta.save_id
-    assert {index.fqn for index in metadata.storage_data} == {"a", "b"}
-    assert StorageReader(checkpoint).read_metadata().state_dict_metadata == metadata.state_dict_metadata
 
 
 @pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated")
@@ -356,14 +298,6 @@ def test_bad_environment_variable_is_named(checkpoint: Path, value: str, monkeyp
         save(checkpoint, {"a": torch.ones(3)})
 
 
-def test_path_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointException) as raised:
-        save(tmp_path / "file", {"a": torch.ones(3)})
-    assert isinstance(error_in(raised.value), OSError | CheckpointError)
-    assert (tmp_path / "file").read_text() == "x"
-
-
 def test_directory_without_checkpoint(tmp_path: Path) -> None:
     for path, words in ((tmp_path, "has no .metadata"), (tmp_path / "nowhere", "is no directory")):
         with pytest.raises(CheckpointException, match=words):
@@ -402,59 +336,7 @@ def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypa
     assert not errors, errors
 
 
-def _save_then_fork_and_save(path: str) -> int:
-    state = {"a": torch.randn(700, 1000).t(), "b": torch.randn(MiB)}
-    save(f"{path}/parent", state)
-    child = os.fork()
-    if child == 0:
-        save(f"{path}/child", state, no_dist=True)
-        os._exit(17)
-    for _ in range(600):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    for name in ("parent", "child"):
-        assert_same(load_blank(f"{path}/{name}", state), state)
-    return os.waitstatus_to_exitcode(status)
-
-
-def test_forked_process_can_save_after_its_parent_did(tmp_path: Path) -> None:
-    # In a rank, because torch's own OpenMP threads, which the test process has, do not survive a fork.
-    assert run_ranks(1, _save_then_fork_and_save, str(tmp_path)) == [17]
-
-
 # --- Asynchronous saves, groups, ranks
-
-
-def _async_save(path: str, kind: AsyncCheckpointerType) -> None:
-    state = mixed_state()
-    expected = pickle.loads(pickle.dumps(state))
-    writer = StorageWriter(f"{path}/unused")
-    planner = SavePlanner()
-    for step in range(2):
-        future = dcp.async_save(
-            state,
-            storage_writer=writer,
-            planner=planner,
-            checkpoint_id=f"{path}/{step}",
-            async_checkpointer_type=kind,
-        )
-        if kind is AsyncCheckpointerType.THREAD:
-            state["model"]["weight"].add_(1)  # staged already
-        metadata = future.result(timeout=100)
-        assert "model.weight" in metadata.state_dict_metadata
-        assert_same(load_blank(f"{path}/{step}", state), expected)
-        expected["model"]["weight"] = state["model"]["weight"].clone()
-    assert dist.is_initialized()
-
-
-@pytest.mark.parametrize("kind", AsyncCheckpointerType, ids=str)
-def test_async_save(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
-    run_ranks(1, _async_save, str(tmp_path), kind)
 
 
 def _failing_async_save(path: str) -> str:
@@ -574,22 +456,6 @@ def test_overwrite_false_with_metadata_of_each_rank(checkpoint: Path) -> None:
     assert run_ranks(2, _overwrite_without_collectives, str(checkpoint)) == [["saved", "refused"]] * 2
 
 
-def _save_in_a_subgroup(path: str) -> None:
-    group = dist.new_group([1, 3])
-    if dist.get_rank() in (1, 3):
-        state = {"a": torch.arange(10), "rank": "same"}
-        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner(), process_group=group)
-        target = blank(state)
-        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), process_group=group)
-        assert_same(target, state)
-    dist.barrier()
-
-
-def test_subgroup_saves(checkpoint: Path) -> None:
-    run_ranks(4, _save_in_a_subgroup, str(checkpoint))
-    assert_same(load_blank(checkpoint, {"a": torch.zeros(10, dtype=torch.int64)}), {"a": torch.arange(10)})
-
-
 def _errors_reach_all_ranks(path: str) -> list[Any]:
     rank = dist.get_rank()
     outcomes: list[Any] = []
@@ -609,23 +475,6 @@ def _errors_reach_all_ranks(path: str) -> list[Any]:
 def test_error_of_one_rank_reaches_all(checkpoint: Path) -> None:
     expected = [{1: IncompatibleStateError.__name__}]
     assert run_ranks(2, _errors_reach_all_ranks, str(checkpoint)) == [expected, expected]
-
-
-def test_many_saves_leave_no_threads_or_descriptors(checkpoint: Path) -> None:
-    state = {"a": torch.randn(MiB), "b": torch.randn(100)}
-    save(checkpoint, state)
-    load_blank(checkpoint, state)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    threads = len(os.listdir("/proc/self/task"))
-    for _ in range(10):
-        save(checkpoint, state, sync_files=False)
-        load_blank(checkpoint, state)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    for _ in range(600):  # a thread that was joined may take a moment to go
-        if len(os.listdir("/proc/self/task")) <= threads:
-            break
-        time.sleep(0.1)
-    assert len(os.listdir("/proc/self/task")) <= threads
 
 
 def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:

@@ -240,7 +240,6 @@ def _npy(shape: tuple[int, ...], data: bytes, dtype: str = "<f4") -> bytes:
     return text.getvalue() + data
 
 
-@pytest.mark.parametrize("format", ["safetensors", "npz", "dcp"])
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -252,12 +251,12 @@ def _npy(shape: tuple[int, ...], data: bytes, dtype: str = "<f4") -> bytes:
         ({"a%2Fb.npy": _npy((1,), bytes(4)), "a%2fb.npy": _npy((1,), b"1234")}, "two arrays"),
     ],
 )
-def test_folders_of_arrays_that_lie(tmp_path: Path, files: dict[str, bytes], message: str, format: Format) -> None:
+def test_folders_of_arrays_that_lie(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     (tmp_path / "npy").mkdir()
     for name, content in files.items():
         (tmp_path / "npy" / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        convert(tmp_path / "npy", tmp_path / "made", format=format)
+        convert(tmp_path / "npy", tmp_path / "made", format="safetensors")
     assert not (tmp_path / "made").exists()
 
 
@@ -267,7 +266,7 @@ def test_any_damage_of_an_archive_is_told_as_such(tmp_path: Path) -> None:
     sound = (tmp_path / "a.npz").read_bytes()
     convert(tmp_path / "a.npz", tmp_path / "whole.safetensors", format="safetensors")
     expected = safetensors.load_file(tmp_path / "whole.safetensors")
-    for _ in range(150):
+    for _ in range(50):
         damaged = bytearray(sound)
         for _ in range(rng.choice([1, 1, 8])):
             damaged[rng.randrange(len(sound))] = rng.randrange(256)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from vescale_ckpt._engine import _C
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
-PLACEMENTS = st.sampled_from(["balanced", "lowest_rank", "local"])
 DTYPES = {name: (code, item_bytes) for code, (name, _, item_bytes) in enumerate(_C.dtypes())}
 
 
@@ -154,7 +153,7 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(ranks, [rank // ranks_a_node for rank in range(len(ranks))])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs(), st.sampled_from(["balanced", "lowest_rank"]), st.sampled_from([1, 16, 1 << 20]))
 def test_every_element_has_one_writer_that_holds_it(job: Job, placement: str, least: int) -> None:
     plan = job.plan(placement, least_piece_bytes=least)
@@ -166,7 +165,7 @@ def test_every_element_has_one_writer_that_holds_it(job: Job, placement: str, le
         assert order == sorted(order)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(jobs(), st.sampled_from([1, 1 << 20]))
 def test_local_plans_give_each_node_a_copy_of_what_it_holds(job: Job, least: int) -> None:
     plan = job.plan("local", least_piece_bytes=least)
@@ -183,53 +182,6 @@ def test_local_plans_give_each_node_a_copy_of_what_it_holds(job: Job, least: int
                 copies[row.name] += elements(row)
         for name, wanted in held.items():
             assert sorted(copies[name]) == sorted(wanted)
-
-
-@settings(max_examples=100, deadline=None)
-@given(jobs(), PLACEMENTS, st.sampled_from([1, 1 << 20]))
-def test_a_plan_is_equal_on_every_run(job: Job, placement: str, least: int) -> None:
-    first = job.plan(placement, least_piece_bytes=least)
-    again = job.plan(placement, least_piece_bytes=least)
-    assert [again.part(rank) for rank in range(first.ranks)] == [first.part(rank) for rank in range(first.ranks)]
-    for node in range(first.nodes):
-        assert again.catalog(node).rows() == first.catalog(node).rows()
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    world=st.integers(2, 12),
-    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(300, 500)), min_size=1, max_size=3),
-    groups=st.sampled_from([1, 2]),
-)
-def test_replicas_of_few_rows_are_even_too(world: int, shapes: list[tuple[int, ...]], groups: int) -> None:
-    # The first rank of each group has something of its own; the groups hold the two halves of the last dimension.
-    ranks: list[list[Row]] = [[] for _ in range(world * groups)]
-    for number, (*first, length) in enumerate(shapes):
-        for rank in range(world * groups):
-            offset, size = (0, 0, rank % groups * length), (*first, length)
-            row = Row(f"t{number}", (*first, length * groups), offset, size, SHARD if groups > 1 else TENSOR)
-            ranks[rank].append(row)
-    for rank in range(groups):
-        ranks[rank].append(tensor(f"own{rank}", 2))
-    job = Job(ranks)
-    plan = job.plan(least_piece_bytes=4)
-    check_catalog(job, plan)
-    by_rank = plan.bytes_by_rank()
-    # Pieces are no smaller than one index of the last dimension.
-    coarsest = max(4 * first * second for first, second, _ in shapes)
-    assert max(by_rank) <= 1.02 * sum(by_rank) / len(by_rank) + coarsest
-
-
-def test_large_replicas_are_split() -> None:
-    def job(world: int, tensors: int) -> Job:
-        return Job([[tensor(f"w{i}", 4000, 1000) for i in range(tensors)] for _ in range(world)])
-
-    first = job(8, 3).plan()
-    assert max(first.bytes_by_rank()) <= 1.02 * sum(first.bytes_by_rank()) / 8
-    assert first.items > 3
-    fewer = job(3, 3).plan()
-    assert sum(fewer.bytes_by_rank()) == sum(first.bytes_by_rank())
-    assert {name for name, *_ in fewer.catalog().rows()} == {"w0", "w1", "w2"}
 
 
 def test_refusals_are_engine_errors_that_name_key_and_ranks() -> None:

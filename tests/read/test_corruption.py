@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from damage import (
     Record,
@@ -364,7 +363,7 @@ def test_metadata_of_another_save_is_found(checkpoint: Path) -> None:
 def test_one_flipped_bit_in_metadata_gives_the_values_or_a_named_error(checkpoint: Path, sharded: bool) -> None:
     save(checkpoint, small_state(1), sharded=sharded)
     # In a child: the wrong flip may take all memory or crash an unpickler.
-    answer = in_child(flip_metadata, checkpoint, 1200)
+    answer = in_child(flip_metadata, checkpoint, 400)
     assert not answer.value, "\n".join(answer.value)
     assert answer.peak_bytes < 200 << 20
 
@@ -470,12 +469,3 @@ def test_checkpoints_written_without_checksums_load_and_say_so(checkpoint: Path)
     reader = StorageReader(checkpoint)
     dcp.load(blank(state(1)), storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     assert reader.last_stats is not None and reader.last_stats.unverified_bytes > 2 << 20
-
-
-def test_stock_checkpoints_written_without_checksums_load(checkpoint: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        dcp.save(state(1), storage_writer=FileSystemWriter(checkpoint), no_dist=True)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert outcome(checkpoint, state(1)) is None

@@ -102,13 +102,6 @@ def test_the_index(saved: Path, tmp_path: Path, sent: bool) -> None:
     assert refused
 
 
-def test_an_index_that_was_cut_is_refused(saved: Path) -> None:
-    data = (saved / ".metadata.index").read_bytes()
-    for length in (0, 1, 151, 152, 4095, 4096, len(data) - 4, len(data) - 1):
-        with pytest.raises(_C.EngineError, match="sent here"):
-            _C.Index.from_bytes(data[:length], "sent here")
-
-
 def test_the_metadata(saved: Path) -> None:
     data = (saved / ".metadata").read_bytes()
     expected = metadata_file.loads(data, "here")

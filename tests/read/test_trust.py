@@ -118,7 +118,7 @@ def pickled_globals(name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("protocol", [0, 4])
 def test_nothing_in_metadata_runs(checkpoint: Path, mark: Path, name: str, protocol: int) -> None:
     checkpoint.mkdir()
     metadata = Metadata({}, planner_data=hostile(mark)[name], storage_data={})
@@ -370,7 +370,7 @@ LIES: dict[str, Callable[[Metadata], None]] = {
         f"{field} of {key} {value!r}": set_in_storage(key, **{field: value})
         for field in ("offset", "length")
         for key in ("model.weight", "text")
-        for value in NO_NUMBERS
+        for value in (NO_NUMBERS if key == "model.weight" else NO_NUMBERS[::4])
     },
     **{f"length of {key} 0": set_in_storage(key, length=0) for key in ("model.weight", "text")},
     **{f"chunk of {str(value)[:30]}": set_in_chunk(sizes=value) for value in NO_SHAPES},

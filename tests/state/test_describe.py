@@ -29,13 +29,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import CheckpointError
-from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
-from vescale_ckpt._engine.rows import int_table
-from vescale_ckpt._engine.tensor_checks import as_host_tensor
 from vescale_ckpt._plan.plan_cache import what_changed
 from vescale_ckpt._state.describe import Describer, Description
-from vescale_ckpt._state.tensor_table import ready_tensors, tensor_table
+from vescale_ckpt._state.tensor_table import tensor_table
 
 
 class Item(NamedTuple):
@@ -473,68 +470,6 @@ def test_a_describer_keeps_no_tensor_and_pickles_empty() -> None:
 
 
 # --- To the engine's tables
-
-
-def test_tables_for_the_engine(mesh: DeviceMesh) -> None:
-    state = everything(mesh)
-    description, _ = Describer().describe(state)
-    found = items_of(description.inventory)
-    part = array("q")
-    for number in range(len(found)):
-        part.extend((number, -1, 0, 0))
-    arguments = description.sources, description.table, description.ready
-    table = array("q", _C.write_table(description.inventory, part, *arguments))
-    wanted = int_table()
-    reads, wanted_reads = int_table(), int_table()
-    for number, (item, box) in enumerate(zip(found, boxes_in_memory(description), strict=True)):
-        if box is None:
-            continue
-        dims = len(item.size)
-        # Of nothing the engine reads nothing, wherever it is said to be.
-        address = box.data_ptr() if box.numel() else description.tensors[sources_of(description)[number][0]].data_ptr()
-        wanted.extend((item.dtype, address, dims, *item.size, *box.stride()))
-        chunk = (7, 4096, 9000, -1, item.dtype, dims, *item.shape, *item.offset, *item.size)
-        reads.extend((number, *chunk, *[0] * dims))
-        wanted_reads.extend((*chunk, address, *box.stride()))
-    assert table == wanted
-    assert array("q", _C.read_table(description.inventory, reads, *arguments)) == wanted_reads
-
-
-def test_tables_refuse_what_is_not_ready() -> None:
-    tensor = torch.ones(4, dtype=torch.cfloat).conj()
-    description, _ = Describer().describe({"a": torch.ones(2), "b": tensor})
-    assert description.ready == b"\1\0"
-    arguments = description.sources, description.table, description.ready
-    with pytest.raises(_C.EngineError, match="not in memory") as raised:
-        _C.write_table(description.inventory, array("q", [0, -1, 0, 0, 1, -1, 0, 0]), *arguments)
-    assert raised.value.item == 1
-    host = [description.tensors[0], as_host_tensor(tensor)[0]]
-    table = tensor_table(host)
-    written = _C.write_table(
-        description.inventory, array("q", [1, 0, 1, 2]), description.sources, table, ready_tensors(host, table)
-    )
-    code = DTYPE_CODES[torch.complex64]
-    assert list(array("q", written)) == [code, host[1].data_ptr() + 8, 1, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("names", "rows", "error"),
-    [
-        (["a"], [0, 5, 1], _C.EngineError),
-        (["a", "b"], [0, 5], _C.EngineError),
-        (["a"], [0], _C.EngineError),
-        (["a"], [1 | 1 << 32, 5, 1, 1], _C.EngineError),
-        (["a"], [1 | 1 << 62, 5], _C.EngineError),
-        (["a"], [7, 5], _C.EngineError),
-        (["a"], [1 | 200 << 8, 5], _C.EngineError),
-        (["a"], [0, -5], _C.EngineError),
-        ([5], [0, 5], TypeError),
-        (["a"], b"12345678901", TypeError),
-    ],
-)
-def test_packing_checks_its_rows(names: list[Any], rows: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        _C.pack_inventory(names, array("q", rows) if isinstance(rows, list) else rows)
 
 
 # --- Cost

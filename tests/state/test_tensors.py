@@ -108,13 +108,9 @@ def rows(table: bytes) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_says_what_python_says(kind: str) -> None:
     tensor = make(kind)
-    assert rows(tensor_table([tensor])) == [tensor_row(tensor)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ready_is_what_the_engine_takes_as_it_is(kind: str) -> None:
-    tensor = make(kind)
-    assert ready_tensors([tensor], tensor_table([tensor])) == bytes([is_host_memory(tensor)])
+    table = tensor_table([tensor])
+    assert rows(table) == [tensor_row(tensor)]
+    assert ready_tensors([tensor], table) == bytes([is_host_memory(tensor)])
 
 
 @settings(deadline=None)  # the first tensor of some kinds takes seconds of imports

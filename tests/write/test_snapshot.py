@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from array import array
 from collections.abc import Iterator
@@ -94,26 +93,6 @@ def test_holds_what_the_tensors_were(background: bool) -> None:
     snapshot.release()
 
 
-def test_copies_a_storage_once() -> None:
-    storage = torch.randn(100_000)
-    views = [storage, storage[100:50_000], storage.view(100, 1000), storage[7]]
-    snapshot = _C.Snapshot(table_of(views), PLENTY, 2)
-    assert snapshot.bytes == storage.nbytes
-    snapshot.copy()
-    expect_copies(snapshot, views)
-    snapshot.release()
-
-
-def test_leaves_out_the_first_rows_where_the_budget_is_small() -> None:
-    tensors = [torch.randn(1 << 18) for _ in range(6)]  # of 1 MiB
-    snapshot = _C.Snapshot(table_of(tensors), 5 << 20, 2)
-    assert snapshot.first == 2
-    snapshot.copy()
-    expect_copies(snapshot, tensors)
-    snapshot.release()
-    assert _C.Snapshot(table_of(tensors), 0, 2).first == 6
-
-
 def test_is_gone_once_released() -> None:
     snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
     assert _C.snapshot_memory()["in_use_bytes"] > 0
@@ -160,30 +139,3 @@ def test_waits_without_the_gil_and_outlives_its_release() -> None:
     snapshot.release()
     assert ended.wait(60)
     thread.join(60)
-
-
-def test_memory_is_prepared_kept_and_given_back() -> None:
-    _C.trim_snapshots()
-    assert _C.snapshot_memory()["touched_bytes"] == 0
-    assert _C.prepare_snapshots(3 << 20, 2) == 4 << 20  # whole huge pages
-    tensors = [torch.randn(700_000)]
-    for _ in range(3):
-        snapshot = _C.Snapshot(table_of(tensors), PLENTY, 2)
-        snapshot.copy()
-        expect_copies(snapshot, tensors)
-        assert _C.snapshot_memory()["touched_bytes"] == 4 << 20
-        snapshot.release()
-    _C.trim_snapshots()
-    assert _C.snapshot_memory()["touched_bytes"] == 0
-
-
-def test_a_fork_has_snapshots_of_its_own() -> None:
-    snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
-    child = os.fork()
-    if child == 0:
-        memory = _C.snapshot_memory()
-        del snapshot
-        os._exit(0 if memory["touched_bytes"] == 0 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    snapshot.copy()
-    snapshot.release()
