@@ -10,7 +10,7 @@
 
 namespace vescale_ckpt::plan {
 
-struct Parts {
+struct LocalPlans {
   static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
 
   LargeVector<uint32_t> pieces;     // numbers of rank after rank's
@@ -22,6 +22,6 @@ struct Parts {
 
 // Tensors before objects, each in the order of the rank's items, pieces of a box in that of their starts. Fills in
 // AssignedPiece::row.
-Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads);
+LocalPlans make_local_plans(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads);
 
 }  // namespace vescale_ckpt::plan
