@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "metadata/index_format.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 #include "metadata/verified_file.h"
 #include "state/inventory.h"
 
@@ -52,7 +52,7 @@ class Index {
   // Calls `found(chunk, box)` with each chunk of a tensor that overlaps: box is offset[ndim], size[ndim].
   void overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                 const std::function<void(uint64_t chunk, const int64_t* box)>& found) const;
-  Place place(const Key& key, uint64_t chunk) const;
+  RecordLocation location(const Key& key, uint64_t chunk) const;
 
   uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
   // Of each file, how long it is at least: where the last record that lies in it ends. Looks at every key.

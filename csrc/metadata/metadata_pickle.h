@@ -8,13 +8,13 @@
 
 #include "metadata/catalog.h"
 #include "metadata/key_paths.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 
 namespace vescale_ckpt::metadata {
 
 struct MetadataContent {
   const Catalog& catalog;
-  const Places& places;
+  const RecordLocations& locations;
   const KeyPaths& paths;  // of none: planner_data is None
   std::string_view checkpoint_id, save_id;
   std::optional<std::string_view> structure = {};  // what the paths do not tell of keys, as text; none: nobody knows
@@ -30,7 +30,7 @@ struct WrittenMetadata {
 };
 
 // Writes the content of `.metadata` to `out`, which has room for most_metadata_bytes. Throws Error (invalid) where the
-// places make no sense.
+// locations make no sense.
 WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out);
 
 // What stands behind our pickle, where unpicklers do not look.
