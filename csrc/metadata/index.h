@@ -1,6 +1,7 @@
 // What a checkpoint holds and where, looked up by name and box without reading the rest.
 //
-// Nothing in an index is trusted: what is used is in bounds, or an Error (corrupt) is thrown. Thread-safe.
+// The content of an index is not trusted: every offset and number is checked against its bounds before it is used, else
+// Error (corrupt) is thrown. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -39,10 +40,10 @@ class Index {
   };
 
   std::string_view save_id() const { return save_id_; }
-  // Whether it belongs to the `.metadata` that ends in these bytes and is so many bytes long, trailer included.
+  // Whether it belongs to the `.metadata` of `metadata_bytes` bytes, trailer included, that ends in `trailer`.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
 
-  // Reads all of it, to see whether all of it is sound.
+  // Reads the whole file and checks every checksum. Throws Error (io, corrupt).
   void check() const { file_.get(0, header_.checksums); }
 
   uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }

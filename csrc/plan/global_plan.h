@@ -1,5 +1,5 @@
-// The plan of a save: from what every rank holds, who writes what, and the catalog of it all. Immutable, hence
-// thread-safe.
+// Plans a save from the inventories of all ranks: which rank writes which box, and the catalog of the checkpoint.
+// Immutable, hence thread-safe.
 #pragma once
 
 #include <cstddef>
