@@ -309,11 +309,6 @@ void bind_engine(py::module_& module) {
   module.def("set_exit_status", &set_exit_status);
   module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
-  module.def("write_durably", [](const std::string& path, const py::bytes& bytes) {
-    const auto content = view(bytes);
-    const py::gil_scoped_release release;
-    io::write_durably(path, content);
-  });
   module.def("rename_file", &io::rename_file, py::call_guard<py::gil_scoped_release>());
   module.def("link_file", &io::link_file, py::call_guard<py::gil_scoped_release>());
   module.def("remove_file", &io::remove_file, py::call_guard<py::gil_scoped_release>());
@@ -341,8 +336,6 @@ void bind_engine(py::module_& module) {
     result["crc32"] = crc32_implementation();
     return result;
   });
-  module.def("trim_arena",
-             [](const io::EngineOptions& options) { shared_arena(options.slot_bytes, options.arena_bytes).trim(); });
 
   // For tests: let system calls fail.
   module.def(

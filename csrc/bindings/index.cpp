@@ -14,7 +14,7 @@
 #include "metadata/key_paths.h"
 #include "metadata/load_plan.h"
 #include "metadata/metadata_pickle.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 
 namespace vescale_ckpt::bindings {
 namespace {
@@ -97,8 +97,8 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
     const py::gil_scoped_release release;
     return make();
   };
-  const auto of_ranks =
-      written([&] { return std::make_pair(metadata::Places(std::move(tables), files), metadata::KeyPaths(blocks)); });
+  const auto of_ranks = written(
+      [&] { return std::make_pair(metadata::RecordLocations(std::move(tables), files), metadata::KeyPaths(blocks)); });
   metadata::MetadataContent content{catalog, of_ranks.first, of_ranks.second, checkpoint, save, {}};
   if (structure) content.structure = std::string_view(structure_text);
   py::bytes metadata = room(metadata::most_metadata_bytes(content));

@@ -70,8 +70,8 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("part",
            [](const plan::GlobalPlan& plan, uint32_t rank) {
-             const std::vector<int64_t> part = plan.part(rank);
-             return bytes_of(std::as_bytes(std::span(part)));
+             const std::vector<int64_t> rows = plan.local_plan(rank);
+             return bytes_of(std::as_bytes(std::span(rows)));
            })
       .def("bytes_by_rank",
            [](const plan::GlobalPlan& plan) {

@@ -79,12 +79,6 @@ void write_head(const std::string& path, std::span<const std::byte> head, bool s
   if (sync) file->sync();
 }
 
-void write_durably(const std::string& path, std::span<const std::byte> bytes) {
-  const int fd = system::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
-  if (fd < 0) throw Error::system("create", path, 0, -fd);
-  fill(fd, path, bytes);
-}
-
 void rename_file(const std::string& from, const std::string& to) {
   if (const int result = system::rename(from.c_str(), to.c_str()); result < 0) {
     throw Error::system("rename into place", to, 0, -result);

@@ -22,9 +22,6 @@ void reserve_file(const std::string& path, uint64_t bytes);
 // Writes what stands at the start of a file whose rest is written, and syncs if asked to.
 void write_head(const std::string& path, std::span<const std::byte> head, bool sync);
 
-// Writes a new file and syncs it; its name is not durable yet. Removes it again if that fails.
-void write_durably(const std::string& path, std::span<const std::byte> bytes);
-
 // Names, none of them durable before `sync_directory`. `rename` replaces what is there, `link` does not.
 void rename_file(const std::string& from, const std::string& to);
 void link_file(const std::string& from, const std::string& to);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/overlap.h"
+
 namespace vescale_ckpt::metadata {
 namespace {
 
@@ -19,9 +21,7 @@ struct BoxTree::Query {
 
   bool meets(const int64_t* node) const {
     for (size_t dim = 0; dim < offset.size(); ++dim) {
-      const int64_t begin = std::max(offset[dim], node[dim]);
-      const int64_t end = std::min(end_of(offset[dim], size[dim]), end_of(node[dim], node[offset.size() + dim]));
-      if (begin >= end) return false;
+      if (overlap(offset[dim], size[dim], node[dim], node[offset.size() + dim]).empty()) return false;
     }
     return true;
   }

@@ -1,7 +1,7 @@
-// Which of many boxes overlap one box: a tree of bounding boxes over boxes in the order of their offsets.
+// Finds which of many boxes overlap one box, with a tree of bounding boxes over boxes in the order of their offsets.
 //
 // Where a tensor was cut into slices or a grid, boxes that follow each other in that order lie together. A query then
-// costs the logarithm of their number and what it finds, so of a stored tensor only what is needed is looked at.
+// visits O(log n) nodes and those that it finds, not all chunks of a stored tensor.
 #pragma once
 
 #include <cstddef>

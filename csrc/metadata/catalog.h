@@ -1,4 +1,4 @@
-// What a checkpoint holds and who writes it: the packed form of DCP's metadata, without places in files.
+// What a checkpoint holds and which rank writes it: the packed form of DCP's metadata, without record locations.
 //
 // Keys in the order in which ranks, from 0 on, first name them; the chunks of a key in the order of their offsets.
 #pragma once

@@ -157,7 +157,7 @@ void Index::overlaps(const Key& key, std::span<const int64_t> offset, std::span<
           });
 }
 
-Place Index::place(const Key& key, uint64_t chunk) const {
+RecordLocation Index::location(const Key& key, uint64_t chunk) const {
   const IndexPlace& row = *elements<IndexPlace>(IndexHeader::kPlaces, key.first_place + chunk, 1);
   const uint32_t file = row.file & ~IndexPlace::kNoCrc;
   expect(file < files(), "a chunk lies in a file without a name");
@@ -170,7 +170,7 @@ std::vector<uint64_t> Index::file_ends() const {
   for (uint64_t number = 0; number < size(); ++number) {
     const Key found = key(number);
     for (uint64_t chunk = 0; chunk < found.chunks; ++chunk) {
-      const Place at = place(found, chunk);
+      const RecordLocation at = location(found, chunk);
       ends[at.file] = std::max(ends[at.file], at.offset + at.length);
     }
   }

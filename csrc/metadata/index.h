@@ -1,6 +1,7 @@
 // What a checkpoint holds and where, looked up by name and box without reading the rest.
 //
-// Nothing in an index is trusted: what is used is in bounds, or an Error (corrupt) is thrown. Thread-safe.
+// The content of an index is not trusted: every offset and number is checked against its bounds before it is used, else
+// Error (corrupt) is thrown. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@
 #include <vector>
 
 #include "metadata/index_format.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 #include "metadata/verified_file.h"
 #include "state/inventory.h"
 
@@ -39,10 +40,10 @@ class Index {
   };
 
   std::string_view save_id() const { return save_id_; }
-  // Whether it belongs to the `.metadata` that ends in these bytes and is so many bytes long, trailer included.
+  // Whether it belongs to the `.metadata` of `metadata_bytes` bytes, trailer included, that ends in `trailer`.
   bool matches(std::span<const std::byte> trailer, uint64_t metadata_bytes) const;
 
-  // Reads all of it, to see whether all of it is sound.
+  // Reads the whole file and checks every checksum. Throws Error (io, corrupt).
   void check() const { file_.get(0, header_.checksums); }
 
   uint64_t size() const { return header_.tables[IndexHeader::kKeys].count; }
@@ -52,7 +53,7 @@ class Index {
   // Calls `found(chunk, box)` with each chunk of a tensor that overlaps: box is offset[ndim], size[ndim].
   void overlaps(const Key& key, std::span<const int64_t> offset, std::span<const int64_t> size,
                 const std::function<void(uint64_t chunk, const int64_t* box)>& found) const;
-  Place place(const Key& key, uint64_t chunk) const;
+  RecordLocation location(const Key& key, uint64_t chunk) const;
 
   uint64_t files() const { return header_.tables[IndexHeader::kEnds].count - 1 - header_.dtypes; }
   // Of each file, how long it is at least: where the last record that lies in it ends. Looks at every key.

@@ -25,9 +25,9 @@ Element* table(std::byte* out, const IndexHeader& header, IndexHeader::Section s
 
 }  // namespace
 
-IndexImage::IndexImage(const Catalog& catalog, const Places& places, std::string_view save_id, uint64_t pickle_bytes,
-                       uint32_t pickle_crc)
-    : catalog_(catalog), places_(places), save_id_(save_id), dtype_index_(format::dtypes().size(), UINT32_MAX) {
+IndexImage::IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id,
+                       uint64_t pickle_bytes, uint32_t pickle_crc)
+    : catalog_(catalog), locations_(locations), save_id_(save_id), dtype_index_(format::dtypes().size(), UINT32_MAX) {
   if (catalog.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
   uint64_t dims = 0, text = save_id.size();
   for (const Catalog::Key& key : catalog.keys) {
@@ -40,11 +40,11 @@ IndexImage::IndexImage(const Catalog& catalog, const Places& places, std::string
       text += format::dtypes()[key.dtype].name.size();
     }
   }
-  for (const std::string& file : places.files()) text += file.size();
+  for (const std::string& file : locations.files()) text += file.size();
 
   const uint64_t slots = std::bit_ceil(2 * std::max<uint64_t>(1, catalog.keys.size()));
   const uint64_t counts[IndexHeader::kSections] = {
-      1 + dtypes_.size() + places.files().size(), text, slots, catalog.keys.size(), dims, catalog.chunks.size()};
+      1 + dtypes_.size() + locations.files().size(), text, slots, catalog.keys.size(), dims, catalog.chunks.size()};
   uint64_t at = kPiece;
   for (size_t section = 0; section < IndexHeader::kSections; ++section) {
     header_.tables[section] = {at, counts[section]};
@@ -90,7 +90,7 @@ void IndexImage::write_strings(std::byte* out) const {
   };
   put(save_id_);
   for (const uint8_t code : dtypes_) put(format::dtypes()[code].name);
-  for (const std::string& file : places_.files()) put(file);
+  for (const std::string& file : locations_.files()) put(file);
 }
 
 void IndexImage::write_keys(std::byte* out) const {
@@ -98,19 +98,19 @@ void IndexImage::write_keys(std::byte* out) const {
   auto* slots = table<IndexSlot>(out, header_, IndexHeader::kSlots);
   auto* keys = table<IndexKey>(out, header_, IndexHeader::kKeys);
   auto* dims = table<int64_t>(out, header_, IndexHeader::kDims);
-  auto* places = table<IndexPlace>(out, header_, IndexHeader::kPlaces);
+  auto* locations = table<IndexPlace>(out, header_, IndexHeader::kPlaces);
   const uint64_t most = header_.tables[IndexHeader::kSlots].count - 1;
   std::memset(slots, 0, (most + 1) * sizeof *slots);
 
   uint64_t name_at = table<uint64_t>(out, header_, IndexHeader::kEnds)[header_.tables[IndexHeader::kEnds].count - 1];
-  uint64_t dims_at = 0, place_at = 0;
+  uint64_t dims_at = 0, location_at = 0;
   for (uint32_t i = 0; i < catalog_.keys.size(); ++i) {
     const Catalog::Key& key = catalog_.keys[i];
     const std::string_view name = catalog_.name(key);
     const bool object = key.kind == state::ItemKind::object;
     keys[i] = {name_at,
                dims_at,
-               place_at,
+               location_at,
                key.chunks,
                key.name_bytes,
                key.ndim,
@@ -132,9 +132,10 @@ void IndexImage::write_keys(std::byte* out) const {
       const Catalog::Chunk& chunk = catalog_.chunks[key.first_chunk + number];
       std::ranges::copy(catalog_.offset(key, chunk), dims + dims_at + 2 * number * key.ndim);
       std::ranges::copy(catalog_.size(key, chunk), dims + dims_at + (2 * number + 1) * key.ndim);
-      const Place place = places_[chunk];
-      places[place_at++] = {place.offset, place.length, static_cast<uint32_t>(std::max<int64_t>(place.crc, 0)),
-                            place.file | (place.crc < 0 ? IndexPlace::kNoCrc : 0)};
+      const RecordLocation location = locations_[chunk];
+      locations[location_at++] = {location.offset, location.length,
+                                  static_cast<uint32_t>(std::max<int64_t>(location.crc, 0)),
+                                  location.file | (location.crc < 0 ? IndexPlace::kNoCrc : 0)};
     }
     tree.fill({dims + dims_at, tree.words()});
     dims_at += tree.words();
@@ -213,11 +214,12 @@ Catalog catalog_of(const state::Inventory& rows) {
 
 }  // namespace
 
-std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> places,
+std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> locations,
                                      const std::vector<std::string>& files, std::string_view save_id) {
-  if (places.size() != rows.size() * Places::kWords) throw Error::invalid("as many places as rows are wanted");
+  if (locations.size() != rows.size() * RecordLocations::kWords)
+    throw Error::invalid("as many locations as rows are wanted");
   const Catalog catalog = catalog_of(rows);
-  const Places of_rows({places}, {files});
+  const RecordLocations of_rows({locations}, {files});
   const IndexImage image(catalog, of_rows, save_id, 0, 0);
   std::vector<std::byte> bytes(image.bytes());
   image.write(bytes.data());

@@ -10,7 +10,7 @@
 
 #include "metadata/catalog.h"
 #include "metadata/index_format.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::metadata {
@@ -18,11 +18,11 @@ namespace vescale_ckpt::metadata {
 // A view of what it is made from. `pickle_bytes` and `pickle_crc` are those of the `.metadata` that it belongs to.
 class IndexImage {
  public:
-  IndexImage(const Catalog& catalog, const Places& places, std::string_view save_id, uint64_t pickle_bytes,
+  IndexImage(const Catalog& catalog, const RecordLocations& locations, std::string_view save_id, uint64_t pickle_bytes,
              uint32_t pickle_crc);
 
   uint64_t bytes() const { return header_.file_bytes; }
-  // Writes the file's content to `out`. Throws Error (invalid) where the places make no sense.
+  // Writes the file's content to `out`. Throws Error (invalid) where the locations make no sense.
   void write(std::byte* out) const;
 
  private:
@@ -30,16 +30,16 @@ class IndexImage {
   void write_keys(std::byte* out) const;
 
   const Catalog& catalog_;
-  const Places& places_;
+  const RecordLocations& locations_;
   std::string_view save_id_;
   std::vector<uint32_t> dtype_index_;  // by our code
   std::vector<uint8_t> dtypes_;        // codes of those in use
   IndexHeader header_{};
 };
 
-// An index of rows that say what a checkpoint holds: chunks of tensors and objects, in any order, with their places as
-// Places has them, one for each row. Throws Error (invalid) if rows of one name contradict each other.
-std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> places,
+// An index of rows that say what a checkpoint holds: chunks of tensors and objects, in any order, with their locations
+// as RecordLocations has them, one for each row. Throws Error (invalid) if rows of one name contradict each other.
+std::vector<std::byte> index_of_rows(const state::Inventory& rows, std::span<const int64_t> locations,
                                      const std::vector<std::string>& files, std::string_view save_id = {});
 
 }  // namespace vescale_ckpt::metadata

@@ -1,4 +1,4 @@
-// Where each flattened name came from in the nested state: DCP's planner_data, packed.
+// The path of each flattened name in the nested state (DCP's planner_data), packed.
 //
 // A rank packs its names; the coordinator merges the ranks' blocks, of which most are equal.
 //

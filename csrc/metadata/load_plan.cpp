@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/overlap.h"
 #include "format/torch_record.h"
 
 namespace vescale_ckpt::metadata {
@@ -88,10 +89,10 @@ void Planner::add(size_t number, const state::Item& item) {
     found->item = item_number;
     plan_.mismatched.push_back(std::move(*found));
   } else if (item.kind == state::ItemKind::object) {
-    const Place place = index_.place(*key, 0);
-    object_rows_.push_back({place.file, place.offset, objects_.size(), kObjectWords});
-    objects_.insert(objects_.end(), {item_number, place.file, static_cast<int64_t>(place.offset),
-                                     static_cast<int64_t>(place.length), place.crc});
+    const RecordLocation location = index_.location(*key, 0);
+    object_rows_.push_back({location.file, location.offset, objects_.size(), kObjectWords});
+    objects_.insert(objects_.end(), {item_number, location.file, static_cast<int64_t>(location.offset),
+                                     static_cast<int64_t>(location.length), location.crc});
   } else {
     add_tensor(number, item, *key);
   }
@@ -118,27 +119,26 @@ void Planner::add_tensor(size_t number, const state::Item& item, const Index::Ke
   const size_t ndim = item.shape.size();
   bool twice = false;
   index_.overlaps(key, item.offset, item.size, [&](uint64_t chunk, const int64_t* box) {
-    const Place place = index_.place(key, chunk);
+    const RecordLocation location = index_.location(key, chunk);
     const uint64_t at = reads_.size(), words = kReadWords + 4 * ndim;
     reads_.resize(at + words);
     int64_t* row = reads_.data() + at;
-    row = std::ranges::copy(
-              std::initializer_list<int64_t>{static_cast<int64_t>(number), place.file,
-                                             static_cast<int64_t>(place.offset), static_cast<int64_t>(place.length),
-                                             place.crc, *key.dtype_code, static_cast<int64_t>(ndim)},
-              row)
+    row = std::ranges::copy(std::initializer_list<int64_t>{static_cast<int64_t>(number), location.file,
+                                                           static_cast<int64_t>(location.offset),
+                                                           static_cast<int64_t>(location.length), location.crc,
+                                                           *key.dtype_code, static_cast<int64_t>(ndim)},
+                            row)
               .out;
     uint64_t elements = 1;
     for (size_t dim = 0; dim < ndim; ++dim) {
-      const int64_t begin = std::max(item.offset[dim], box[dim]);
-      const int64_t end = std::min(item.offset[dim] + item.size[dim], box[dim] + box[ndim + dim]);
+      const Overlap common = overlap(item.offset[dim], item.size[dim], box[dim], box[ndim + dim]);
       row[dim] = box[ndim + dim];
-      row[ndim + dim] = begin - box[dim];
-      row[2 * ndim + dim] = end - begin;
-      row[3 * ndim + dim] = begin - item.offset[dim];
-      elements *= static_cast<uint64_t>(end - begin);
+      row[ndim + dim] = common.begin - box[dim];
+      row[2 * ndim + dim] = common.size();
+      row[3 * ndim + dim] = common.begin - item.offset[dim];
+      elements *= static_cast<uint64_t>(common.size());
     }
-    read_rows_.push_back({place.file, place.offset, at, words});
+    read_rows_.push_back({location.file, location.offset, at, words});
     twice = twice || elements > missing;
     missing -= elements;
   });

@@ -1,4 +1,4 @@
-// What one rank reads, and from where, to fill what it wants.
+// Plans a load of one rank: which parts of which records it reads, and where they go in its targets.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct LoadPlan {
 
   std::vector<int64_t> missing;  // items whose name is not in the checkpoint
   std::vector<Mismatch> mismatched;
-  std::vector<int64_t> uncovered;  // items of which the checkpoint does not hold every element once
+  std::vector<int64_t> uncovered;  // items with elements that no chunk holds, or more than one
 };
 
 // Item i is row i of `wanted`. With `allow_cast` a stored dtype may be another than the wanted one.

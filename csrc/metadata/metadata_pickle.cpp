@@ -56,7 +56,7 @@ class Writer {
   Writer(const MetadataContent& content, std::byte* out) : content_(content), catalog_(content.catalog), pickle_(out) {
     if (catalog_.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
     names_.resize(catalog_.keys.size(), ViewTable::kNone);
-    files_.resize(content.places.files().size(), ViewTable::kNone);
+    files_.resize(content.locations.files().size(), ViewTable::kNone);
   }
 
   uint64_t run();
@@ -97,7 +97,7 @@ class Writer {
   void properties(const Catalog::Key& key);
   void tensor(const Catalog::Key& key);
   void index(size_t key, std::span<const int64_t> offset, std::optional<uint64_t> hint);
-  void info(const Place& place);
+  void info(const RecordLocation& location);
   void state_dict_metadata();
   void planner_data();
   void storage_data();
@@ -244,17 +244,17 @@ void Writer::index(size_t key, std::span<const int64_t> offset, std::optional<ui
   work_ += 2 * (10 + uint64_t{catalog_.keys[key].name_bytes} + 2 * offset.size());
 }
 
-void Writer::info(const Place& place) {
-  const std::string& file = content_.places.files()[place.file];
+void Writer::info(const RecordLocation& location) {
+  const std::string& file = content_.locations.files()[location.file];
   global(kInfo);
-  text(files_[place.file], file);
-  pickle_.number(static_cast<int64_t>(place.offset));
-  pickle_.number(static_cast<int64_t>(place.length));
+  text(files_[location.file], file);
+  pickle_.number(static_cast<int64_t>(location.offset));
+  pickle_.number(static_cast<int64_t>(location.length));
   reduce_tuple('\x87', 8 + file.size());
-  if (place.crc < 0) return;
+  if (location.crc < 0) return;
   pickle_.op('}');
   word("crc");
-  pickle_.number(place.crc);
+  pickle_.number(location.crc);
   pickle_.op('s', 'b');
   work_ += 4;
 }
@@ -271,7 +271,7 @@ void Writer::storage_data() {
       } else {
         index(at, catalog_.offset(key, chunk), i);
       }
-      info(content_.places[chunk]);
+      info(content_.locations[chunk]);
       if (++entries % kBatch == 0) pickle_.op('u', '(');
       pickle_.border();
     }
@@ -315,7 +315,8 @@ uint64_t most_metadata_bytes(const MetadataContent& content) {
   // Every value written in full, every number at its longest, every global recalled.
   constexpr uint64_t kFixed = 4096, kKey = 512, kChunk = 160, kPath = 32, kDim = PickleOut::kMostNumber;
   uint64_t longest_file = 0;
-  for (const std::string& file : content.places.files()) longest_file = std::max<uint64_t>(longest_file, file.size());
+  for (const std::string& file : content.locations.files())
+    longest_file = std::max<uint64_t>(longest_file, file.size());
   uint64_t bytes = kFixed + content.checkpoint_id.size() + content.save_id.size() + MetadataTrailer::kBytes;
   if (content.structure) bytes += content.structure->size();
   for (const Catalog::Key& key : content.catalog.keys) {

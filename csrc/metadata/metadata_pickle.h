@@ -1,4 +1,4 @@
-// `.metadata` as stock DCP reads it, from packed tables: the pickle's opcodes straight, no Python object on the way.
+// Writes `.metadata` as stock DCP reads it, from packed tables: writes the pickle's opcodes, without Python objects.
 #pragma once
 
 #include <cstddef>
@@ -8,19 +8,19 @@
 
 #include "metadata/catalog.h"
 #include "metadata/key_paths.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 
 namespace vescale_ckpt::metadata {
 
 struct MetadataContent {
   const Catalog& catalog;
-  const Places& places;
+  const RecordLocations& locations;
   const KeyPaths& paths;  // of none: planner_data is None
   std::string_view checkpoint_id, save_id;
-  std::optional<std::string_view> structure = {};  // what the paths do not tell of keys, as text; none: nobody knows
+  std::optional<std::string_view> structure = {};  // what the paths do not say of keys, as text; nullopt: unknown
 };
 
-// An upper bound of what write_metadata writes, about three times the truth.
+// An upper bound of what write_metadata writes, about three times as much.
 uint64_t most_metadata_bytes(const MetadataContent& content);
 
 struct WrittenMetadata {
@@ -30,10 +30,10 @@ struct WrittenMetadata {
 };
 
 // Writes the content of `.metadata` to `out`, which has room for most_metadata_bytes. Throws Error (invalid) where the
-// places make no sense.
+// locations make no sense.
 WrittenMetadata write_metadata(const MetadataContent& content, std::byte* out);
 
-// What stands behind our pickle, where unpicklers do not look.
+// The bytes after our pickle in `.metadata`; unpicklers stop before them.
 struct MetadataTrailer {
   static constexpr size_t kBytes = 16;
   static constexpr std::string_view kMagic = "VSCKMDT1";

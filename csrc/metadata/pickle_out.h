@@ -1,4 +1,4 @@
-// A pickle of protocol 4, written opcode by opcode into memory that is known to suffice.
+// Writes a pickle of protocol 4 opcode by opcode into memory of the caller. Does not check that there is room.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace vescale_ckpt::metadata {
 
-// Callers make room: a number takes up to kMostNumber bytes, a text kTextFrame more than its own, a recall kMostRecall,
-// a border between frames kFrameHeader, any other opcode one.
+// Callers provide the room: a number takes up to kMostNumber bytes, a text kTextFrame more than its own, a recall
+// kMostRecall, a border between frames kFrameHeader, any other opcode one.
 class PickleOut {
  public:
   static constexpr uint64_t kMostNumber = 10, kTextFrame = 5, kMostRecall = 5, kFrameHeader = 9;

@@ -1,7 +1,7 @@
 // A file that is read piece by piece as it is needed, each piece checked against its CRC-32 when it is.
 //
-// Looks like a mapping, but is read: a mapping of a file that a broken disk cannot give, or that somebody cut short,
-// kills the process. Memory is taken for the pieces that were read only.
+// It is used like a mapping, but is read: access to a mapping kills the process (SIGBUS) where the disk cannot give the
+// page or the file was cut short. Only pieces that were read take memory.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ class VerifiedFile {
   // Reads the first piece, which nothing checks. Throws Error: io (with the errno), corrupt for what is too short or
   // no regular file.
   explicit VerifiedFile(std::string path);
-  // The content of one, read or received elsewhere; `path` is for messages. Nobody has looked at it: `load_checksums`
+  // The content of one, read or received elsewhere; `path` is for messages. It is not checked yet: `load_checksums`
   // checks all of it. Throws Error (corrupt) for what is too short.
   VerifiedFile(std::vector<std::byte> content, std::string path);
   ~VerifiedFile();

@@ -1,4 +1,4 @@
-// Numbers by byte strings that live elsewhere: a hash table for millions of short keys, without a copy of them.
+// A hash table from byte strings to numbers, for millions of short keys. It does not copy the strings.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace vescale_ckpt::metadata {
 
-// What the keys point at must outlive the table. Not thread-safe.
+// The strings must outlive the table. Not thread-safe.
 class ViewTable {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;

@@ -1,4 +1,5 @@
-// Who writes what: every box belongs to one of the ranks that hold it, or, with Placement::local, to one on each node.
+// Assigns a writer to every box: one of the ranks that hold it or, with Placement::local, one on each node that holds
+// it.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +13,14 @@
 namespace vescale_ckpt::plan {
 
 enum class Placement : uint8_t {
-  balanced,     // bytes even over ranks
+  balanced,     // all ranks write about the same number of bytes
   lowest_rank,  // the lowest rank that holds it
-  local,        // every node that holds it writes a copy, bytes even over the node's ranks
+  local,        // each node that holds it writes a copy; ranks of a node write about the same number of bytes
 };
 
 struct PlanOptions {
   Placement placement = Placement::balanced;
-  uint64_t least_piece_bytes = uint64_t{1} << 20;  // boxes are not split into less
+  uint64_t least_piece_bytes = uint64_t{1} << 20;  // no box is split into pieces smaller than this
   std::vector<std::string> whole = {};             // keys whose boxes are not split
 };
 

@@ -5,7 +5,8 @@
 #include <numeric>
 #include <utility>
 
-#include "plan/water.h"
+#include "base/fill_level.h"
+#include "plan/pour.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -123,7 +124,7 @@ void Balance::place(std::span<const SharedPiece> boxes) {
 void Balance::place_set(uint32_t set, int64_t bytes, std::span<const SharedPiece> boxes,
                         std::span<const uint32_t> sorted) {
   const std::span<const uint32_t> ranks = sets_[set];
-  const int64_t level = fill_level(ranks, loads_, bytes), slack = level / kSlack;
+  const int64_t level = fill_level<int64_t>(ranks, loads_, bytes), slack = level / kSlack;
   std::vector<int64_t> rooms;
   rooms.reserve(ranks.size());
   for (const uint32_t rank : ranks) rooms.push_back(level - loads_[rank]);

@@ -1,4 +1,5 @@
-// Shares out what several ranks hold, in whole boxes where that is even enough, else in pieces.
+// Distributes boxes that several ranks hold over these ranks so that each writes about the same number of bytes. Boxes
+// stay whole where that is even enough; others are split.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ struct Share {
   int64_t start, length;
 };
 
-// All of a box, in the order of the rows.
+// The shares that together are one box, in the order of its rows.
 struct Shares {
   int32_t dim = -1;  // a row is one index of it; -1: the box is one row, of one share
   std::span<const Share> list;
@@ -29,13 +30,14 @@ struct SharedPiece {
 
 class Balance {
  public:
-  // `loads`: bytes that each rank writes anyway.
+  // `loads`: bytes that each rank writes in any case. `sets` must outlive this. Not thread-safe.
   Balance(const HolderSets& sets, std::vector<int64_t> loads, uint64_t least_piece_bytes);
 
-  // Largest first: a box goes to the rank with the most room. What would lift any
-  // rank above the even level by more than 1/200 of it is split over the gaps that the others leave. Ties go to the box
-  // that comes first and to the lowest rank. A box is split along its first dimension longer than one, where each piece
-  // is one run of memory; along a longer one behind it if the rows of those before are too large to come out even.
+  // Takes the largest box first and gives it to the rank with the most room below the even level (plan/pour.h). A box
+  // that would lift that rank above the level by more than 1/200 of the level is split over the room that the ranks of
+  // its set have left. Ties go to the box that comes first and to the lowest rank. A box is split along its first
+  // dimension longer than one, where each piece is one run of memory; if the rows of that dimension are too large for
+  // an even split, along a later, longer one.
   void place(std::span<const SharedPiece> boxes);
 
   Shares shares(size_t box) const {
@@ -64,7 +66,7 @@ class Balance {
 
   const HolderSets& sets_;
   std::vector<int64_t> loads_;
-  std::vector<int64_t> movable_;  // part of the loads: poured from sets that are still to be placed
+  std::vector<int64_t> movable_;  // part of the loads: bytes of sets that are not placed yet, as pour() split them
   int64_t least_piece_bytes_;
   std::vector<Place> places_;
   std::vector<Share> shares_;

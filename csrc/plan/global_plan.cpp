@@ -61,12 +61,12 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
   assignment_ = assign(layout_, nodes_, options);
   layout_.holders = {};
   layout_.first_holder = {};
-  parts_ = make_parts(layout_, assignment_, this->ranks(), threads);
+  local_plans_ = make_local_plans(layout_, assignment_, this->ranks(), threads);
 }
 
-std::vector<int64_t> GlobalPlan::part(uint32_t rank) const {
+std::vector<int64_t> GlobalPlan::local_plan(uint32_t rank) const {
   if (rank >= ranks()) throw Error::invalid("no rank " + std::to_string(rank) + " in this plan");
-  return parts_.of(rank, assignment_);
+  return local_plans_.of(rank, assignment_);
 }
 
 metadata::Catalog GlobalPlan::catalog(uint32_t node) const {

@@ -1,5 +1,5 @@
-// The plan of a save: from what every rank holds, who writes what, and the catalog of it all. Immutable, hence
-// thread-safe.
+// Plans a save from the inventories of all ranks: which rank writes which box, and the catalog of the checkpoint.
+// Immutable, hence thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include "metadata/catalog.h"
 #include "plan/assign.h"
 #include "plan/layout.h"
-#include "plan/parts.h"
+#include "plan/local_plans.h"
 
 namespace vescale_ckpt::plan {
 
@@ -23,11 +23,11 @@ class GlobalPlan {
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
   uint32_t node_count() const { return node_count_; }
-  uint64_t rows() const { return assignment_.pieces.size(); }  // of all parts
+  uint64_t rows() const { return assignment_.pieces.size(); }  // of all local plans
 
   // What `rank` writes: rows of item, dim (-1: the whole box), start, length. Made anew by each call.
-  std::vector<int64_t> part(uint32_t rank) const;
-  std::span<const uint64_t> bytes_by_rank() const { return parts_.bytes; }
+  std::vector<int64_t> local_plan(uint32_t rank) const;
+  std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes; }
 
   // Made anew by each call. With Placement::local as `node` sees it, nodes being numbered in the order of their ids:
   // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
@@ -39,7 +39,7 @@ class GlobalPlan {
   uint32_t node_count_ = 0;
   Layout layout_;  // without the holders
   Assignment assignment_;
-  Parts parts_;
+  LocalPlans local_plans_;
 };
 
 }  // namespace vescale_ckpt::plan

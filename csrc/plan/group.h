@@ -11,7 +11,7 @@
 
 namespace vescale_ckpt::plan {
 
-// The rows of all ranks, brought together under their keys: those of one key stand together, in the order of the ranks.
+// The inventory rows of all ranks, sorted by key; rows of one key are in the order of their ranks.
 struct Rows {
   std::vector<uint64_t> begin;  // of each key's rows; one more at the end
   LargeVector<uint64_t> places;
@@ -21,12 +21,12 @@ struct Rows {
   LargeVector<uint32_t> holders_of_box;  // after grouping: how many each box has; one more at the end
 };
 
-// Reused from key to key by one thread; several may work on different keys of the same rows.
+// One thread uses one Grouping for many keys. Several Groupings may work on different keys of the same rows at a time.
 class Grouping {
  public:
   Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
 
-  // The number of boxes, or the fault's text.
+  // Returns the number of boxes of the key. If the rows do not fit together, writes why to `fault`.
   uint32_t group(uint32_t key, std::string& fault);
 
  private:

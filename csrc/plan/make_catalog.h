@@ -1,4 +1,4 @@
-// The catalog of a plan.
+// Makes the catalog of a planned save.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace vescale_ckpt::plan {
 
-// As `node` sees it, if `copies`: of boxes that several nodes write, its own copy, or where it has none that of the
-// lowest node.
+// With `copies`, boxes may be written by several nodes, and the catalog names one copy of each: that of `node`, or
+// where `node` has none, that of the lowest node that has one. `nodes[rank]` is the node of each rank.
 metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::span<const uint32_t> nodes,
                                uint32_t node, bool copies);
 

@@ -1,4 +1,4 @@
-// Brings what the ranks hold together: interns their keys, finds equal boxes, and checks that the ranks agree.
+// Merges the inventories of all ranks: numbers their keys, finds equal boxes, and checks that the ranks agree.
 #pragma once
 
 #include <span>
@@ -9,11 +9,12 @@
 
 namespace vescale_ckpt::plan {
 
-// `names[rank]` is the hash of that rank's names_block(): ranks of equal names are translated once.
+// `names[rank]` is the hash of that rank's names_block(): the names of ranks with equal hashes are looked up once.
 //
 // Throws Error (invalid), naming the key and the ranks, unless under each key all ranks have the same kind, dtype and
-// shape; boxes lie within the shape, are equal or disjoint, and cover it. A rank alone may hold any part of it. Of the
-// disagreements, the one about the first key is told. Empty boxes count only where a tensor has nothing else.
+// shape; boxes lie within the shape, are equal or disjoint, and cover it. If the
+// job has one rank, it may hold any part of it. The error tells the disagreement about the first key. Empty boxes are
+// left out, except where a tensor has no other.
 Layout merge(std::span<const state::Inventory> ranks, std::span<const Hash128> names, unsigned threads);
 
 }  // namespace vescale_ckpt::plan

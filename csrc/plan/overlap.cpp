@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/overlap.h"
+
 namespace vescale_ckpt::plan {
 namespace {
 
@@ -34,14 +36,14 @@ class Search {
   int64_t low(uint32_t box, uint32_t dim) const { return boxes_.offset(box)[dim]; }
   int64_t high(uint32_t box, uint32_t dim) const { return low(box, dim) + boxes_.size(box)[dim]; }
 
-  bool overlap(uint32_t a, uint32_t b) const {
+  bool share_element(uint32_t a, uint32_t b) const {
     return a != b && std::all_of(dims_.begin(), dims_.end(), [&](uint32_t dim) {
-             return low(a, dim) < high(b, dim) && low(b, dim) < high(a, dim);
+             return !overlap(low(a, dim), boxes_.size(a)[dim], low(b, dim), boxes_.size(b)[dim]).empty();
            });
   }
 
   void compare(uint32_t a, uint32_t b) {
-    if (!found_ && overlap(a, b)) found_.emplace(std::min(a, b), std::max(a, b));
+    if (!found_ && share_element(a, b)) found_.emplace(std::min(a, b), std::max(a, b));
   }
 
   // All of them overlap in the dimensions before the `depth`-th.

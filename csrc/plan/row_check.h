@@ -1,4 +1,4 @@
-// Whether one rank's row fits what is known of its key, and if not, what to tell.
+// Checks one inventory row of a rank against what is known of its key, and explains rows that do not fit.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Whether boxes tile a tensor: each element in one of them.
+// Checks that boxes tile a tensor: each element is in exactly one of them.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace vescale_ckpt::plan {
 struct Tiling {
   std::optional<std::pair<size_t, size_t>> overlap;  // two boxes that share elements
   uint64_t missing = 0;                              // elements in no box; unknown if boxes overlap
-  std::vector<int64_t> hole_offset, hole_size;       // some of the missing ones, where they are easily found
+  std::vector<int64_t> hole_offset,
+      hole_size;  // a box of missing elements, for the message; empty if none was found cheaply
 };
 
 // `count` boxes, not empty, within `shape`, in the order of their offsets, no two of equal offset. Linear for boxes

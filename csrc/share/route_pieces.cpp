@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/overlap.h"
 #include "format/torch_record.h"
 #include "state/inventory.h"
 
@@ -198,15 +199,16 @@ Region Region::of(const Need& need) {
 }
 
 std::optional<Region> Region::common(const Need& need) const {
+  const auto shared = [&](size_t dim) {
+    return overlap(offset[dim], size[dim], need.box_offset()[dim], need.box_size()[dim]);
+  };
   for (size_t dim = 0; dim < offset.size(); ++dim) {
-    const int64_t begin = std::max(offset[dim], need.box_offset()[dim]);
-    if (begin >= std::min(offset[dim] + size[dim], need.box_offset()[dim] + need.box_size()[dim])) return std::nullopt;
+    if (shared(dim).empty()) return std::nullopt;
   }
   Region result = *this;
   for (size_t dim = 0; dim < offset.size(); ++dim) {
-    const int64_t begin = std::max(offset[dim], need.box_offset()[dim]);
-    result.offset[dim] = begin;
-    result.size[dim] = std::min(offset[dim] + size[dim], need.box_offset()[dim] + need.box_size()[dim]) - begin;
+    result.offset[dim] = shared(dim).begin;
+    result.size[dim] = shared(dim).size();
   }
   return result;
 }

@@ -1,4 +1,4 @@
-// From what ranks need of stored records to pieces that are read once.
+// Cuts what ranks need of stored records into pieces that are read once, for a load with shared reads.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace vescale_ckpt::share {
 
-// One row of a rank's reads.
+// One row of a rank's reads (metadata/load_plan.h), with its rank and the number of its file over all ranks. A view.
 struct Need {
   static constexpr size_t kHead = 7;
 
@@ -42,7 +42,7 @@ struct Region {
 
   static Region of(const Need& need);
   std::optional<Region> common(const Need& need) const;  // nullopt if nothing
-  void cover(const Region& other);                       // the smallest that holds both
+  void cover(const Region& other);                       // becomes the smallest box that holds both
   // Takes in a neighbour if both together are a box.
   bool join(const Region& next);
   uint64_t elements() const;
@@ -65,11 +65,11 @@ struct Piece {
   uint32_t set;                     // of ranks that need it: number in Pieces::sets
   bool cuttable;
   bool wanted_whole;   // by all receivers
-  uint64_t order = 0;  // in files; parts of one piece share it
+  uint64_t order = 0;  // position in the files; pieces cut from one piece have the same
   uint32_t reader = 0;
 
-  // Parts it into one of at most `bytes` and the rest, which is returned; nullopt if both would not be needed by the
-  // same ranks, or there is nothing to cut.
+  // Keeps at most `head_bytes` and returns the rest. Returns nullopt, and keeps all, if the two would not be needed by
+  // the same ranks, or if it cannot be cut so.
   std::optional<Piece> cut(uint64_t head_bytes);
 };
 
@@ -78,18 +78,20 @@ struct Pieces {
   std::vector<std::vector<uint32_t>> sets;  // rising ranks
 };
 
-// Cuts what is needed; what one alone needs is added to its `own` reads instead, and their bytes to `own_bytes`
-// (by rank). `needs` holds all their needs, and must outlive the pieces. `senders` as below.
+// Cuts what two or more ranks need into pieces. What only one rank needs is added to its `own` reads in `routes`, and
+// its bytes to `own_bytes`, which has one entry a rank. `needs` holds all their needs, and must outlive the pieces.
+// `senders` as for most_bytes_at_once.
 Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOptions& options,
                   std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
-// Bytes that a rank reads of the record if it wants this box, joining ranges that lie close to each other; about.
+// Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
 uint64_t bytes_read_for(const Need& need, const Region& box, bool verify);
 
 // The rows of `members`, in the order of files, checked. Throws Error (invalid, with the rank as item).
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members);
 
-// Of a piece, or of all that a reader has in a round. `senders`: whose messages a rank may get at a time.
+// The most bytes of one piece, and of all pieces that one rank reads in one round. `senders`: how many ranks may send
+// to one rank in a round.
 uint64_t most_bytes_at_once(size_t senders, const RouteOptions& options);
 
 }  // namespace vescale_ckpt::share

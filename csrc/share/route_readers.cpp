@@ -6,32 +6,20 @@
 #include <utility>
 #include <vector>
 
+#include "base/fill_level.h"
+
 namespace vescale_ckpt::share {
 namespace {
 
 // Smaller differences are not worth a cut, at which both sides read a block of checksums.
 constexpr uint64_t kTolerance = 2 << 20;
 
-// How much each rank of a set has to read in all, if those with least are filled up evenly with `total`.
-uint64_t fill_level(uint64_t total, std::span<const uint32_t> set, std::span<const uint64_t> bytes) {
-  std::vector<uint64_t> loads;
-  for (const uint32_t rank : set) loads.push_back(bytes[rank]);
-  std::ranges::sort(loads);
-  uint64_t sum = total, level = 0;
-  for (size_t count = 1; count <= loads.size(); ++count) {
-    sum += loads[count - 1];
-    level = sum / count;
-    if (count == loads.size() || level <= loads[count]) break;
-  }
-  return level;
-}
-
 // Gives pieces of one set to its ranks; each goes on with the next until it has its share. Cuts are added to `pieces`.
 void share(std::vector<Piece>& pieces, std::span<const size_t> group, std::span<const uint32_t> set,
            std::span<uint64_t> bytes) {
   uint64_t total = 0;
   for (const size_t number : group) total += pieces[number].bytes;
-  const uint64_t level = fill_level(total, set, bytes);
+  const uint64_t level = fill_level<uint64_t>(set, bytes, total);
   size_t current = 0;
   const auto room = [&] { return level - std::min(level, bytes[set[current]]); };
   for (const size_t number : group) {

@@ -1,4 +1,4 @@
-// Which of the ranks that need a piece reads it.
+// Chooses which of the ranks that need a piece reads it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace vescale_ckpt::share {
 
-// Sets the reader of each piece, so that all ranks read about as many bytes, counting those they have to read in any
-// case (`bytes`, by rank; updated), and each in long stretches. May cut pieces for that; orders them by set and place.
+// Sets the reader of each piece. All ranks read about the same number of bytes, each in long stretches of a file.
+// `bytes` has one entry a rank: bytes that it reads in any case; those of its pieces are added. May cut pieces. Sorts
+// them by set and by their position in the files.
 void choose_readers(Pieces& pieces, std::span<uint64_t> bytes);
 
 }  // namespace vescale_ckpt::share

@@ -1,4 +1,4 @@
-// When each piece is read and sent, and where it lies meanwhile.
+// Schedules pieces in rounds, and lays out the memory that each rank has in a round.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace vescale_ckpt::share {
 
-// Adds rounds to the routes of `members`, in which all pieces are read and delivered. `senders` as for
+// Adds rounds to the routes of the ranks `members`, in which all pieces are read and delivered. `senders` as for
 // most_bytes_at_once.
 void make_rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members,
                  size_t senders, const RouteOptions& options, std::span<RankRoutes> routes);

@@ -1,4 +1,4 @@
-// From a round's tables (routes.h) to the engine's, given the memory that their offsets are in.
+// Translates a round's tables (routes.h) into the engine's: offsets become addresses in the rank's memory of the round.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,10 @@
 namespace vescale_ckpt::share {
 
 // The engine's read table (read/table.h) for RouteRound::staged. Throws Error (invalid, row) for rows that leave the
-// memory; what concerns the chunk is left to the engine to check. So do the others.
+// memory; the engine checks what concerns the chunk.
 std::vector<int64_t> make_staging_table(std::span<const int64_t> staged, std::span<const std::byte> memory);
 
-// The engine's copy table (io/box_copy.h) for RouteRound::packs.
+// The engine's copy table (io/box_copy.h) for RouteRound::packs. Throws Error (invalid, row) in the same way.
 std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<const std::byte> memory);
 
 }  // namespace vescale_ckpt::share

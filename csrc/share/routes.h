@@ -1,10 +1,10 @@
-// Who reads what for whom, so that of what several ranks need each stored byte is read once.
+// Plans a load with shared reads: bytes that several ranks need are read by one of them and sent to the others.
 //
 // Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
-// ranks take together. In a round a rank has one stretch of memory: pieces are read into it, boxes of them are packed
-// into messages there, and messages of others arrive there; ranks of the same node look at each other's pieces where
-// they were read. From there all goes to where it belongs. What one rank alone needs it reads itself, straight to its
-// place.
+// ranks take together. In a round a rank has one contiguous memory: pieces are read into it, boxes of them are packed
+// into messages there, and messages of other ranks arrive there. Ranks of one node read each other's pieces in the
+// memory where they were read. From there all is copied to the targets. What only one rank needs, it reads itself,
+// straight to its targets.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,16 @@
 namespace vescale_ckpt::share {
 
 struct RouteOptions {
-  uint64_t piece_bytes = 16 << 20;    // read at once, at most
+  uint64_t piece_bytes = 16 << 20;    // the most bytes of one piece
   uint64_t budget_bytes = 128 << 20;  // memory of a rank in a round, unless one piece takes more
-  // Records without checksums of their parts (CRC-32 -1) can only be checked as a whole. Where they are checked, one is
-  // a piece if what is needed of it has no more than `whole_bytes`, else each rank reads it for itself.
+  // Records without checksums of their parts (CRC-32 -1) can only be checked as a whole. With `verify`, such a
+  // record is one piece if the box that holds all that is needed of it has at most `whole_bytes`; else each rank reads
+  // it for itself.
   bool verify = true;
   uint64_t whole_bytes = 64 << 20;
 };
 
-// What a rank reads if it is on its own: LoadPlan::reads and LoadPlan::files.
+// What a rank reads without sharing: LoadPlan::reads and LoadPlan::files.
 struct RankReads {
   std::span<const int64_t> reads;
   std::vector<std::string> files;
@@ -39,10 +40,11 @@ struct RouteRound {
   std::vector<int64_t> staged;
   // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
   std::vector<int64_t> packs;
-  // Rows: peer, offset, bytes; at most one of a peer. Without bytes it only says that pieces are there to be looked at.
+  // Rows: peer, offset, bytes; at most one of a peer. A row with 0 bytes only
+  // says that pieces can be read in the peer's memory.
   std::vector<int64_t> sends, receives;
-  // To where it belongs. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions n,
-  // n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
+  // Copies to the targets. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions
+  // n, n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.
   std::vector<int64_t> places;
   uint64_t memory_bytes = 0;
 };
@@ -50,8 +52,9 @@ struct RouteRound {
 struct RankRoutes {
   std::vector<int64_t> own;        // rows of LoadPlan::reads
   std::vector<RouteRound> rounds;  // equally many on all ranks
-  uint64_t shared_bytes = 0;       // that it gets in them
-  // The same for all ranks: bytes that are read in the rounds, and about as many as all would read in place of them.
+  uint64_t shared_bytes = 0;       // bytes that the rank gets in the rounds
+  // The same for all ranks: bytes that are read in the rounds, and an estimate of what all ranks would read
+  // without sharing.
   uint64_t once_bytes = 0, alone_bytes = 0;
 };
 
@@ -59,12 +62,13 @@ struct RankRoutes {
 // record, or reads are malformed.
 std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options);
 
-// Bytes that a rank reads for `reads` if it is on its own, joining ranges that lie close to each other; about.
+// Estimates the bytes that a rank reads for `reads` without sharing. Ranges that lie close together are read as one.
 // Throws Error (invalid).
 uint64_t bytes_read_alone(const RankReads& reads, bool verify);
 
-// As it travels: numbers of rounds, of shared, once and alone bytes, and of words of `own`; these; then of each
-// round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and these.
+// The routes as one array for a message: numbers of rounds, of shared, once and alone bytes, and of words of `own`;
+// these; then of each round its memory_bytes, the numbers of words of staged, packs, sends, receives and places, and
+// these.
 std::vector<int64_t> pack_routes(const RankRoutes& routes);
 
 }  // namespace vescale_ckpt::share

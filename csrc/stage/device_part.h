@@ -1,4 +1,4 @@
-// What of a snapshot is copied from accelerators.
+// Copies the part of a snapshot that lies on accelerators.
 #pragma once
 
 #include <map>
@@ -9,21 +9,22 @@
 
 namespace vescale_ckpt::stage {
 
-// A stream whose work, as far as it is queued when the copy starts, comes before it.
+// A stream of the trainer. Work that is queued in it when the copy starts is done before the copy.
 struct Producer {
   int device;
   device::StreamHandle stream;
 };
 
-// One thread at a time.
+// Not thread-safe. `pipelines` and `control` must outlive it.
 class DevicePart {
  public:
   DevicePart(DevicePipelines* pipelines, std::vector<Producer> producers, device::CopyControl& control);
 
   void add(int device, device::DeviceRow row);
 
-  // Starts the copies if they are not yet. Waits for pipelines that others use, or if not asked to wait, leaves it to
-  // the next call. Throws Error(device), with some copies under way perhaps: finish() is needed all the same.
+  // Starts the copies if they are not yet. Where others use the pipelines it waits for them, or
+  // without `wait_for_pipelines` starts nothing and leaves it to the next call. Throws Error(device); copies may be
+  // under way then, so finish() is needed all the same.
   void start(const device::HostLayout& layout, bool wait_for_pipelines);
   // Returns when nothing touches the rows any more. Throws the first error, by which the other devices are cancelled.
   void finish();

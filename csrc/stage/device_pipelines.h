@@ -1,5 +1,5 @@
-// The pipelines from a runtime's accelerators to the host: made when they are first needed, and kept, because what they
-// are made of (streams, events, slabs) takes longer to make than many a copy.
+// The pipelines from a runtime's accelerators to the host. Each is made when it is first needed, and kept, because its
+// streams, events and slabs often take longer to make than a copy takes.
 #pragma once
 
 #include <condition_variable>
@@ -16,7 +16,7 @@
 
 namespace vescale_ckpt::stage {
 
-// Lends each pipeline to one at a time. Thread-safe.
+// Lends each pipeline to one borrower at a time. Thread-safe.
 class DevicePipelines {
  public:
   // Gives them back on destruction.

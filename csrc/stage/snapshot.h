@@ -1,5 +1,4 @@
-// A copy of the tensors that a write table names, as they were when it was made: the trainer may go on while the copy
-// is written.
+// A copy in host memory of the tensors of a write table, so that the trainer can change them while the copy is written.
 #pragma once
 
 #include <sys/types.h>
@@ -23,8 +22,8 @@ struct SnapshotDevices {
   DevicePipelines* pipelines = nullptr;  // outlives the snapshot
 };
 
-// Copied once, by copy() or by start() and wait(). The sources must stay until then, and hold still. Thread-safe; in a
-// child of this process it is an empty shell.
+// It is copied once, by copy() or by start() and wait(). Until all is copied the sources must stay and must not change.
+// Thread-safe. After a fork it does nothing in the child.
 class Snapshot {
  public:
   // Makes room for the last rows of a table for parse_write_table, as many as the budget has space for, on so many
@@ -43,9 +42,9 @@ class Snapshot {
   // Copies on so many threads, the calling one included, and from all devices meanwhile. Throws Error(cancelled or
   // device), or invalid the second time.
   void copy(unsigned threads);
-  // The same on threads of its own, but for strided rows in host memory, which are copied when it returns. Whether or
-  // not a device could be asked, it returns: wait() throws. Also Error(io, row) if memory of the host is not there any
-  // more.
+  // The same on threads of its own; only strided rows in host memory are copied before it returns. Errors of devices
+  // are thrown by wait(). Throws Error(io, row) also if host memory of a row
+  // is not mapped any more.
   void start(unsigned threads);
   // True when all is copied, false when that took longer than `timeout`. Throws what ended the copy, or Error(invalid)
   // if there is none under way.

@@ -1,8 +1,8 @@
-// Memory for snapshots: one range of addresses, whose pages are taken once and kept from save to save, because touching
-// memory for the first time costs several times what copying into it does.
+// Memory for snapshots: one range of addresses, whose pages are kept from save to save. The first touch of a page takes
+// several times as long as the copy into it.
 //
-// Ranges of it are handed out under a budget; who asks for more gets less, never an error. Memory lies in pieces of
-// kPinPiece, which may be registered with a device. Thread-safe.
+// Ranges of it are handed out under a budget; a request above the budget gets less memory, never an error. Memory lies
+// in pieces of kPinPiece, which may be registered with a device. Thread-safe.
 #pragma once
 
 #include <condition_variable>
@@ -36,8 +36,7 @@ struct SnapshotMemory {
 
 class SnapshotArena;
 
-// A range of touched memory, given back on destruction; it starts at a multiple of kPinPiece. Its contents are whatever
-// they were.
+// A range of touched memory, given back on destruction. It starts at a multiple of kPinPiece. Its content is undefined.
 class SnapshotRange {
  public:
   SnapshotRange() = default;

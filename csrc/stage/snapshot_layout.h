@@ -1,5 +1,6 @@
-// Where the bytes of a snapshot's rows lie in its memory: each byte of the state once, however many rows name it, and
-// large bodies where the writer can send them from. Follows no address: rows may lie on accelerators.
+// Lays out a snapshot: the offset of each row in its memory. Bytes that several rows share are there once. Large bodies
+// are aligned so that the writer can write them straight from there. Addresses are compared, never read: rows may lie
+// on accelerators.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,7 @@ struct SnapshotLayout {
   static constexpr uint64_t kNowhere = std::numeric_limits<uint64_t>::max();  // rows without bytes
 
   size_t first = 0;                     // rows before it are not in the snapshot
-  std::vector<SnapshotExtent> extents;  // by rising offset; to the next multiple of kAlignment there is nothing else
+  std::vector<SnapshotExtent> extents;  // by rising offset; nothing else lies up to the next multiple of kAlignment
   std::vector<uint64_t> offsets;        // of the rows from `first` on, in the snapshot
   uint64_t memory_bytes = 0;
   uint64_t copied_bytes = 0;  // of all extents

@@ -1,5 +1,6 @@
-// Copies that pass the processor's caches by. A snapshot is not read before it is written to disk, so its lines would
-// only push out the trainer's; and a line that is not fetched before it is overwritten saves a third of the traffic.
+// A copy that bypasses the processor's caches. A snapshot is not read before it is written to disk, so in the cache it
+// would only replace the trainer's data. Target lines are not fetched before they are overwritten, which saves a third
+// of the memory traffic.
 #pragma once
 
 #include <cstddef>

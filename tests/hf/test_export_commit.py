@@ -31,7 +31,7 @@ State = dict[str, torch.Tensor]
 INDEX, SINGLE = hf_names.INDEX_NAME, hf_names.SINGLE_NAME
 SIZES = {"one": "5GB", "two": 16, "four": 8}
 BEFORE = ["nothing", *SIZES, "others", "others without an index", "an index of one", "one beside an index"]
-NAMES = ("rename_file", "link_file", "remove_file", "exchange_names", "sync_directory", "write_durably", "write_head")
+NAMES = ("rename_file", "link_file", "remove_file", "exchange_names", "sync_directory", "write_head")
 
 
 def model(k: int) -> State:
@@ -119,13 +119,8 @@ class Killed(BaseException):
     pass
 
 
-def _in_steps(directory: str, name: str, content: bytes) -> None:
-    """What `_C.commit_file` does, in calls that a test can come between."""
-    path = os.path.join(directory, name)
-    temporary = temporary_name(path)
-    _C.write_durably(temporary, content)
-    _C.rename_file(temporary, path)
-    _C.sync_directory(directory)
+def _write_file(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
 
 
 class Calls:
@@ -138,12 +133,21 @@ class Calls:
         self.before: Callable[[str, tuple[Any, ...]], None] = lambda name, arguments: None
         for name in NAMES:
             monkeypatch.setattr(_C, name, self._stand_in(name, getattr(_C, name)))
-        monkeypatch.setattr(_C, "commit_file", _in_steps)
+        self._write_file = self._stand_in("write_file", _write_file)
+        monkeypatch.setattr(_C, "commit_file", self._commit_file)
+
+    def _commit_file(self, directory: str, name: str, content: bytes) -> None:
+        """What `_C.commit_file` does, in calls that a test can come between."""
+        path = os.path.join(directory, name)
+        temporary = temporary_name(path)
+        self._write_file(temporary, content)
+        _C.rename_file(temporary, path)
+        _C.sync_directory(directory)
 
     def _stand_in(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*arguments: Any) -> Any:
             if 0 <= self.kill_at <= len(self.made):
-                if not self.dead and name == "write_durably":
+                if not self.dead and name == "write_file":
                     Path(arguments[0]).write_bytes(arguments[1][:10])
                 self.dead = True
                 raise Killed

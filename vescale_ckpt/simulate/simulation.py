@@ -15,7 +15,7 @@ from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
 
-_PART_WORDS = 4  # item, dim, start, length (csrc/plan/parts.h)
+_PART_WORDS = 4  # item, dim, start, length (csrc/plan/local_plans.h)
 _PLACE_WORDS = 4  # file, offset, length, CRC-32
 _Result = TypeVar("_Result")
 

@@ -52,12 +52,12 @@ TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
   EXPECT_EQ(first[1], second[1]);          // of the tensor, not of the box
   EXPECT_EQ(second[3], first[1] - 3 * 4);  // "own" comes before "w"
   const std::vector<std::byte> packed = ranks.builder(1).pack(0);
-  const std::vector<int64_t> targets = make_export_targets(state::Inventory(packed), plan.part(1), second);
+  const std::vector<int64_t> targets = make_export_targets(state::Inventory(packed), plan.local_plan(1), second);
   const int64_t float32 = plan::dtype_of("float32");
   EXPECT_EQ(targets,
             (std::vector<int64_t>{0, second[1], float32, 2, 4, 6, 0, 2, 4, 4, 0, second[3], float32, 1, 3, 0, 3}));
   EXPECT_THROW(layout.places(2), Error);
-  EXPECT_THROW(make_export_targets(state::Inventory(packed), plan.part(1), first), Error);
+  EXPECT_THROW(make_export_targets(state::Inventory(packed), plan.local_plan(1), first), Error);
 }
 
 TEST(ExportLayout, TargetsOfPiecesArePieces) {
@@ -67,7 +67,7 @@ TEST(ExportLayout, TargetsOfPiecesArePieces) {
   const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
   const std::vector<std::byte> packed = ranks.builder(1).pack(0);
   const std::vector<int64_t> places = layout.places(1);
-  EXPECT_EQ(make_export_targets(state::Inventory(packed), plan.part(1), places),
+  EXPECT_EQ(make_export_targets(state::Inventory(packed), plan.local_plan(1), places),
             (std::vector<int64_t>{0, places[1], plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8}));
 }
 

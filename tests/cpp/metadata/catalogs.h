@@ -17,7 +17,7 @@
 #include "metadata/index_image.h"
 #include "metadata/key_paths.h"
 #include "metadata/metadata_pickle.h"
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 #include "metadata/verified_file.h"
 #include "state/inventory.h"
 #include "tensors.h"
@@ -76,13 +76,13 @@ class Checkpoint {
     return tensor(name, shape, grid(shape, Dims(shape.size(), 1)), dtype);
   }
 
-  Places places() const {
+  RecordLocations locations() const {
     std::vector<std::span<const int64_t>> tables(tables_.begin(), tables_.end());
-    return Places(std::move(tables), files);
+    return RecordLocations(std::move(tables), files);
   }
 
   std::vector<std::byte> image(std::string_view save_id = "save", uint64_t bytes = 1, uint32_t crc = 2) const {
-    const Places where = places();
+    const RecordLocations where = locations();
     const IndexImage image(catalog, where, save_id, bytes, crc);
     std::vector<std::byte> content(image.bytes());
     image.write(content.data());
@@ -91,7 +91,7 @@ class Checkpoint {
 
   // The content of `.metadata`.
   std::string metadata(const std::vector<std::span<const std::byte>>& paths = {}) const {
-    const Places where = places();
+    const RecordLocations where = locations();
     const KeyPaths merged(paths);
     const MetadataContent content{catalog, where, merged, "/a/path", "save"};
     std::vector<std::byte> bytes(most_metadata_bytes(content));
@@ -113,7 +113,7 @@ class Checkpoint {
 
   void put(const BoxOf& box, size_t number) {
     const auto rank = static_cast<uint32_t>(number % tables_.size());
-    const auto row = static_cast<uint32_t>(tables_[rank].size() / Places::kWords);
+    const auto row = static_cast<uint32_t>(tables_[rank].size() / RecordLocations::kWords);
     catalog.chunks.push_back({catalog.dims.size(), rank, row});
     catalog.dims.insert(catalog.dims.end(), box.offset.begin(), box.offset.end());
     catalog.dims.insert(catalog.dims.end(), box.size.begin(), box.size.end());

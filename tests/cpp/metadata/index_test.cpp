@@ -49,9 +49,9 @@ std::string all_of(const Index& index) {
     const auto chunk = [&](uint64_t number, const int64_t* box) {
       said += "]\n  ";
       for (size_t dim = 0; dim < 2 * key.shape.size(); ++dim) said += std::to_string(box[dim]) + " ";
-      const Place place = index.place(key, number);
-      said += std::string(index.file(place.file)) + " " + std::to_string(place.offset) + " " +
-              std::to_string(place.length) + " " + std::to_string(place.crc);
+      const RecordLocation location = index.location(key, number);
+      said += std::string(index.file(location.file)) + " " + std::to_string(location.offset) + " " +
+              std::to_string(location.length) + " " + std::to_string(location.crc);
     };
     if (key.kind == state::ItemKind::object) {
       chunk(0, nullptr);
@@ -69,7 +69,7 @@ TEST_F(IndexTest, GivesBackWhatWentIn) {
   EXPECT_EQ(index.save_id(), "the save");
   ASSERT_EQ(index.size(), checkpoint.catalog.keys.size());
   EXPECT_EQ(index.files(), 3u);
-  const Places places = checkpoint.places();
+  const RecordLocations locations = checkpoint.locations();
   for (size_t i = 0; i < index.size(); ++i) {
     const Catalog::Key& expected = checkpoint.catalog.keys[i];
     const std::string_view name = checkpoint.catalog.name(expected);
@@ -92,7 +92,8 @@ TEST_F(IndexTest, GivesBackWhatWentIn) {
     });
     EXPECT_EQ(seen.size(), name == "empty" ? 0 : expected.chunks) << name;
     for (uint64_t number = 0; number < expected.chunks; ++number) {
-      const Place a = index.place(*key, number), b = places[checkpoint.catalog.chunks[expected.first_chunk + number]];
+      const RecordLocation a = index.location(*key, number),
+                           b = locations[checkpoint.catalog.chunks[expected.first_chunk + number]];
       EXPECT_EQ(std::tie(a.file, a.offset, a.length, a.crc), std::tie(b.file, b.offset, b.length, b.crc));
     }
   }
@@ -133,8 +134,8 @@ TEST_F(IndexTest, PlacesWithoutChecksums) {
   checkpoint.tables()[0][3] = -1;
   checkpoint.tables()[0][7] = 0xFFFFFFFF;
   const Index index(checkpoint.image());
-  EXPECT_EQ(index.place(*index.find("a"), 0).crc, -1);
-  EXPECT_EQ(index.place(*index.find("b"), 0).crc, 0xFFFFFFFF);
+  EXPECT_EQ(index.location(*index.find("a"), 0).crc, -1);
+  EXPECT_EQ(index.location(*index.find("b"), 0).crc, 0xFFFFFFFF);
 }
 
 TEST_F(IndexTest, BelongsToOneMetadataOnly) {
@@ -175,7 +176,7 @@ TEST_F(IndexTest, ReadsOnlyWhatIsNeeded) {
     const auto key = index.find("key 77");
     uint64_t chunks = 0;
     index.overlaps(*key, Dims{2048, 0}, Dims{4, 8}, [&](uint64_t chunk, const int64_t*) {
-      index.place(*key, chunk);
+      index.location(*key, chunk);
       ++chunks;
     });
     EXPECT_EQ(chunks, 1u);
@@ -323,34 +324,34 @@ TEST_F(IndexTest, ManyHostileBytesAtOnce) {
 TEST_F(IndexTest, OfRowsInAnyOrder) {
   ItemRows rows;
   const auto boxes = grid({60, 40}, {6, 8});
-  std::vector<int64_t> places;
+  std::vector<int64_t> locations;
   for (size_t i = 0; i < boxes.size(); ++i) {
     if (i == 10) {
       rows.object("object");
-      places.insert(places.end(), {1, 7, 8, -1});
+      locations.insert(locations.end(), {1, 7, 8, -1});
     }
     rows.box("grid", {60, 40}, boxes[(i * 29) % boxes.size()]);
-    places.insert(places.end(), {0, static_cast<int64_t>((i * 29) % boxes.size()), 5, 6});
+    locations.insert(locations.end(), {0, static_cast<int64_t>((i * 29) % boxes.size()), 5, 6});
   }
-  const Index index(index_of_rows(state::Inventory(rows.pack()), places, {"first", "second"}));
+  const Index index(index_of_rows(state::Inventory(rows.pack()), locations, {"first", "second"}));
   const auto key = index.find("grid");
   ASSERT_TRUE(key);
   uint64_t next = 0;
   index.overlaps(*key, Dims{0, 0}, Dims{60, 40}, [&](uint64_t chunk, const int64_t* box) {
     EXPECT_EQ(chunk, next);
     EXPECT_EQ((Dims{box[0], box[1]}), boxes[next].offset);
-    EXPECT_EQ(index.place(*key, chunk).offset, next);  // the places move with their rows
+    EXPECT_EQ(index.location(*key, chunk).offset, next);  // the locations move with their rows
     ++next;
   });
   EXPECT_EQ(next, boxes.size());
-  EXPECT_EQ(index.file(index.place(*index.find("object"), 0).file), "second");
+  EXPECT_EQ(index.file(index.location(*index.find("object"), 0).file), "second");
 }
 
 TEST_F(IndexTest, OfRowsThatContradictEachOther) {
   const auto refused = [](const ItemRows& rows, size_t count) {
-    const std::vector<int64_t> places(count * Places::kWords, 0);
+    const std::vector<int64_t> locations(count * RecordLocations::kWords, 0);
     try {
-      index_of_rows(state::Inventory(rows.pack()), places, {"file"});
+      index_of_rows(state::Inventory(rows.pack()), locations, {"file"});
     } catch (const Error& error) {
       return error.kind == Error::Kind::invalid;
     }
@@ -370,7 +371,7 @@ TEST_F(IndexTest, OfRowsThatContradictEachOther) {
   EXPECT_TRUE(refused(ItemRows().box("a", {INT64_MAX, 8}, {{0, 0}, {1, 1}}), 1));
   EXPECT_TRUE(refused(ItemRows().box("a", {4}, {{0}, {4}}).object("a"), 2));
   EXPECT_TRUE(refused(ItemRows().object("a").object("a"), 2));
-  EXPECT_TRUE(refused(ItemRows().object("a"), 2));  // one place too many
+  EXPECT_TRUE(refused(ItemRows().object("a"), 2));  // one location too many
 }
 
 }  // namespace

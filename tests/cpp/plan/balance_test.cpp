@@ -6,7 +6,8 @@
 #include <initializer_list>
 #include <numeric>
 
-#include "plan/water.h"
+#include "base/fill_level.h"
+#include "plan/pour.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -32,14 +33,14 @@ TEST(HolderSets, KeepEachOnce) {
 TEST(Water, LevelIsTheLowestThatHoldsIt) {
   const std::vector<uint32_t> ranks = {0, 2, 3};
   const std::vector<int64_t> loads = {10, 999, 4, 0};
-  EXPECT_EQ(fill_level(ranks, loads, 0), 0);
-  EXPECT_EQ(fill_level(ranks, loads, 3), 3);
-  EXPECT_EQ(fill_level(ranks, loads, 4), 4);
-  EXPECT_EQ(fill_level(ranks, loads, 5), 5);
-  EXPECT_EQ(fill_level(ranks, loads, 16), 10);
-  EXPECT_EQ(fill_level(ranks, loads, 17), 11);
-  EXPECT_EQ(fill_level(ranks, loads, 19), 11);
-  EXPECT_EQ(fill_level(std::vector<uint32_t>{1}, loads, 1), 1000);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 0), 0);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 3), 3);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 4), 4);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 5), 5);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 16), 10);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 17), 11);
+  EXPECT_EQ(fill_level<int64_t>(ranks, loads, 19), 11);
+  EXPECT_EQ(fill_level<int64_t>(std::vector<uint32_t>{1}, loads, 1), 1000);
 }
 
 TEST(Water, SettlesOverSetsThatOverlap) {
@@ -155,7 +156,7 @@ TEST(Balance, LongerDimsAreCutWhereTheFirstIsTooCoarse) {
   HolderSets sets;
   const uint32_t all = add(sets, {0, 1, 2, 3, 4, 5, 6, 7});
   const std::vector<SharedPiece> boxes = {box_of(all, 448 * kMiB, {2, 1, 14336, 4096}),
-                                        box_of(all, 224 * kMiB, {2, 14336, 2048})};
+                                          box_of(all, 224 * kMiB, {2, 14336, 2048})};
   const Placed placed = place(sets, std::vector<int64_t>(8), boxes);
   EXPECT_EQ(placed.dims, (std::vector<int32_t>{2, 1}));
   for (const int64_t load : placed.loads) EXPECT_NEAR(static_cast<double>(load) / kMiB, 84, 0.5);

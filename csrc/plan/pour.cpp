@@ -1,7 +1,9 @@
-#include "plan/water.h"
+#include "plan/pour.h"
 
 #include <algorithm>
 #include <cstdlib>
+
+#include "base/fill_level.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -11,22 +13,6 @@ constexpr uint64_t kMostTurns = 64;
 constexpr int64_t kSettled = 1000;  // a turn that moves less than this part of the level was the last
 
 }  // namespace
-
-int64_t fill_level(std::span<const uint32_t> set, std::span<const int64_t> loads, int64_t bytes) {
-  std::vector<int64_t> sorted;
-  sorted.reserve(set.size());
-  for (const uint32_t rank : set) sorted.push_back(loads[rank]);
-  std::sort(sorted.begin(), sorted.end());
-  for (size_t under = 1; under < sorted.size(); ++under) {  // ranks under water
-    const int64_t step = sorted[under] - sorted[under - 1], ranks = static_cast<int64_t>(under);
-    if (step > 0 && step >= bytes / ranks + (bytes % ranks != 0)) {
-      return sorted[under - 1] + bytes / ranks + (bytes % ranks != 0);
-    }
-    bytes -= step * ranks;
-  }
-  const auto ranks = static_cast<int64_t>(sorted.size());
-  return sorted.back() + bytes / ranks + (bytes % ranks != 0);
-}
 
 std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> order, std::span<const int64_t> bytes,
                           std::span<int64_t> loads) {
@@ -40,7 +26,7 @@ std::vector<int64_t> pour(const HolderSets& sets, std::span<const uint32_t> orde
       const std::span<const uint32_t> ranks = sets[set];
       int64_t* part = poured.data() + sets.begin(set);
       for (size_t i = 0; i < ranks.size(); ++i) loads[ranks[i]] -= part[i];
-      const int64_t level = fill_level(ranks, loads, bytes[set]);
+      const int64_t level = fill_level<int64_t>(ranks, loads, bytes[set]);
       int64_t left = bytes[set];
       for (size_t i = 0; i < ranks.size(); ++i) {
         const int64_t now = std::min(left, std::max<int64_t>(0, level - loads[ranks[i]]));

@@ -1,4 +1,4 @@
-#include "metadata/places.h"
+#include "metadata/record_locations.h"
 
 #include "base/error.h"
 
@@ -11,7 +11,8 @@ namespace {
 
 }  // namespace
 
-Places::Places(std::vector<std::span<const int64_t>> tables, const std::vector<std::vector<std::string>>& files)
+RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
+                                 const std::vector<std::vector<std::string>>& files)
     : tables_(std::move(tables)) {
   if (files.size() != tables_.size()) throw Error::invalid("as many lists of files as ranks are wanted");
   for (size_t rank = 0; rank < files.size(); ++rank) {
@@ -23,7 +24,7 @@ Places::Places(std::vector<std::span<const int64_t>> tables, const std::vector<s
   first_file_.push_back(static_cast<uint32_t>(files_.size()));
 }
 
-Place Places::operator[](const Catalog::Chunk& chunk) const {
+RecordLocation RecordLocations::operator[](const Catalog::Chunk& chunk) const {
   const size_t rank = chunk.writer;
   if (rank >= tables_.size()) throw Error::invalid("nothing is known of what rank " + std::to_string(rank) + " wrote");
   if (chunk.row >= tables_[rank].size() / kWords) malformed(rank, "it misses a row");

@@ -1,4 +1,4 @@
-#include "plan/parts.h"
+#include "plan/local_plans.h"
 
 #include <algorithm>
 #include <numeric>
@@ -15,7 +15,7 @@ uint64_t piece_bytes(const Layout& layout, const Layout::Key& key, size_t box, c
 
 }  // namespace
 
-std::vector<int64_t> Parts::of(uint32_t rank, const Assignment& assignment) const {
+std::vector<int64_t> LocalPlans::of(uint32_t rank, const Assignment& assignment) const {
   std::vector<int64_t> words;
   words.reserve((first_row[rank + 1] - first_row[rank]) * kRowWords);
   for (uint64_t row = first_row[rank]; row < first_row[rank + 1]; ++row) {
@@ -28,24 +28,24 @@ std::vector<int64_t> Parts::of(uint32_t rank, const Assignment& assignment) cons
   return words;
 }
 
-Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads) {
+LocalPlans make_local_plans(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads) {
   LargeVector<AssignedPiece>& pieces = assignment.pieces;
-  Parts parts;
-  parts.first_row.resize(size_t{ranks} + 1);
-  parts.bytes.resize(ranks);
-  for (const AssignedPiece& piece : pieces) ++parts.first_row[piece.writer + 1];
-  std::partial_sum(parts.first_row.begin(), parts.first_row.end(), parts.first_row.begin());
+  LocalPlans plans;
+  plans.first_row.resize(size_t{ranks} + 1);
+  plans.bytes.resize(ranks);
+  for (const AssignedPiece& piece : pieces) ++plans.first_row[piece.writer + 1];
+  std::partial_sum(plans.first_row.begin(), plans.first_row.end(), plans.first_row.begin());
 
-  parts.pieces.resize(pieces.size());
-  std::vector<uint64_t> next(parts.first_row.begin(), parts.first_row.end() - 1), first_object;
+  plans.pieces.resize(pieces.size());
+  std::vector<uint64_t> next(plans.first_row.begin(), plans.first_row.end() - 1), first_object;
   for (const bool objects : {false, true}) {
     if (objects) first_object = next;
     for (const Layout::Key& key : layout.keys) {
       if ((key.kind == state::ItemKind::object) != objects) continue;
       for (size_t box = 0; box < key.boxes; ++box) {
         for (const AssignedPiece& piece : assignment.pieces_of(key, box)) {
-          parts.pieces[next[piece.writer]++] = static_cast<uint32_t>(&piece - pieces.data());
-          parts.bytes[piece.writer] += piece.split == 0
+          plans.pieces[next[piece.writer]++] = static_cast<uint32_t>(&piece - pieces.data());
+          plans.bytes[piece.writer] += piece.split == 0
                                            ? layout.bytes(key, box)
                                            : piece_bytes(layout, key, box, assignment.splits[piece.split - 1]);
         }
@@ -60,12 +60,12 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
   };
   parallel_for(threads, ranks, 16, [&] {
     return [&, rows = std::vector<Row>()](size_t rank) mutable {
-      const uint64_t begin = parts.first_row[rank], end = parts.first_row[rank + 1];
+      const uint64_t begin = plans.first_row[rank], end = plans.first_row[rank + 1];
       rows.clear();
       for (uint64_t at = begin; at < end; ++at) {
-        const AssignedPiece& piece = pieces[parts.pieces[at]];
+        const AssignedPiece& piece = pieces[plans.pieces[at]];
         const int64_t start = piece.split == 0 ? 0 : assignment.splits[piece.split - 1].start;
-        rows.push_back({piece.item, start, parts.pieces[at]});
+        rows.push_back({piece.item, start, plans.pieces[at]});
       }
       const auto before = [](const Row& a, const Row& b) {
         return a.item != b.item ? a.item < b.item : a.start < b.start;
@@ -74,12 +74,12 @@ Parts make_parts(const Layout& layout, Assignment& assignment, uint32_t ranks, u
       std::sort(rows.begin(), objects, before);
       std::sort(objects, rows.end(), before);
       for (size_t i = 0; i < rows.size(); ++i) {
-        parts.pieces[begin + i] = rows[i].piece;
+        plans.pieces[begin + i] = rows[i].piece;
         pieces[rows[i].piece].row = static_cast<uint32_t>(i);
       }
     };
   });
-  return parts;
+  return plans;
 }
 
 }  // namespace vescale_ckpt::plan
