@@ -15,8 +15,8 @@ namespace vescale_ckpt::plan {
 struct Tiling {
   std::optional<std::pair<size_t, size_t>> overlap;  // two boxes that share elements
   uint64_t missing = 0;                              // elements in no box; unknown if boxes overlap
-  std::vector<int64_t> hole_offset,
-      hole_size;  // a box of missing elements, for the message; empty if none was found cheaply
+  // A box of missing elements, for the message. Both are empty if none was found cheaply.
+  std::vector<int64_t> hole_offset, hole_size;
 };
 
 // `count` boxes, not empty, within `shape`, in the order of their offsets, no two of equal offset. Linear for boxes
