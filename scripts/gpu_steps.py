@@ -19,7 +19,10 @@ from benchmarks.figures import record
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/gpu/test_gpu.py::test_copies_to_the_host_and_back"
-PROBE = "import json; from vescale_ckpt._engine import _C; print(json.dumps([_C.capabilities(), _C.device_info()], default=str))"
+PROBE = (
+    "import json; from vescale_ckpt._engine import _C; "
+    "print(json.dumps([_C.capabilities(), _C.device_info()], default=str))"
+)
 
 
 def machine() -> int:
