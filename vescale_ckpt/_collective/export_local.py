@@ -25,7 +25,7 @@ from .export_save import CollectiveExport
 class LocalExport(CollectiveExport):
     """A `CollectiveSave` of one file for each rank. There is no index: readers read all files of the folder."""
 
-    def _place_token(self) -> None:
+    def _directory_mark(self) -> None:
         return None  # ranks need not share a directory
 
     def _lay_out(self) -> None:
