@@ -578,13 +578,13 @@ def fail_at_every_call_of_a_reader(directory: Path) -> list[str]:
     return tried
 
 
-@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("world_size", [4])
 def test_a_rank_that_raises_while_saving_fails_all_and_commits_nothing(checkpoint: Path, world_size: int) -> None:
     tried = run_ranks(world_size, fail_at_every_call_of_a_writer, checkpoint, timeout=BOUND)
     assert tried == [tried[0]] * world_size and len(tried[0]) == 4 * world_size + 2
 
 
-@pytest.mark.parametrize("world_size", [3])
+@pytest.mark.parametrize("world_size", [4])
 def test_a_rank_that_raises_while_loading_fails_all(checkpoint: Path, world_size: int) -> None:
     tried = run_ranks(world_size, fail_at_every_call_of_a_reader, checkpoint, timeout=BOUND)
     assert tried == [tried[0]] * world_size and len(tried[0]) == 4 * world_size + 1
