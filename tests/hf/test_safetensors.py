@@ -31,6 +31,7 @@ from vescale_ckpt import (
     StorageFullError,
     UntrustedCheckpointError,
     safetensors,
+    save,
 )
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import locks
@@ -564,3 +565,15 @@ def test_a_save_leaves_alone_what_another_one_is_writing(path: Path) -> None:
     safetensors.save_file(state(1), path)
     assert set(path.parent.iterdir()) == {path, going_on, other}
     lock.release()
+
+
+def test_the_names_in_headers_are_those_of_the_format(tmp_path: Path) -> None:
+    """docs/format.md names them: files of older versions are read by them, whatever modules are called."""
+    tied, checksums = (".".join(("vescale_ckpt", name)) for name in ("tied", "crc32"))
+    weight = torch.arange(6.0)
+    save(tmp_path / "export", {"a": weight, "b": weight}, format="safetensors")
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    with file.open("rb") as written:
+        header = json.loads(written.read(int.from_bytes(written.read(8), "little")))
+    assert json.loads(header["__metadata__"][tied]) == {"b": "a"}
+    assert checksums in header["__metadata__"]
