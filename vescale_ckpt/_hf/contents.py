@@ -41,7 +41,7 @@ from .._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, w
 from .._engine.torch_private import StorageInfo
 from .._ranks.message import pack, unpack
 from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import ShardBox
+from .._state.shard_boxes import ShardBox, overlapping_box
 from .._storage import file_kinds
 from .._storage.directory import check_relative, directory_at, is_file, stat_of
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
@@ -318,17 +318,8 @@ class _Reading:
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:
         """The boxes that have elements, or else one. Raises if two overlap."""
         boxes = [box for box in stored.boxes if 0 not in box[1]] or stored.boxes[:1]
-        if len(boxes) > 1:
-            # A sweep along the dimension with the most distinct offsets.
-            dim = max(range(stored.dims), key=lambda dim: len({offset[dim] for offset, _, _ in boxes}), default=None)
-            if dim is None:
-                raise self._contradiction(key, stored, boxes[1][2][0], "too")
-            open_boxes: list[Any] = []
-            for box in sorted(boxes, key=lambda box: box[0][dim]):
-                open_boxes = [other for other in open_boxes if other[0][dim] + other[1][dim] > box[0][dim]]
-                if any(_overlap(box, other) for other in open_boxes):
-                    raise self._contradiction(key, stored, box[2][0], "too")
-                open_boxes.append(box)
+        if (number := overlapping_box([(offset, size) for offset, size, _ in boxes])) is not None:
+            raise self._contradiction(key, stored, boxes[number][2][0], "too")
         return boxes
 
     def _shape(self, key: str, stored: _Stored) -> tuple[int, ...]:
@@ -350,10 +341,6 @@ class _Reading:
             key=key,
             path=self.root,
         )
-
-
-def _overlap(one: Any, other: Any) -> bool:
-    return all(a < d + e and d < a + b for a, b, d, e in zip(one[0], one[1], other[0], other[1], strict=True))
 
 
 def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:

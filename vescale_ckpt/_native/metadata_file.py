@@ -33,6 +33,7 @@ from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.rows import MOST_BYTES
 from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
+from .._state.shard_boxes import overlapping_box
 from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
@@ -217,29 +218,8 @@ def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]
                     f"{tuple(size)}",
                     key=key,
                 )
-    if _overlapping([chunk for chunk in chunks if math.prod(chunk.sizes)]):
+    if overlapping_box([(chunk.offsets, chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)]) is not None:
         raise UntrustedCheckpointError(f"{key}: chunks in metadata overlap", key=key)
-
-
-def _overlapping(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether two boxes of a tensor share an element: a sweep along the dimension with the most distinct offsets."""
-    if len(chunks) < 2:
-        return False
-    dimensions = len(chunks[0].offsets)
-    if dimensions == 0:
-        return True
-    sweep = max(range(dimensions), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
-        for other in active:
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                return True
-        active.append(chunk)
-    return False
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:

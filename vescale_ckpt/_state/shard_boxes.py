@@ -151,3 +151,26 @@ def _take(runs: list[_Run], ranges: list[tuple[int, int]]) -> list[_Run]:
                 taken.append((first, count))
             begin = stop
     return taken
+
+
+def overlapping_box(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int | None:
+    """The number of a box that shares an element with another one; None if there is none.
+
+    `boxes`: offset and size of each box of one tensor; a box without elements must be alone. The boxes are swept along
+    the dimension with the most distinct offsets.
+    """
+    if len(boxes) < 2:
+        return None
+    dimensions = len(boxes[0][0])
+    if dimensions == 0:
+        return 1
+    sweep = max(range(dimensions), key=lambda dim: len({offset[dim] for offset, _ in boxes}))
+    active: list[int] = []
+    for number in sorted(range(len(boxes)), key=lambda number: boxes[number][0][sweep]):
+        offset, size = boxes[number]
+        active = [other for other in active if boxes[other][0][sweep] + boxes[other][1][sweep] > offset[sweep]]
+        for other in active:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, *boxes[other], strict=True)):
+                return number
+        active.append(number)
+    return None
