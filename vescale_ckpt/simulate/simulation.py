@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .._engine import _C
+from .._engine.rows import LOCATION_ROW, PART_ROW
 from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
 
-_PART_WORDS = 4  # item, dim, start, length (csrc/plan/local_plans.h)
-_PLACE_WORDS = 4  # file, offset, length, CRC-32
 _Result = TypeVar("_Result")
 
 
@@ -63,7 +62,7 @@ def simulate(
     return Simulation(
         ranks=parallelism.ranks,
         items=item_count / parallelism.ranks,
-        pieces=sum(map(len, parts)) / 8 / _PART_WORDS / parallelism.ranks,
+        pieces=sum(map(len, parts)) / 8 / PART_ROW / parallelism.ranks,
         bytes_least=min(by_rank),
         bytes_mean=sum(by_rank) / parallelism.ranks,
         bytes_most=max(by_rank),
@@ -110,12 +109,12 @@ def _item_count(inventory: bytes) -> int:
 
 def _record_locations(part: bytes, rank_bytes: int) -> bytes:
     """Made-up record locations, with offsets, lengths and checksums as large as real ones."""
-    count = len(part) // 8 // _PART_WORDS
-    locations = array("q", bytes(8 * _PLACE_WORDS * count))
+    count = len(part) // 8 // PART_ROW
+    locations = array("q", bytes(8 * LOCATION_ROW * count))
     step = rank_bytes // count + 1 if count else 0
-    locations[1::_PLACE_WORDS] = array("q", range(0, step * count, step) if step else ())
-    locations[2::_PLACE_WORDS] = array("q", [step]) * count
-    locations[3::_PLACE_WORDS] = array("q", [0x9E3779B9]) * count
+    locations[1::LOCATION_ROW] = array("q", range(0, step * count, step) if step else ())
+    locations[2::LOCATION_ROW] = array("q", [step]) * count
+    locations[3::LOCATION_ROW] = array("q", [0x9E3779B9]) * count
     return locations.tobytes()
 
 
