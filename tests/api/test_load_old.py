@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_pool import run_ranks
-from states import assert_same, bits
+from states import assert_same, bits, train
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed.checkpoint import _version
@@ -49,23 +49,11 @@ def _model(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    torch.manual_seed(9)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(8, 13)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _from_each_kind_to_each(directory: Path) -> None:
     kinds = ["FSDP1", "FSDP1 with a mesh", "FSDP2", "plain"]
     for kind in kinds:
         model, optimizer = _model(kind, seed=1)
-        _train(model, optimizer)
+        train(model, optimizer)
         vescale_ckpt.save(directory / kind, saved_form({"model": model, "optimizer": optimizer}))
         if kind == "FSDP1":
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -73,7 +61,7 @@ def _from_each_kind_to_each(directory: Path) -> None:
         if kind == "FSDP2":  # its parameters numbered
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             dcp.save(states, storage_writer=FileSystemWriter(directory / "numbers", sync_files=False))
-        expected = _train(model, optimizer)
+        expected = train(model, optimizer)
         for name in {"FSDP1": ["FSDP1", "stock"], "FSDP2": ["FSDP2", "numbers"]}.get(kind, [kind]):
             for loader in kinds if kind.startswith("FSDP1") else kinds[2:] if name == "numbers" else kinds[:2]:
                 fresh, its_optimizer = _model(loader, seed=2)
@@ -82,7 +70,7 @@ def _from_each_kind_to_each(directory: Path) -> None:
                     report = vescale_ckpt.load(directory / name, state, broadcast_checkpoint=broadcast)
                     assert report.missing == report.unexpected == report.mismatched == []
                 assert int(saved_form(state)["model"]["calls"]) == 1
-                assert _train(fresh, its_optimizer) == pytest.approx(expected, rel=1e-5), f"{name} -> {loader}"
+                assert train(fresh, its_optimizer) == pytest.approx(expected, rel=1e-5), f"{name} -> {loader}"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from damage import flip
 from rank_pool import run_ranks
-from states import KiB, MiB, assert_same
+from states import KiB, MiB, assert_same, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -49,23 +49,11 @@ def _build(seed: int, *, meta: bool = False, ddp: bool = False) -> tuple[nn.Modu
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    torch.manual_seed(9)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(8, 13)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _train_and_save(directory: Path, ddp: bool) -> list[float]:
     model, optimizer = _build(1, ddp=ddp)
-    _train(model, optimizer)
+    train(model, optimizer)
     vescale_ckpt.save(directory, saved_form({"model": model, "optimizer": optimizer, "step": 2}))
-    return _train(model, optimizer)
+    return train(model, optimizer)
 
 
 def _load_and_train(directory: Path, meta: bool) -> list[float]:
@@ -76,7 +64,7 @@ def _load_and_train(directory: Path, meta: bool) -> list[float]:
     if dist.get_world_size() > 1:
         weight = model[0].weight  # type: ignore[index]
         assert isinstance(weight, DTensor) and isinstance(optimizer.state[weight]["exp_avg"], DTensor)
-    return _train(model, optimizer)
+    return train(model, optimizer)
 
 
 @pytest.mark.parametrize("ddp", [False, True])
