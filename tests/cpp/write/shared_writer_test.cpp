@@ -57,8 +57,8 @@ class SharedWriterTest : public AccessTest {
     };
     add({3, 5}, 0, {1, 2, 0});  // small ones that share blocks
     add({1}, 0, {0, 1, 0});
-    add({2000, 1001}, 0, {700, 1, 1299});         // rows: long, and less than a block
-    add({900, 1003}, 1, {400, 3, 600});           // columns: short runs
+    add({600, 1001}, 0, {200, 1, 399});           // rows: long, and less than a block
+    add({200, 1003}, 1, {400, 3, 600});           // columns: short runs
     add({3, 700'001}, 1, {300'000, 400'001, 0});  // columns: long runs
     add({40, 30, 11}, 1, {7, 20, 3});             // in the middle
     add({0, 4}, 1, {1, 1, 2});
