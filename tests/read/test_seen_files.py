@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
 from vescale_ckpt._read import packed
-from vescale_ckpt._read.records import RecordReader
+from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
 from vescale_ckpt.convert import dcp_source, raw_files
 
@@ -193,7 +193,7 @@ def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
     if first:
         save_stock(directory, 1)
     dist.barrier()
-    objects_of = RecordReader.objects
+    objects_of = Load.objects
 
     def overwrite_first(self: Any, *args: Any) -> Any:
         found = [*objects_of(self, *args)]
@@ -202,9 +202,9 @@ def load_while_one_overwrites(directory: Path, broadcast: Any) -> None:
         dist.barrier()
         return found
 
-    RecordReader.objects = overwrite_first  # type: ignore[method-assign]
+    Load.objects = overwrite_first  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
     finally:
-        RecordReader.objects = objects_of  # type: ignore[method-assign]
+        Load.objects = objects_of  # type: ignore[method-assign]

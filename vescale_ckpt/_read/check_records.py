@@ -24,8 +24,8 @@ from .._storage.directory import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 from .contents import Contents
+from .load import Record
 from .non_contiguous_records import wrong_form
-from .records import Record
 
 
 @dataclass

@@ -23,10 +23,9 @@ from .._native import metadata_file
 from .._native.names import METADATA_NAME, checked_location, crc_of
 from .._read.by_items import ItemLoad
 from .._read.contents import Contents
-from .._read.filling import Filling
+from .._read.load import Load, ReadOptions
 from .._read.match import not_all_there
 from .._read.no_checkpoint import explained
-from .._read.records import ReadOptions, RecordReader
 from .._read.seen_files import SeenFiles
 from .._state.structure import Path, structure_of
 from .._storage.directory import check_relative, directory_at, local_path
@@ -97,8 +96,8 @@ class DcpSource:
 
     def _load(self, planner: LoadPlanner, items: list[ReadItem], verify: bool) -> None:
         contents = Contents(self._path, self._path, lambda: self._metadata)
-        filling = Filling(RecordReader(contents, ReadOptions(verify=verify), self._seen))
-        ItemLoad(filling, item_targets(planner)).run(items)
+        load = Load(contents, ReadOptions(verify=verify), self._seen)
+        ItemLoad(load, item_targets(planner)).run(items)
 
     def _pieces(self, read: Read) -> Iterator[tuple[ChunkStorageMetadata, ReadItem, torch.Tensor]]:
         """For each chunk that holds a part of the box: the chunk, the item to read and its target. Chunks do not
