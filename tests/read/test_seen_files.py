@@ -25,7 +25,7 @@ from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensor
 from vescale_ckpt._read import packed
 from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
-from vescale_ckpt.convert import dcp_source, raw_files
+from vescale_ckpt.convert import dcp_files, raw_files
 
 
 def state(number: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_files.RawFiles}[source]
+    of: Any = {"dcp": dcp_files.DcpSource, "torch": raw_files.RawFiles}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:

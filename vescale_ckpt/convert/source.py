@@ -1,14 +1,15 @@
-"""Defines what a conversion needs from a checkpoint of any format: the protocol `Source`."""
+"""Defines what a conversion needs from a checkpoint of any format: `Source`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from .._state.structure import Path
+from .._state.structure import Path, Structure
 
 
 @dataclass(frozen=True)
@@ -52,26 +53,23 @@ def parts_of(
         yield number, [start - origin for start, origin in zip(begin, offsets, strict=True)], target
 
 
-class Source(Protocol):
-    """An open checkpoint."""
+class Source:
+    """An open checkpoint, a base class. Formats of tensors alone, with flat names, have only `tensors` and `read`."""
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def object_names(self) -> Sequence[str]: ...
-
-    @property
-    def paths(self) -> Mapping[str, Path]:
-        """Paths in the nested state, by name. Names of the top level are left out."""
+    tensors: dict[str, TensorInfo]
+    object_names: Sequence[str] = ()
+    paths: Mapping[str, Path] = MappingProxyType({})  #: in the nested state, by name; none for names of the top level
+    structure: Structure | None = None  #: what paths do not contain; None: unknown
 
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""
+        return {}
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fills the targets, and compares data with its checksums where the file has any.
 
         Raises `CorruptCheckpointError`, `UntrustedCheckpointError`, `CheckpointError`.
         """
+        raise NotImplementedError
 
     def close(self) -> None: ...
