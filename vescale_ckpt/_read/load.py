@@ -24,6 +24,7 @@ from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, ov
 from .._engine.torch_private import bump_versions
 from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
+from .._state.tensor_table import narrowed
 from .._storage.directory import check_relative, stat_of
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
@@ -294,9 +295,7 @@ class Load:
             raise self._corrupt(record, f"{place} {error}") from error.__cause__
         if tensor.dtype != record.dtype and not self.options.allow_cast:
             raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
-        for dim, (start, length) in enumerate(zip(target.storage_offset, target.host.shape, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        target.host.copy_(tensor)
+        target.host.copy_(narrowed(tensor, target.storage_offset, target.host.shape))
 
     # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from .._read.match import not_all_there
 from .._state.structure import Path, Structure
+from .._state.tensor_table import narrowed
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ def parts_of(
     chunks: Sequence[tuple[Sequence[int], Sequence[int]]], read: Read
 ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
     """For each chunk (offsets and sizes in the tensor) that overlaps the box: its number, the overlap's offsets in the
-    chunk, and the part of the target to fill. Stops when the box is complete; chunks must not overlap each other."""
+    chunk, and the part of the target to fill. Stops when the box is complete; chunks must not overlap each other.
+
+    Raises `CorruptCheckpointError` if they do not hold all of the box.
+    """
     wanted = read.target.numel()
     for number, (offsets, sizes) in enumerate(chunks):
         if not wanted:
@@ -46,11 +51,12 @@ def parts_of(
         lengths = [min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, begin, strict=True)]
         if any(length <= 0 for length in lengths):
             continue
-        target = read.target
-        for dim, (start, origin, length) in enumerate(zip(begin, read.offsets, lengths, strict=True)):
-            target = target.narrow(dim, start - origin, length)
+        inside = [start - origin for start, origin in zip(begin, read.offsets, strict=True)]
+        target = narrowed(read.target, inside, lengths)
         wanted -= target.numel()
         yield number, [start - origin for start, origin in zip(begin, offsets, strict=True)], target
+    if wanted:
+        raise not_all_there(read.key)
 
 
 class Source:
