@@ -18,7 +18,7 @@ from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
 from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
-from ._collective.load import CollectiveLoad, load_by_planner
+from ._collective.load import CollectiveLoad
 from ._collective.save import CollectiveSave
 from ._collective.save_native import CollectiveNativeSave
 from ._dcp.save_planner import SavePlanner
@@ -262,11 +262,10 @@ def load(
     exchange = Exchange.of(process_group, timeout, purpose="load")
     reader = StorageReader(path, verify=verify, weights_only=weights_only)
     reader.timeout = exchange.timeout
-    if planner is not None:
-        assert state is not None
-        return load_by_planner(exchange, reader, planner, state)
     loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint)
-    return loading.all() if state is None else loading.into(state, rename, allow_cast)
+    if state is None:
+        return loading.all()
+    return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
 
 
 def prepare(

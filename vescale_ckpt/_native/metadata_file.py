@@ -204,10 +204,6 @@ def _check_entry(key: Any, stored: Any) -> None:
             raise UntrustedCheckpointError(f"{key}: metadata gives no dtype or no shape", key=key)
         if math.prod(size) * dtype.itemsize >= MOST_BYTES or (size and min(size) < 0):
             raise UntrustedCheckpointError(f"{key}: no tensor of {dtype} has the shape {tuple(size)}", key=key)
-        if len(chunks) == 1 and chunks[0].sizes == size and type(chunks[0].sizes) is torch.Size:
-            whole = type(chunks[0].offsets) is torch.Size and len(chunks[0].offsets) == len(size)
-            if whole and not any(chunks[0].offsets) and (not size or (min(size) >= 0 and max(size) < MOST_BYTES)):
-                return
         _check_chunks(key, size, chunks)
     except (AttributeError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise UntrustedCheckpointError(f"{key}: metadata is malformed: {error}", key=key) from error
