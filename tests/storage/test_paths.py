@@ -91,13 +91,13 @@ def test_what_was_made_with_a_path_keeps_it(here_and_there: tuple[Path, Path]) -
     save_file({"a": torch.ones(3)}, "file.safetensors")
     writer, reader, file = StorageWriter("other"), StorageReader("checkpoint"), safe_open("file.safetensors")
     os.chdir(there)
-    assert (writer.checkpoint_id, reader.path) == (str(here / "other"), str(here / "checkpoint"))
+    assert (writer.path, reader.path) == (str(here / "other"), str(here / "checkpoint"))
     assert torch.equal(file.get_tensor("a"), torch.ones(3))
     os.chdir(here)
     writer.reset("third")
     reader.reset("checkpoint")
     os.chdir(there)
-    assert (writer.checkpoint_id, reader.path) == (str(here / "third"), str(here / "checkpoint"))
+    assert (writer.path, reader.path) == (str(here / "third"), str(here / "checkpoint"))
     assert verify(reader.path).path == reader.path
 
 

@@ -111,15 +111,19 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP calls it first, on each rank."""
-        path = self.options.path if checkpoint_id is None else local_path(checkpoint_id)
+        path = self.path if checkpoint_id is None else local_path(checkpoint_id)
         self.options = replace(self.options, path=path, save_id=new_save_id())
 
     @property
-    def checkpoint_id(self) -> str:
+    def path(self) -> str:
         return self.options.path
 
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.options.path, save_id=self.options.save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.options.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP calls it on each rank, before planning."""
