@@ -26,6 +26,7 @@ from ..errors import CheckpointError
 from ..reports import SaveStats
 from .lazy_metadata import LazyMetadata
 from .overrides import is_method_of
+from .save_planner import SavePlanner as OurSavePlanner
 
 
 class NativeFormat(NativeSave):
@@ -130,9 +131,8 @@ def _write(save: RankSave, items: Sequence[WriteItem], planner: SavePlanner) -> 
 
 def _makes_tensors(planner: SavePlanner) -> bool:
     """Whether the planner's `resolve_data` may return tensors that are not the state's own."""
-    return not isinstance(planner, DefaultSavePlanner) or any(
-        not is_method_of(planner, name, DefaultSavePlanner)
-        and not getattr(getattr(planner, name), "keeps_memory", False)
+    return not isinstance(planner, DefaultSavePlanner) or not all(
+        is_method_of(planner, name, DefaultSavePlanner, OurSavePlanner)
         for name in ("resolve_data", "lookup_object", "transform_object")
     )
 

@@ -177,10 +177,6 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(objects.dump(object, write_item.index.fqn))
         return object
 
-    # Marks methods that return the state's own memory: the writer may then hold all tensors of a save at once.
-    resolve_data.keeps_memory = True  # type: ignore[attr-defined]
-    transform_object.keeps_memory = True  # type: ignore[attr-defined]
-
     # --- The same steps on packed plans, for DCP's calls above and for `vescale_ckpt.save`
 
     @property

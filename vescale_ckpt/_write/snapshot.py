@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._engine import _C
 from .._engine.errors import named_errors
@@ -24,13 +24,6 @@ from .rank_save import RankSave
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
-
-
-class _Copy(NamedTuple):
-    """Some rows of the rank's part, and the snapshot that holds them."""
-
-    rows: Sequence[int]
-    snapshot: _C.Snapshot
 
 
 class StagedPlan:
@@ -55,7 +48,7 @@ class StagedPlan:
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the part, and what holds them
         self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
@@ -90,8 +83,8 @@ class StagedPlan:
 
     def _release(self) -> None:
         """Frees the snapshots, which the traceback of an error would keep alive."""
-        for copy in self._copies:
-            copy.snapshot.release()
+        for _, snapshot in self._copies:
+            snapshot.release()
         self._copies.clear()
 
     def _write(self) -> tuple[PackedResults, SaveStats]:
@@ -105,9 +98,9 @@ class StagedPlan:
                 return PackedResults(b"", []), save.finish(0, 0)
             self._open(in_background=True)
             while self._copies:  # each snapshot is freed when it is written
-                copy = self._copies.pop(0)
-                self._write_rows(copy.rows, copy.snapshot.table())
-                copy.snapshot.release()
+                rows, snapshot = self._copies.pop(0)
+                self._write_rows(rows, snapshot.table())
+                snapshot.release()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += save.write_contents(self._objects, self._object_keys)
             return PackedResults(in_first_file(placed), [save.name]), save.finish(self._tensors, len(self._objects))
@@ -169,7 +162,7 @@ class StagedPlan:
         """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""
         sizes = words(self._body_bytes)
         self._early_bytes += sum(sizes[row] for row in rows[: snapshot.first])
-        self._copies.append(_Copy(rows[snapshot.first :], snapshot))
+        self._copies.append((rows[snapshot.first :], snapshot))
 
     def _wait_until_copied(self) -> None:
         if self._guarded is not None:
