@@ -89,7 +89,7 @@ def _memory_format(number: int) -> None:
 def _memory_format_named(enumeration: Any, name: Any) -> None:
     """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
     if enumeration is not _memory_format or type(name) is not str:
-        raise UntrustedCheckpointError(".metadata asks for an attribute of something else than a memory format: refused")
+        raise UntrustedCheckpointError(".metadata asks for an attribute of what is no memory format: refused")
 
 
 def _plain_path(*parts: str) -> str:

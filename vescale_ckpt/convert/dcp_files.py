@@ -34,8 +34,7 @@ from .._state.shard_boxes import ShardBox
 from .._state.structure import Path, structure_of
 from .._storage.directory import check_relative, directory_at, local_path
 from .._write.host_batches import write_table
-from .._write.native_save import NativeSave, new_save_id
-from .._write.rank_files import FileOptions, RankFile
+from .._write.native_save import NativeSave
 from ..errors import CheckpointError, CorruptCheckpointError
 from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
@@ -197,11 +196,10 @@ class DcpRankFiles:
     """The data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
 
     def __init__(self, directory: str, rank: int) -> None:
-        self._save = NativeSave(FileOptions(directory, rank))
+        self._save = NativeSave(SaveOptions(directory, rank))
         self._save.begin()
         if rank == 0:
             self._save.clean_up()
-        self._files = self._save.files()
 
     def write(
         self,
@@ -212,23 +210,22 @@ class DcpRankFiles:
         buffers: Buffers,
     ) -> bytes:
         """Writes the pieces and then the objects. Returns the message that `commit` needs from each rank."""
-        with self._files as files:
+        with self._save as save:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
                 return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
-            file = files.open(array("q", [piece.bytes for piece in pieces]))
-            written = _Written(file)
+            save.open(array("q", [piece.bytes for piece in pieces]))
+            written = _Written(save)
             transfer(pieces, source, written, buffers)
-            placed = written.placed + file.write_contents(contents, list(values))
-            file.finish()
-            files.finish(len(pieces), len(values))
+            placed = written.placed + save.write_contents(contents, list(values))
+            save.finish(len(pieces), len(values))
         rows = [_row(piece) for piece in pieces]
         rows += [packed_row(OBJECT, 0, False, len(content), ShardBox((), (), ()), ()) for content in contents]
         own = dict.fromkeys(names)
         inventory = _C.pack_inventory(names, b"".join(rows), 0)
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
-        return pack(inventory, known, in_first_file(placed), file.name.encode())
+        return pack(inventory, known, in_first_file(placed), save.name.encode())
 
     def commit(self, messages: Sequence[bytes], path: str, structure: str | None) -> None:
         """Commits the files of all ranks, on the coordinator. `messages`: the messages of `write`, by rank. `path`: the
@@ -238,13 +235,13 @@ class DcpRankFiles:
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
             ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(locations)]
             files = [[name.decode()] if name else [] for name in names]
-            save_id = new_save_id()
+            save_id = self._save.options.save_id
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
         self._save.commit(content, index)
 
     def discard(self) -> None:
         """Removes the files that this rank has written."""
-        self._files.discard()
+        self._save.discard()
 
     def end(self) -> None:
         self._save.end()
@@ -253,8 +250,8 @@ class DcpRankFiles:
 class _Written:
     """Writes batches to a data file and collects their record locations."""
 
-    def __init__(self, file: RankFile) -> None:
-        self._file = file
+    def __init__(self, save: RankSave) -> None:
+        self._save = save
         self.placed: list[int] = []
 
     def prepare(self, batch: Batch) -> None: ...
@@ -264,7 +261,7 @@ class _Written:
         names = [placed.segment.output.name for placed in segments if isinstance(placed.segment, Piece)]
         if segments:
             table, rows = write_table([placed.target for placed in segments]), range(len(segments))
-            self.placed += self._file.write_table(table, names.__getitem__, rows)
+            self.placed += self._save.write_table(table, names.__getitem__, rows)
 
 
 def _row(piece: Piece) -> bytes:
