@@ -35,6 +35,7 @@ from .._state.structure import Path, structure_of
 from .._storage.directory import check_relative, directory_at, local_path
 from .._write.host_batches import write_table
 from .._write.native_save import NativeSave
+from .._write.rank_save import RankSave, SaveOptions
 from ..errors import CheckpointError, CorruptCheckpointError
 from .pipeline import Batch, Buffers, Piece, pieces_of, transfer
 from .plan import Output
