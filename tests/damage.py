@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -133,6 +134,12 @@ def save(directory: Path | str, values: State, *, sharded: bool = False, **optio
     dcp.save(values, storage_writer=StorageWriter(directory, **options), planner=planner, no_dist=True)
 
 
+def stock_save(directory: Path | str, values: State, **options: Any) -> None:
+    """Saves with DCP's own writer and planner."""
+    writer = FileSystemWriter(directory, **({"sync_files": False} | options))
+    dcp.save(values, storage_writer=writer, no_dist=True)
+
+
 def load(directory: Path | str, like: State, *, planner: LoadPlanner | None = None, **options: Any) -> State:
     """What `dcp.load` does on one rank, without its wrapping of errors (which costs more than the load)."""
     values = blank(like)
@@ -187,6 +194,17 @@ def no_snapshot_is_left(seconds: float = 60.0) -> bool:
         gc.collect()
         time.sleep(0.001)
     return True
+
+
+@contextlib.contextmanager
+def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None]:
+    """System calls of a kind fail, but the first `skip`."""
+    _C.clear_faults()
+    _C.inject_fault(call, error, skip, times)
+    try:
+        yield
+    finally:
+        _C.clear_faults()
 
 
 # --- What lies where in a checkpoint

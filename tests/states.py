@@ -34,6 +34,10 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) ->
     return tensor
 
 
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> torch.Tensor:
+    return ((torch.arange(torch.Size(shape).numel()) + first) % 8191).to(dtype).view(shape)
+
+
 def at_address(tensor: torch.Tensor, within_page: int) -> torch.Tensor:
     """A contiguous copy whose first byte lies so many bytes behind a page."""
     buffer = torch.empty(tensor.nbytes + 4096 + within_page, dtype=torch.uint8)
@@ -153,6 +157,17 @@ def mixed_state() -> dict[str, Any]:
         "list": [1, 2.5, {"x": "y"}, [torch.ones(2), "z"]],
         "set": {1, 2},
     }
+
+
+class Tied(torch.nn.Module):
+    """One tensor under two names, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.inner = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
 
 
 def data_files(path: Path) -> list[str]:

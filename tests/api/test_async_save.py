@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import background
 import pytest
 import torch
 from background import change_all, many_kinds
@@ -33,25 +34,15 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._collective.handle import settled
 from vescale_ckpt._engine import _C
-from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 180.0  # seconds after which something counts as hung
-SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "200"))
+SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "100"))
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Background writing waits for this event."""
-    event = threading.Event()
-    write = StagedPlan.write
-
-    def late(part: StagedPlan) -> Any:
-        assert event.wait(BOUND)
-        return write(part)
-
-    monkeypatch.setattr(StagedPlan, "write", late)
-    yield event
-    event.set()
+def held() -> Iterator[threading.Event]:
+    with background.held() as event:
+        yield event
 
 
 @pytest.mark.parametrize("budget", [None, 1 << 20, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import shutil
 import tempfile
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from rank_pool import run_ranks
 from states import (
     DTYPES,
-    SHAPES,
     UNPLANNABLE,
     KiB,
     MiB,
@@ -59,26 +57,6 @@ def test_empty_state(checkpoint: Path) -> None:
     save(checkpoint, {})
     assert load_blank(checkpoint, {}) == {}
     assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
-
-
-def test_names_of_any_kind(checkpoint: Path) -> None:
-    names = ["", "a/b", "..", "é\n", "\0", "a'b\"", "\ud800", "x" * 100_000]
-    state: dict[str, Any] = {name: torch.full((3,), number) for number, name in enumerate(names)}
-    state |= {f"{name} object": number for number, name in enumerate(names)}
-    save(checkpoint, state)
-    assert_same(load_blank(checkpoint, state), state)
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_every_dtype_in_every_shape(checkpoint: Path, verify: bool) -> None:
-    state = {f"{dtype} {shape}": random_tensor(shape, dtype) for dtype in DTYPES for shape in SHAPES}
-    save(checkpoint, state)
-    target = blank(state)
-    reader = load(checkpoint, target, verify=verify)
-    assert_same(target, state)
-    assert reader.last_stats is not None
-    assert reader.last_stats.fallback_tensors == 0
-    assert reader.last_stats.verified is verify
 
 
 def test_every_dtype_large(checkpoint: Path) -> None:
@@ -319,7 +297,7 @@ def test_any_sequence_of_sizes_and_any_part_of_it(scratch: Path, data: st.DataOb
         state[f"{number}"] = random_tensor((size * step,), torch.uint8)[::step]
     for number in range(draw(st.integers(0, 3), label="objects")):
         state[f"object {number}"] = "x" * draw(_SIZES)
-    options = {"direct_io": draw(st.sampled_from(["auto", False])), "thread_count": draw(st.integers(1, 5))}
+    options = {"direct_io": draw(st.sampled_from(["auto", False])), "thread_count": draw(st.integers(1, 16))}
     if draw(st.booleans(), label="saved by stock"):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch, sync_files=False))
     else:
@@ -363,14 +341,6 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_object(checkpoint: Path, name: str) -> None:
-    save(checkpoint, {"object": OBJECTS[name]})
-    target: dict[str, Any] = {"object": 0}
-    load(checkpoint, target)
-    assert_same(target, {"object": OBJECTS[name]})
-
-
 def test_objects_together(checkpoint: Path) -> None:
     save(checkpoint, OBJECTS)
     target: dict[str, Any] = dict.fromkeys(OBJECTS)
@@ -383,24 +353,6 @@ def test_large_object(checkpoint: Path, size: int) -> None:
     state = {"before": 1, "object": "x" * size, "tensor": torch.ones(1000), "after": {"y": "z" * size}}
     save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
-
-
-def test_objects_of_one_identity_stay_one(checkpoint: Path) -> None:
-    shared = [1]
-    recursive: list[Any] = [shared, (shared,)]
-    save(checkpoint, {"object": (shared, recursive)})
-    target: dict[str, Any] = {"object": 0}
-    load(checkpoint, target)
-    first, (second, (third,)) = target["object"]
-    assert first is second is third
-
-
-def test_ordered_dict_and_counter_keep_their_kind_inside_a_tuple(checkpoint: Path) -> None:
-    value = (collections.OrderedDict(b=1, a=2), collections.Counter("aab"))
-    save(checkpoint, {"object": value})
-    target: dict[str, Any] = {"object": 0}
-    load(checkpoint, target)
-    assert_same(target["object"], value)
 
 
 # --- Tensors without memory that could be read or written: an error or the right values, but never a crash

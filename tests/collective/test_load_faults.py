@@ -113,12 +113,10 @@ class Target:
 
 
 def _raised(directory: Path, target: Target, timeout: float) -> CheckpointError:
-    begin = time.monotonic()
     try:
         vescale_ckpt.load(directory, target.state, broadcast_checkpoint=True, timeout=timeout)
     except CheckpointError as error:
         target.assert_untouched()
-        assert time.monotonic() - begin < 2 * FOREVER
         return error
     raise AssertionError("nothing was raised")
 
@@ -252,7 +250,7 @@ def _die(directory: Path, where: str) -> list[int]:
     target = Target()
     with _hanging(*STOPS[where][:2], _kill, STOPS[where][2]) if dist.get_rank() == 1 else contextlib.nullcontext():
         error = _raised(directory, target, FOREVER)
-    assert isinstance(error, CheckpointTimeoutError), error
+    assert isinstance(error, CheckpointTimeoutError) and "died" in str(error), error
     return error.late_ranks
 
 

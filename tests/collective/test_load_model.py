@@ -25,16 +25,19 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 import vescale_ckpt
-from vescale_ckpt import LoadPlanner, StorageReader
+from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 RANKS = 4
 FIRST_SEED = int(os.environ.get("LOAD_MODEL_SEED", "1000"))  # for longer runs by hand
 CASES = int(os.environ.get("LOAD_MODEL_CASES", "20"))
+#: how a case is loaded: with a `broadcast_checkpoint`, or by `dcp.load` with a planner
+WAYS: list[bool | type[DefaultLoadPlanner]] = [True, False, LoadPlanner, DefaultLoadPlanner]
 #: among them sizes at which records span blocks of checksums, slots of the engine and rounds of a broadcast
 LONGEST = [40_000, 260, 36, 14]  # elements of the longest dimension, by number of dimensions
 
@@ -204,12 +207,17 @@ def _case(directory: Path, seed: int, stock: bool) -> int:
     rng = np.random.default_rng(seed)
     values = _values(rng)
     state = {key: _saved(value, rng) for key, value in values.items()}
+    direct_io = ("auto", False)[rng.integers(2)]
     if stock:
         dcp.save(state, storage_writer=FileSystemWriter(directory, sync_files=False))
-    else:
+    elif rng.random() < 0.5:
         vescale_ckpt.save(directory, state)
+    else:
+        checksums = bool(rng.random() < 0.5)
+        writer = StorageWriter(directory, sync_files=False, direct_io=direct_io, checksums=checksums)
+        dcp.save(state, storage_writer=writer, planner=SavePlanner())
     shared = 0
-    for broadcast in (True, False, "auto"):
+    for way in WAYS:
         own = np.random.default_rng((seed, dist.get_rank()))
         targets, expected = {}, []
         for key, value in values.items():
@@ -218,16 +226,16 @@ def _case(directory: Path, seed: int, stock: bool) -> int:
                 targets[key] = target
                 expected += [(key, box, part) for box, part in parts.items()]
         os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(int(rng.choice([4 * MiB, 64 * MiB])))
-        report = vescale_ckpt.load(
-            directory,
-            targets,
-            broadcast_checkpoint=broadcast,
-            verify=bool(rng.random() < 0.7),  # type: ignore[arg-type]
-        )
+        verify = bool(rng.random() < 0.7)
+        if isinstance(way, type):
+            reader = StorageReader(directory, verify=verify, direct_io=direct_io)
+            dcp.load(targets, storage_reader=reader, planner=way())
+        else:
+            report = vescale_ckpt.load(directory, targets, broadcast_checkpoint=way, verify=verify)
+            assert report.missing == report.mismatched == []
+            shared += report.stats.shared_bytes
         for key, box, part in expected:
-            values[key].assert_in(part, box, f"{seed=} {stock=} {broadcast=} {key}")
-        assert report.missing == report.mismatched == []
-        shared += report.stats.shared_bytes
+            values[key].assert_in(part, box, f"{seed=} {stock=} {way=} {key}")
     return shared
 
 

@@ -27,7 +27,6 @@ from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, repli
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -48,20 +47,6 @@ from vescale_ckpt._write.native_save import NativeSave
 ERRORS = (CheckpointError, CheckpointException)
 
 # --- Plans that look right and are not
-
-
-def _other_paths_of_the_same_keys(way: str, directory: str) -> None:
-    planner = SavePlanner()
-    states: list[dict[str, Any]] = [{"a": {"b": torch.ones(3)}}, {"a.b": torch.ones(3)}, {"a": {"b": torch.ones(3)}}]
-    for k, state in enumerate(states):
-        save(way, f"{directory}/{k}", state, planner)
-        paths = StorageReader(f"{directory}/{k}").read_metadata().planner_data
-        assert paths == {"a.b": ("a", "b") if k % 2 == 0 else ("a.b",)}, k
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_keys_of_the_same_text_but_other_paths(tmp_path: Path, way: str) -> None:
-    run_ranks(2, _other_paths_of_the_same_keys, way, str(tmp_path), timeout=BOUND)
 
 
 def _groups_with_one_coordinator(way: str, directory: str) -> None:
@@ -231,26 +216,6 @@ def test_a_subclass_on_one_rank(tmp_path: Path, way: str, asks: int) -> None:
 class _AsksForObjects(SavePlanner):
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return super().transform_object(write_item, object)
-
-
-def _asynchronous(directory: str, kind: str) -> None:
-    planner: SavePlanner = SavePlanner()
-    for k in range(3):
-        state = replicated(k)
-        saving = dcp.async_save(
-            state,
-            storage_writer=StorageWriter(f"{directory}/{k}"),
-            planner=planner,
-            async_checkpointer_type=AsyncCheckpointerType(kind),
-        )
-        assert not isinstance(saving, AsyncSaveResponse)
-        saving.result()
-        assert_same(load(f"{directory}/{k}", state), state)
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_asynchronous_saves(tmp_path: Path, kind: str) -> None:
-    run_ranks(2, _asynchronous, str(tmp_path), kind, timeout=BOUND)
 
 
 def _subgroup(directory: str) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from damage import fork, same
 from rank_pool import RanksFailedError, run_ranks
+from states import random_tensor
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -50,18 +51,11 @@ FORMATS = list(NAMES)
 SMALLEST = str(1 << 20)  # bytes under way: batches of a third, pieces of a sixth
 
 
-def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bits but those that are no bool."""
-    elements = int(np.prod(shape, dtype=int))
-    values = torch.randint(0, 2 if dtype is torch.bool else 256, (elements * dtype.itemsize,), dtype=torch.uint8)
-    return values.view(dtype).view(shape) if elements else torch.empty(shape, dtype=dtype)
-
-
 def state() -> dict[str, Any]:
     dtypes = [getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)]
     return {
         "model": {
-            **{f"{dtype}": bits((5, 8), dtype) for dtype in dtypes},
+            **{f"{dtype}": random_tensor((5, 8), dtype) for dtype in dtypes},
             "scalar": torch.tensor(0.5),
             "empty": torch.empty(0, 3),
             "large": torch.randn(700, 1000),  # more than one batch of the smallest
@@ -480,7 +474,7 @@ def test_only_what_may_be_replaced_is(tmp_path: Path, format: Format) -> None:
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
-    values = {"large": torch.randn(3, 2000, 300), "line": torch.arange(1_000_000), "small": torch.ones(3)}
+    values = {"large": torch.randn(3, 1000, 300), "line": torch.arange(500_000), "small": torch.ones(3)}
     path = saved(tmp_path / "a.pt", values)
     taken: list[list[int]] = []
     take, give_back = pipeline.Buffers.take, pipeline.Buffers.give_back
@@ -506,10 +500,10 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for format in FORMATS:
         convert(source, tmp_path / NAMES[format], format=format)
         assert_same(read_by_us(tmp_path / NAMES[format]), values)
-        assert len(taken[-1]) > 40 and max(taken[-1]) <= int(SMALLEST)
+        assert len(taken[-1]) > 20 and max(taken[-1]) <= int(SMALLEST)
         source = tmp_path / NAMES[format]
     stored = dcp.FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata
-    assert len(stored["line"].chunks) > 40
+    assert len(stored["line"].chunks) > 20
 
 
 @pytest.mark.parametrize("most", [1, 5, 6, 7, 24, 100])
@@ -652,7 +646,7 @@ def differs_by_rank(source: str, path: str) -> None:
 def one_says_nonsense(source: str, path: str) -> str:
     format: Any = ("npz", "no_format")[torch.distributed.get_rank()]
     with pytest.raises(CheckpointError) as failed:
-        convert(source, path, format=format, timeout=20)
+        convert(source, path, format=format, timeout=60)
     return repr(failed.value)
 
 

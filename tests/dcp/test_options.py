@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import vescale_ckpt
 from vescale_ckpt import (
     CheckpointError,
-    IncompatibleStateError,
     LoadPlanner,
     LoadStats,
     SavePlanner,
@@ -96,13 +95,6 @@ def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, 
     assert reader.last_stats is not None and reader.last_stats.direct_bytes >= 4 * length
 
 
-@pytest.mark.parametrize("thread_count", [1, 3, 16])
-def test_thread_count(checkpoint: Path, thread_count: int) -> None:
-    state = mixed_state() | {f"{i}": torch.randn(500_000) for i in range(10)}
-    save(checkpoint, state, thread_count=thread_count)
-    assert_same(load_blank(checkpoint, state, thread_count=thread_count), state)
-
-
 @pytest.mark.parametrize(
     "environment",
     [
@@ -155,12 +147,6 @@ def test_a_file_for_each_item(checkpoint: Path, number: int) -> None:
     assert writer.last_stats.file_bytes == sum((checkpoint / name).stat().st_size for name in data_files(checkpoint))
 
 
-def test_without_syncing(checkpoint: Path) -> None:
-    state = mixed_state()
-    save(checkpoint, state, sync_files=False)
-    assert_same(load_blank(checkpoint, state), state)
-
-
 def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
     def syncs(sync_files: bool) -> int:
         _C.inject_fault("write", 0, skip=1 << 40)  # never reached, but calls are counted
@@ -170,16 +156,6 @@ def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
         return seen
 
     assert syncs(True) > syncs(False)
-
-
-def test_checkpoint_with_checksums_has_no_unverified_bytes(checkpoint: Path) -> None:
-    state = {"small": torch.randn(10), "large": torch.randn(MiB), "zeros": torch.zeros(100), "empty": torch.empty(0)}
-    save(checkpoint, state)
-    target = blank(state)
-    reader = load(checkpoint, target)
-    assert reader.last_stats is not None
-    assert reader.last_stats.verified
-    assert reader.last_stats.unverified_bytes == 0
 
 
 # --- What the options and objects promise
@@ -245,63 +221,12 @@ def test_deprecated_entry_points_of_dcp(checkpoint: Path) -> None:
     assert_same(target, state)
 
 
-def test_path_as_text_pathlike_and_url(tmp_path: Path) -> None:
-    for number, form in enumerate((str, Path, lambda path: path.as_uri())):
-        directory = tmp_path / f"with space {number}" / "new"
-        path: Any = form(directory)
-        save(path, {"a": torch.ones(3)})
-        assert (directory / ".metadata").is_file()
-        assert_same(load_blank(path, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
-        assert StorageWriter(path).checkpoint_id == str(directory)
-
-
-def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save("here", {"a": torch.ones(3)})
-    assert_same(load_blank("here", {"a": torch.zeros(3)}), {"a": torch.ones(3)})
-
-
 @pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
 def test_validate_checkpoint_id(kind: type, tmp_path: Path) -> None:
     assert kind.validate_checkpoint_id(tmp_path)
     assert kind.validate_checkpoint_id(str(tmp_path / "new"))
     assert kind.validate_checkpoint_id("file:///tmp/x")
     assert not kind.validate_checkpoint_id("s3://bucket/key")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"path": "s3://bucket/key"},
-        {"path": b"bytes"},
-        {"thread_count": 0},
-        {"thread_count": -1},
-        {"direct_io": "maybe"},
-        {"direct_io": None},
-    ],
-)
-@pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
-def test_bad_argument(kind: type, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        kind(**({"path": "x"} | arguments))
-
-
-def test_unknown_format() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        StorageWriter("x", format="zip")
-
-
-@pytest.mark.parametrize("value", ["none", "-1", "0"])
-def test_bad_environment_variable_is_named(checkpoint: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_THREADS", value)
-    with pytest.raises(CheckpointException, match="VESCALE_CKPT_THREADS"):
-        save(checkpoint, {"a": torch.ones(3)})
-
-
-def test_directory_without_checkpoint(tmp_path: Path) -> None:
-    for path, words in ((tmp_path, "has no .metadata"), (tmp_path / "nowhere", "is no directory")):
-        with pytest.raises(CheckpointException, match=words):
-            load(path, {"a": torch.ones(3)})
 
 
 def test_reading_data_before_set_up_is_an_error(checkpoint: Path) -> None:
@@ -353,20 +278,6 @@ def test_async_save_that_fails_raises_in_its_future(checkpoint: Path) -> None:
     assert os.listdir(checkpoint) == []
 
 
-def _save_alone(path: str) -> None:
-    directory = f"{path}/{dist.get_rank()}"
-    state = {"rank": dist.get_rank(), "a": torch.full((100,), dist.get_rank())}
-    dcp.save(state, storage_writer=StorageWriter(directory), planner=SavePlanner(), no_dist=True)
-    target = blank(state)
-    dcp.load(target, storage_reader=StorageReader(directory), planner=LoadPlanner(), no_dist=True)
-    assert_same(target, state)
-
-
-def test_no_dist_in_a_group(tmp_path: Path) -> None:
-    run_ranks(2, _save_alone, str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
-
-
 def _save_alone_to_one_directory(path: str) -> list[str]:
     outcomes = []
     for number in range(5):
@@ -390,91 +301,6 @@ def _save_alone_to_one_directory(path: str) -> list[str]:
 def test_ranks_that_save_alone_to_one_directory_leave_a_whole_checkpoint(checkpoint: Path) -> None:
     # Every rank believes that it is the only one. Stock DCP writes equal files over one another, and all is well.
     assert run_ranks(2, _save_alone_to_one_directory, str(checkpoint)) == [["saved"] * 5] * 2
-
-
-def _mix_global_and_rank_metadata(path: str, first_collective: bool) -> str:
-    try:
-        for number, collective in enumerate((first_collective, not first_collective)):
-            state = {"a": torch.full((10,), number)}
-            dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner(), use_collectives=collective)
-            dist.barrier()
-    except (CheckpointError, CheckpointException):
-        return "refused"
-    target = {"a": torch.full((10,), 9)}
-    try:
-        dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
-    except CheckpointException:
-        return "refused"
-    return "new values" if bool((target["a"] == 1).all()) else f"old values: {target['a'][:2].tolist()}"
-
-
-@pytest.mark.parametrize("first_collective", [True, False])
-def test_old_checkpoint_of_the_other_kind_does_not_hide_the_new_one(checkpoint: Path, first_collective: bool) -> None:
-    outcomes = run_ranks(2, _mix_global_and_rank_metadata, str(checkpoint), first_collective)
-    assert set(outcomes) <= {"new values", "refused"}
-
-
-def _save_without_collectives(path: str, value: int, single_file: bool) -> list[str]:
-    rank = dist.get_rank()
-    state = {"same key": torch.full((1000 + rank,), rank + value), "rank": f"{rank} {value}", "mixed": mixed_state()}
-    writer = StorageWriter(path, single_file_per_rank=single_file)
-    dcp.save(state, storage_writer=writer, planner=SavePlanner(), use_collectives=False)
-    dist.barrier()
-    for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
-        target = blank(state)
-        dcp.load(target, storage_reader=StorageReader(path), planner=planner)
-        assert_same(target, state)
-    return sorted(os.listdir(path))
-
-
-def test_metadata_of_each_rank(checkpoint: Path) -> None:
-    for value in (10, 20):  # the second time over the first
-        for listing in run_ranks(2, _save_without_collectives, str(checkpoint), value, True):
-            assert [name for name in listing if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
-            assert len(listing) == 6  # with an index each
-    listing = run_ranks(2, _save_without_collectives, str(checkpoint), 30, False)[0]
-    assert len([name for name in listing if name.startswith("__0_")]) > 10
-
-
-def _overwrite_without_collectives(path: str) -> list[str]:
-    state = {"a": torch.full((10,), dist.get_rank())}
-    writer = StorageWriter(path, overwrite=False)
-    outcomes = []
-    for _ in range(2):
-        try:
-            dcp.save(state, storage_writer=writer, planner=SavePlanner(), use_collectives=False)
-            outcomes.append("saved")
-        except CheckpointError as error:
-            outcomes.append("refused" if "overwrite=False" in str(error) else str(error))
-    target = blank(state)
-    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
-    assert_same(target, state)
-    return outcomes
-
-
-def test_overwrite_false_with_metadata_of_each_rank(checkpoint: Path) -> None:
-    assert run_ranks(2, _overwrite_without_collectives, str(checkpoint)) == [["saved", "refused"]] * 2
-
-
-def _errors_reach_all_ranks(path: str) -> list[Any]:
-    rank = dist.get_rank()
-    outcomes: list[Any] = []
-    state: dict[str, Any] = {"a": torch.ones(3), "b": torch.ones(4)}
-    dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
-    try:
-        wrong = {"a": torch.zeros(3 + rank), "b": torch.zeros(4)}  # wrong on rank 1 only
-        dcp.load(wrong, storage_reader=StorageReader(path), planner=LoadPlanner())
-    except CheckpointException as error:
-        outcomes.append({other: type(raised).__name__ for other, (raised, _) in error.failures.items()})
-    target = blank(state)
-    dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner())
-    assert_same(target, state)
-    return outcomes
-
-
-def test_error_of_one_rank_reaches_all(checkpoint: Path) -> None:
-    expected = [{1: IncompatibleStateError.__name__}]
-    assert run_ranks(2, _errors_reach_all_ranks, str(checkpoint)) == [expected, expected]
 
 
 def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:

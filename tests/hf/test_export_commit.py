@@ -183,8 +183,14 @@ def test_a_kill_at_any_call_leaves_the_old_model_or_the_new_one(
     assert seen == {None if before == "nothing" else 0, 1}
 
 
-@pytest.mark.parametrize("call", ["rename", "link", "unlink", "sync_directory", "open", "write", "sync"])
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(SIZES, SIZES)))
+CALLS = ["rename", "link", "unlink", "sync_directory", "open", "write", "sync"]
+SIZE_NAMES = list(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("call", "before", "after"),  # each call with each size before and after, each size before with each after
+    [(call, SIZE_NAMES[b], SIZE_NAMES[(b + c) % 3]) for c, call in enumerate(CALLS) for b in range(3)],
+)
 def test_a_call_that_fails_leaves_the_old_model_or_the_new_one(
     tmp_path: Path, call: str, before: str, after: str, caplog: pytest.LogCaptureFixture
 ) -> None:

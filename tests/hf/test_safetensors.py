@@ -12,7 +12,6 @@ import resource
 import signal
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +20,9 @@ import pytest
 import safetensors as stock
 import safetensors.torch as stock_torch
 import torch
-from damage import fork, in_child, same
+from damage import fault, fork, in_child, same
 from kills import Shared, kill, wait_until
+from states import random_tensor
 
 from vescale_ckpt import (
     CheckpointError,
@@ -42,16 +42,9 @@ DTYPES = [getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(to
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 4), (2, 0, 3), (5, 7, 2)]
 
 
-def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bits but those that are no bool."""
-    elements = int(np.prod(shape, dtype=int))
-    values = torch.randint(0, 2 if dtype is torch.bool else 256, (elements * dtype.itemsize,), dtype=torch.uint8)
-    return values.view(dtype).view(shape) if elements else torch.empty(shape, dtype=dtype)
-
-
 def all_dtypes() -> State:
     return {
-        f"{dtype} {shape}": bits(shape, dtype)
+        f"{dtype} {shape}": random_tensor(shape, dtype)
         for dtype in DTYPES
         for shape in SHAPES
         if shape or dtype is not getattr(torch, "float4_e2m1fn_x2", None)  # two values have no place in no dimension
@@ -106,7 +99,7 @@ def test_we_read_ours(path: Path) -> None:
 
 
 def test_the_order_is_the_librarys(tmp_path: Path) -> None:
-    values = {f"{name} {dtype}": bits((2, 2), dtype) for name in ("b", "a", "é", "B") for dtype in DTYPES}
+    values = {f"{name} {dtype}": random_tensor((2, 2), dtype) for name in ("b", "a", "é", "B") for dtype in DTYPES}
     stock_torch.save_file(values, tmp_path / "stock")
     safetensors.save_file(values, tmp_path / "ours")
     with stock.safe_open(tmp_path / "stock", "pt") as file:
@@ -151,7 +144,10 @@ def test_only_one_file_is_left_and_it_has_the_usual_rights(path: Path) -> None:
 
 
 def test_what_torch_keeps_lazily_is_saved_as_it_looks(path: Path) -> None:
-    values = {"conjugated": bits((3, 2), torch.complex64).conj(), "parameter": torch.nn.Parameter(torch.rand(3))}
+    values = {
+        "conjugated": random_tensor((3, 2), torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.rand(3)),
+    }
     safetensors.save_file(values, path)
     loaded = safetensors.load_file(path)
     assert same(loaded["conjugated"], values["conjugated"].resolve_conj())
@@ -277,7 +273,7 @@ def test_slices_are_those_of_the_tensor(path: Path, library: str) -> None:
 def test_a_slice_of_pairs_of_values_counts_as_torch_does(path: Path) -> None:
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("this torch has no float4")
-    pairs = bits((4, 6), torch.float4_e2m1fn_x2)
+    pairs = random_tensor((4, 6), torch.float4_e2m1fn_x2)
     safetensors.save_file({"a": pairs}, path)
     with safetensors.safe_open(path) as file:
         part = file.get_slice("a")
@@ -455,16 +451,6 @@ def test_checksums_that_another_tool_copied_along_do_not_count(tmp_path: Path, p
 
 
 # --- Failures
-
-
-@contextlib.contextmanager
-def fault(call: str, error: int, skip: int = 0) -> Iterator[None]:
-    _C.clear_faults()
-    _C.inject_fault(call, error, skip)
-    try:
-        yield
-    finally:
-        _C.clear_faults()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import cause, flip, flipped
 from rank_pool import run_ranks
-from states import assert_same
+from states import Tied, assert_same, numbers
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -44,10 +44,6 @@ INDEX = "model.safetensors.index.json"
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)
 
 State = dict[str, torch.Tensor]
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> torch.Tensor:
-    return ((torch.arange(torch.Size(shape).numel()) + first) % 8191).to(dtype).view(shape)
 
 
 def state() -> State:
@@ -199,15 +195,6 @@ def test_dtypes_shapes_and_absent_keys_are_reported_as_everywhere(tmp_path: Path
 
 
 # --- Tied weights
-
-
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(50, 8)
-        self.inner = torch.nn.Linear(8, 8)
-        self.head = torch.nn.Linear(8, 50, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def test_a_removed_name_gets_the_kept_ones_values(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import struct
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -182,13 +181,3 @@ def test_local_plans_give_each_node_a_copy_of_what_it_holds(job: Job, least: int
                 copies[row.name] += elements(row)
         for name, wanted in held.items():
             assert sorted(copies[name]) == sorted(wanted)
-
-
-def test_refusals_are_engine_errors_that_name_key_and_ranks() -> None:
-    with pytest.raises(_C.EngineError, match=r"^w: rank 0 has shape \(4,\), ranks 1, 2 have \(5,\)$") as caught:
-        Job([[tensor("w", 4)], [tensor("w", 5)], [tensor("w", 5)]]).plan()
-    assert caught.value.kind == "invalid"
-    with pytest.raises(_C.EngineError, match="rank 0: a rank's list of items is malformed"):
-        _C.GlobalPlan([b"not one"], "balanced")
-    with pytest.raises(ValueError, match="unknown placement"):
-        _C.GlobalPlan([pack([])], "anywhere")

@@ -155,7 +155,7 @@ class PlansWhatCannotTravel(PlansItems):
 
 def _cannot_travel(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        vescale_ckpt.save(path, _state(1), planner=PlansWhatCannotTravel(), timeout=20)
+        vescale_ckpt.save(path, _state(1), planner=PlansWhatCannotTravel(), timeout=60)
     return str(caught.value)
 
 

@@ -465,12 +465,6 @@ def shrink_a_chunk(metadata: Metadata) -> None:
     chunks[1] = ChunkStorageMetadata(chunks[1].offsets, torch.Size([5, 8]))
 
 
-def exchange_chunks(metadata: Metadata) -> None:
-    indices = [index for index in metadata.storage_data if index.fqn == "model.weight"]
-    storage = metadata.storage_data
-    storage[indices[0]], storage[indices[1]] = storage[indices[1]], storage[indices[0]]
-
-
 @pytest.mark.parametrize("change", [drop_a_chunk, move_a_chunk, repeat_a_chunk, shrink_a_chunk])
 @pytest.mark.parametrize("planner", [LoadPlanner, None])
 def test_chunks_that_do_not_tile_their_tensor_are_an_error(
@@ -545,7 +539,7 @@ NAMES: dict[str, Callable[[Path], Any]] = {
 def test_names_that_are_not_files_in_the_directory_are_refused(checkpoint: Path, name: str, key: str) -> None:
     save(checkpoint, small_state(1))
     lie(checkpoint, set_in_storage(key, relative_path=NAMES[name](checkpoint)))
-    answer = in_child(describe_outcome, checkpoint, seconds=8)
+    answer = in_child(describe_outcome, checkpoint)
     assert answer.value, "read from where nothing of the checkpoint is"
     assert answer.peak_bytes < ENOUGH
 
@@ -555,7 +549,7 @@ def test_metadata_that_is_no_file_is_an_error(checkpoint: Path, kind: str) -> No
     save(checkpoint, small_state(1))
     (checkpoint / ".metadata").unlink()
     (checkpoint / NAMES[kind](checkpoint)).rename(checkpoint / ".metadata")
-    answer = in_child(describe_outcome_bounded, checkpoint, seconds=8)
+    answer = in_child(describe_outcome_bounded, checkpoint)
     assert answer.value and answer.peak_bytes < ENOUGH
 
 
@@ -623,8 +617,10 @@ def load_object(directory: Path, planner: DcpLoadPlanner | None, **options: Any)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("disguise", DISGUISES)
-@pytest.mark.parametrize("name", ["os.system", "exec", "torch.save", "a class of ours"])
+@pytest.mark.parametrize(
+    ("disguise", "name"),
+    [*((disguise, "os.system") for disguise in DISGUISES), *(("openly", name) for name in ("exec", "torch.save"))],
+)
 @pytest.mark.parametrize("planner", [LoadPlanner, None])
 @pytest.mark.parametrize("verify", [True, False])
 def test_nothing_in_an_object_runs(
@@ -759,10 +755,6 @@ HOSTILE_ARCHIVES: dict[str, Callable[[], bytes]] = {
         for name, bomb in BOMBS.items()
     },  # type: ignore[misc]
 }
-
-
-HARMLESS = {"a pickle: deep lists"}
-HARMLESS_UNVERIFIED = {"a compressed pickle", "a comment", "no entries claimed"}
 
 
 HARMLESS = {"a pickle: deep lists"}

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import struct
-import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,31 +26,13 @@ from damage import (
     rewrite_metadata,
     save,
     state,
+    stock_save,
 )
 from rank_pool import run_ranks
-from torch.distributed.checkpoint import FileSystemWriter
 
 import vescale_ckpt
 from vescale_ckpt import StorageReader, VerifyReport, verify
 from vescale_ckpt._engine import _C
-
-
-@pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of `state(1)`, written by one of the writers. Tests leave it as they found it."""
-    directory = tmp_path_factory.mktemp("saved") / "checkpoint"
-    if request.param == "stock":
-        save_stock(directory)
-    else:
-        save(directory, state(1), single_file_per_rank=request.param == "ours")
-    yield directory
-    shutil.rmtree(directory)
-
-
-def save_stock(directory: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state(1), storage_writer=FileSystemWriter(directory), no_dist=True)
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -158,9 +139,7 @@ def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatc
         "object": {"tensor": torch.zeros(16 << 20)},
     }
     save(checkpoint / "ours", {"large": values["large"], "object": [values["object"]]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"transposed": values["transposed"]}, checkpoint_id=checkpoint / "stock", no_dist=True)
+    stock_save(checkpoint / "stock", {"transposed": values["transposed"]})
     del values
     for name in ("ours", "stock"):
         for path in data_files(checkpoint / name):
@@ -247,9 +226,7 @@ def test_a_file_of_another_save_is_a_stranger(checkpoint: Path, tmp_path: Path) 
 
 def test_a_stock_file_with_another_tensor_is_no_match(checkpoint: Path, tmp_path: Path) -> None:
     for directory, tensor in ((checkpoint, torch.zeros(40, 30)), (tmp_path / "other", torch.zeros(30, 40))):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save({"weight": tensor.t()}, checkpoint_id=directory, no_dist=True)
+        stock_save(directory, {"weight": tensor.t()})
     shutil.copy(data_files(tmp_path / "other")[0], data_files(checkpoint)[0])
     (damage,) = verify(checkpoint).damaged
     assert damage.key == "weight" and "promises torch.float32 (30, 40)" in damage.reason
@@ -332,7 +309,7 @@ def test_damage_that_loads_do_without_is_listed_as_harmless(checkpoint: Path) ->
 
 
 def test_descriptors_of_others_are_checked(checkpoint: Path) -> None:
-    save_stock(checkpoint)
+    stock_save(checkpoint, state(1))
     report = verify(checkpoint)
     assert report.harmless == [] and len(report.unchecked) == 1 and "no checksum" in report.unchecked[0]
     for record in records(checkpoint):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from damage import flip
 from rank_pool import run_ranks
-from states import MiB, assert_same
+from states import MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -107,17 +106,13 @@ def _devices() -> Iterator[tuple[_Host, list[_Gloo]]]:
         yield host, made
 
 
-def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.arange(torch.Size(shape).numel()) % 8191).to(dtype).view(shape)
-
-
 def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
 
 
 def _full() -> dict[str, torch.Tensor]:
-    return {"w": _numbers(1024, 999), "v": _numbers(77, 33, 5, dtype=torch.int16), "s": _numbers(3, 4)}
+    return {"w": numbers(1024, 999), "v": numbers(77, 33, 5, dtype=torch.int16), "s": numbers(3, 4)}
 
 
 def _load(directory: Path, state: dict[str, Any], way: Any = True, **options: Any) -> Any:
@@ -158,7 +153,7 @@ def test_each_byte_is_read_once_and_swapped(tmp_path: Path) -> None:
 
 
 def _auto(directory: Path) -> int:
-    full = {"w": _numbers(2048, 1024)}
+    full = {"w": numbers(2048, 1024)}
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
     vescale_ckpt.save(directory, dict(full))
     with _devices():
@@ -173,84 +168,47 @@ def test_auto_swaps_between_devices_of_one_node(checkpoint: Path) -> None:
     assert run_ranks(2, _auto, checkpoint) == [8 * MiB] * 2
 
 
-def _one_device_for_two(directory: Path) -> tuple[int, int]:
-    os.environ["TEST_RANKS_A_DEVICE"] = "2"
+#: what keeps rank 1 from swapping between devices
+_HINDRANCES: dict[str, Callable[[_Host], Any]] = {
+    "its tensors are elsewhere": lambda host: mock.patch.object(nccl, "device_for", lambda tensors: None),
+    "no library": lambda host: mock.patch.object(nccl, "nccl_backend", side_effect=RuntimeError("no such library")),
+    "no memory": lambda host: mock.patch.object(host, "host_memory", side_effect=torch.OutOfMemoryError("no room")),
+    "one device for two": lambda host: contextlib.nullcontext(),
+}
+
+
+def _hindered(directory: Path, hindrance: str) -> tuple[int, int]:
+    os.environ["TEST_RANKS_A_DEVICE"] = "2" if hindrance == "one device for two" else "1"
     full = _full()
     vescale_ckpt.save(directory, dict(full))
-    with _devices() as (host, made):
+    with (
+        _devices() as (host, made),
+        _HINDRANCES[hindrance](host) if dist.get_rank() == 1 else contextlib.nullcontext(),
+    ):
         for _ in range(2):
             state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
             stats = _load(directory, state)
             assert_same(state, full)
-    assert not made
-    return host.begun, stats.shared_bytes
+    assert not made or hindrance.startswith("no ")
+    return host.begun if stats.shared_bytes else 0, stats.shared_bytes
 
 
-def test_ranks_that_share_a_device_go_through_the_host(checkpoint: Path) -> None:
+@pytest.mark.parametrize("hindrance", _HINDRANCES)
+def test_where_one_rank_cannot_swap_all_go_through_the_host(checkpoint: Path, hindrance: str) -> None:
     stored = sum(tensor.nbytes for tensor in _full().values())
-    assert run_ranks(2, _one_device_for_two, checkpoint) == [(0, stored)] * 2
-
-
-def _one_is_against_it(directory: Path) -> int:
-    full = _full()
-    vescale_ckpt.save(directory, dict(full))
-    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    with _devices() as (host, _):
-        elsewhere = mock.patch.object(nccl, "device_for", lambda tensors: None)
-        with elsewhere if dist.get_rank() == 1 else contextlib.nullcontext():
-            _load(directory, state)
-    assert_same(state, full)
-    return host.begun
-
-
-def test_all_ranks_go_through_devices_or_none(checkpoint: Path) -> None:
-    assert run_ranks(2, _one_is_against_it, checkpoint) == [0, 0]
-
-
-def _no_connection(directory: Path) -> int:
-    full = _full()
-    vescale_ckpt.save(directory, dict(full))
-    with _devices() as (host, _):
-        fails = mock.patch.object(nccl, "nccl_backend", side_effect=RuntimeError("no such library"))
-        with fails if dist.get_rank() == 1 else contextlib.nullcontext():
-            for _ in range(2):
-                state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-                _load(directory, state)
-                assert_same(state, full)
-    return host.begun
-
-
-def test_without_a_connection_they_go_through_the_host(checkpoint: Path) -> None:
-    assert run_ranks(2, _no_connection, checkpoint) == [0, 0]
-
-
-def _no_memory(directory: Path) -> int:
-    full = _full()
-    vescale_ckpt.save(directory, dict(full))
-    state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
-    with _devices() as (host, _):
-        fails = mock.patch.object(host, "host_memory", side_effect=torch.OutOfMemoryError("no room"))
-        with fails if dist.get_rank() == 1 else contextlib.nullcontext():
-            stats = _load(directory, state)
-    assert_same(state, full)
-    shared: int = stats.shared_bytes
-    return shared
-
-
-def test_without_memory_each_reads_for_itself(checkpoint: Path) -> None:
-    assert run_ranks(2, _no_memory, checkpoint) == [0, 0]
+    shared = 0 if hindrance == "no memory" else stored  # of the host either: each reads for itself
+    assert run_ranks(2, _hindered, checkpoint, hindrance) == [(0, shared)] * 2
 
 
 # --- Failures
 
 
-def _fail(directory: Path) -> tuple[list[tuple[type, str]], float]:
+def _fail(directory: Path) -> list[tuple[type, str]]:
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
-    full = {"w": _numbers(2048, 1024)}
+    full = {"w": numbers(2048, 1024)}
     vescale_ckpt.save(directory, dict(full))
     state = {"w": torch.zeros(2048, 1024)}
     mine, errors = dist.get_rank() == 1, []
-    begin = time.monotonic()
 
     def error() -> None:
         with pytest.raises(CheckpointError) as caught:
@@ -273,21 +231,20 @@ def _fail(directory: Path) -> tuple[list[tuple[type, str]], float]:
         _load(directory, state)  # over the host's memory from now on
         assert_same(state, full)
         assert len(made) == 1 and not (mine and made[0].group is not None)
-    return errors, time.monotonic() - begin
+    return errors
 
 
 def test_failures_are_told_to_all(checkpoint: Path) -> None:
-    results = run_ranks(2, _fail, checkpoint)
-    assert results[0][0] == results[1][0]
-    (damaged, damage), (slow, text) = results[0][0]
+    first, second = run_ranks(2, _fail, checkpoint)
+    assert first == second
+    (damaged, damage), (slow, text) = first
     assert damaged is CorruptCheckpointError and "checksum mismatch" in damage
     assert slow is CheckpointError and "rank 1" in text and "did not swap their bytes" in text
-    assert max(seconds for _, seconds in results) < FOREVER
 
 
-def _one_dies(directory: Path) -> float:
+def _one_dies(directory: Path) -> str:
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
-    full = _numbers(4096, 1024)
+    full = numbers(4096, 1024)
     vescale_ckpt.save(directory, {"w": full})
     state = {"w": torch.zeros_like(full)}
     swap = DeviceGroup.swap
@@ -303,17 +260,16 @@ def _one_dies(directory: Path) -> float:
     with _devices():
         _load(directory, state)  # connects
         dist.barrier()
-        begin = time.monotonic()
         with mock.patch.object(DeviceGroup, "swap", die_in_the_third), pytest.raises(CheckpointTimeoutError) as caught:
             _load(directory, state)
     assert caught.value.late_ranks == [2], caught.value
-    return time.monotonic() - begin
+    return str(caught.value)
 
 
 def test_a_rank_that_dies_in_a_swap_is_named(checkpoint: Path) -> None:
     *survivors, dead = run_ranks(3, _one_dies, checkpoint, check=False)
     assert "died" in str(dead)
-    assert max(survivors) < FOREVER
+    assert all("died" in text for text in survivors), survivors  # nobody has waited for it in vain
 
 
 # --- What is copied to the device

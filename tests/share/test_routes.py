@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_pool import run_ranks
-from states import MiB, assert_same
+from states import MiB, assert_same, numbers
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -28,11 +28,6 @@ from vescale_ckpt._share import node_buffer, rounds, routes
 from vescale_ckpt._share.node_buffer import NodeBuffer
 
 FOREVER = 60.0
-
-
-def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    return (torch.arange(count, dtype=torch.int64) % 8191).to(dtype).view(shape)
 
 
 def _sharded(full: torch.Tensor, *placements: Placement, mesh: tuple[int, ...] | None = None) -> DTensor:
@@ -62,7 +57,7 @@ def _assert_filled(value: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def _replicated(directory: Path) -> tuple[int, int, int]:
-    full = {"large": _numbers(3000, 2000), **{f"n{i}": _numbers(50 + i, 40, dtype=torch.int16) for i in range(60)}}
+    full = {"large": numbers(3000, 2000), **{f"n{i}": numbers(50 + i, 40, dtype=torch.int16) for i in range(60)}}
     vescale_ckpt.save(directory, dict(full))
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     read, got = _load(directory, state)
@@ -71,7 +66,7 @@ def _replicated(directory: Path) -> tuple[int, int, int]:
 
 
 def _resharded(directory: Path, saved: Placement, wanted: Placement, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    full = _numbers(*shape)
+    full = numbers(*shape)
     vescale_ckpt.save(directory, {"w": _sharded(full, saved)})
     state = {"w": _sharded(torch.zeros_like(full), wanted)}
     read, got = _load(directory, state)
@@ -103,11 +98,11 @@ def test_each_byte_is_read_once(checkpoint: Path, case: Callable[[Path], tuple[i
 def _layouts(directory: Path, nodes: list[int]) -> None:
     _live_on_nodes(nodes)
     full = {
-        "uneven": _numbers(7, 5, 3, dtype=torch.bfloat16),
-        "empty": _numbers(2, 9, dtype=torch.int64),
-        "scalar": _numbers(1, dtype=torch.complex64).view(()),
+        "uneven": numbers(7, 5, 3, dtype=torch.bfloat16),
+        "empty": numbers(2, 9, dtype=torch.int64),
+        "scalar": numbers(1, dtype=torch.complex64).view(()),
         "nothing": torch.empty(0, 4),
-        "flags": _numbers(1000) % 3 == 0,
+        "flags": numbers(1000) % 3 == 0,
     }
     hsdp = (2, 2)
 
@@ -170,7 +165,7 @@ def test_any_layout_arrives(checkpoint: Path, nodes: list[int]) -> None:
 
 def _much_with_little_memory(directory: Path, nodes: list[int]) -> tuple[int, int]:
     _live_on_nodes(nodes)
-    full = {"a": _numbers(4096, 1024), "b": _numbers(1024, 4096, dtype=torch.int16)}
+    full = {"a": numbers(4096, 1024), "b": numbers(1024, 4096, dtype=torch.int16)}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(6 * MiB)
     state = {"a": torch.zeros_like(full["a"]), "b": _sharded(torch.zeros_like(full["b"]), Shard(1))}
@@ -194,7 +189,7 @@ def test_memory_is_bounded(checkpoint: Path, nodes: list[int]) -> None:
 
 
 def _whole_records_with_little_memory(directory: Path) -> tuple[int, bool]:
-    full = {"large": _numbers(1024, 4096), "small": _numbers(256, 1024)}
+    full = {"large": numbers(1024, 4096), "small": numbers(256, 1024)}
     dcp.save(dict(full), storage_writer=FileSystemWriter(directory))  # without checksums of parts
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
     state = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
@@ -210,22 +205,11 @@ def test_records_that_are_checked_as_a_whole_keep_to_the_memory(checkpoint: Path
     assert all(only_small)
 
 
-# --- Failures
-
-
-def _error(directory: Path, state: dict[str, Any]) -> CheckpointError:
-    try:
-        _load(directory, state)
-    except CheckpointError as error:
-        return error
-    raise AssertionError("nothing was raised")
-
-
 # --- Planning once, standing down
 
 
 def _twice(directory: Path) -> list[int]:
-    full = {"w": _numbers(100, 10)}
+    full = {"w": numbers(100, 10)}
     vescale_ckpt.save(directory, full)
     plans = []
     for form in ((100, 10), (100, 10), None, (100, 10)):
@@ -242,7 +226,7 @@ def test_a_second_load_of_the_same_form_plans_nothing(checkpoint: Path) -> None:
 
 
 def _auto(directory: Path, ranks_a_node: int, scope: str) -> tuple[int, int]:
-    full = {"w": _numbers(1024, 1024), "text": "an object"}
+    full = {"w": numbers(1024, 1024), "text": "an object"}
     vescale_ckpt.save(directory, dict(full))
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // ranks_a_node)
     os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
@@ -275,7 +259,7 @@ def test_auto_reads_shards_alone_on_any_nodes(checkpoint: Path) -> None:
 
 def _crossed(directory: Path) -> str:
     """As if two loads of the group, in two threads, had met each other's collectives."""
-    full = {"w": _numbers(100, 10)}
+    full = {"w": numbers(100, 10)}
     vescale_ckpt.save(directory, full)
     _load(directory, {"w": torch.zeros(100, 10)})
     plan = routes.routes_of_all
@@ -285,8 +269,9 @@ def _crossed(directory: Path) -> str:
         of_all.number += dist.get_rank()
         return of_all
 
-    with mock.patch("vescale_ckpt._share.begin.routes_of_all", other_plan):
-        return str(_error(directory, {"w": torch.zeros(100, 10)}))
+    with mock.patch("vescale_ckpt._share.begin.routes_of_all", other_plan), pytest.raises(CheckpointError) as caught:
+        _load(directory, {"w": torch.zeros(100, 10)})
+    return str(caught.value)
 
 
 def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
@@ -296,7 +281,7 @@ def test_rounds_of_different_plans_do_not_mix(checkpoint: Path) -> None:
 
 def _without_trying(directory: Path) -> list[int]:
     """Rows that each rank needs to itself, but for blocks at their edges: nothing to gain by going through others."""
-    full = _numbers(2048, 1023)
+    full = numbers(2048, 1023)
     vescale_ckpt.save(directory, {"w": full})
     shared = []
     routes._kept.clear()
@@ -311,7 +296,7 @@ def _without_trying(directory: Path) -> list[int]:
 
 
 def _blind(directory: Path) -> tuple[int, list[str]]:
-    full = _numbers(512, 1024)
+    full = numbers(512, 1024)
     vescale_ckpt.save(directory, {"w": full})
     state = {"w": torch.zeros_like(full)}
     blind = mock.patch.object(node_buffer, "_open", side_effect=PermissionError(13, "not yours"))
@@ -353,11 +338,11 @@ def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:
 
 
 def test_one_rank_shares_nothing(checkpoint: Path) -> None:
-    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    vescale_ckpt.save(checkpoint, {"w": numbers(10)})
     with mock.patch.object(routes.Routes, "__init__", side_effect=AssertionError):
         for way in (True, False, "auto"):
             state = {"w": torch.zeros(10)}
             vescale_ckpt.load(checkpoint, state, broadcast_checkpoint=way)  # type: ignore[arg-type]
-            assert_same(state["w"], _numbers(10))
+            assert_same(state["w"], numbers(10))
     with pytest.raises(ValueError, match="broadcast_checkpoint='yes'"):
         vescale_ckpt.load(checkpoint, broadcast_checkpoint="yes")  # type: ignore[call-overload]

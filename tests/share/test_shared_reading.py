@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import time
 from array import array
 from collections.abc import Callable
 from itertools import chain
@@ -19,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import flip
+from damage import drop_from_cache, flip
 from rank_pool import run_ranks
-from states import assert_same
+from states import assert_same, numbers
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,15 +40,11 @@ FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)
 
 
-def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.arange(torch.Size(shape).numel()) % 8191).to(dtype).view(shape)
-
-
 def _full() -> dict[str, Any]:
     return {
-        "w": _numbers(2048, 512),
-        "nested": {"v": _numbers(300, 7, dtype=torch.int16), "step": 7},
-        "few": [_numbers(i + 1, 3) for i in range(5)],
+        "w": numbers(2048, 512),
+        "nested": {"v": numbers(300, 7, dtype=torch.int16), "step": 7},
+        "few": [numbers(i + 1, 3) for i in range(5)],
     }
 
 
@@ -165,7 +160,7 @@ def test_planners_that_commit_read_for_themselves(checkpoint: Path) -> None:
     assert run_ranks(2, _with_a_planner_that_commits, checkpoint) == [0, 0]
 
 
-def _damaged(directory: Path, planner: Callable[[], Any]) -> tuple[list[str], float]:
+def _damaged(directory: Path) -> list[str]:
     full = _full()
     _save(directory, full, "us")
     dist.barrier()
@@ -173,19 +168,16 @@ def _damaged(directory: Path, planner: Callable[[], Any]) -> tuple[list[str], fl
         file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
         flip(file, file.stat().st_size // 2 * 8)
     dist.barrier()
-    begin = time.monotonic()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True), planner=planner())
+        dcp.load(_zeros(full), storage_reader=StorageReader(directory, broadcast_checkpoint=True))
     errors = [error for error, _ in caught.value.failures.values()]
     assert errors and all(isinstance(error, CorruptCheckpointError) for error in errors)
-    return [str(error) for error in errors], time.monotonic() - begin
+    return [str(error) for error in errors]
 
 
-@pytest.mark.parametrize("planner", [DefaultLoadPlanner])
-def test_damage_is_raised_on_all_ranks(checkpoint: Path, planner: Callable[[], Any]) -> None:
-    results = run_ranks(4, _damaged, checkpoint, planner)
-    assert len({str(texts) for texts, _ in results}) == 1
-    assert "checksum mismatch" in results[0][0][0] and max(seconds for _, seconds in results) < FOREVER
+def test_damage_is_raised_on_all_ranks(checkpoint: Path) -> None:
+    first, *others = run_ranks(4, _damaged, checkpoint)
+    assert others == [first] * 3 and "checksum mismatch" in first[0]
 
 
 def _one_cannot_plan(directory: Path) -> str:
@@ -239,7 +231,7 @@ def _ways_that_differ(directory: Path) -> list[bool]:
 
 
 def test_in_which_way_ranks_read_is_the_coordinators_to_say(checkpoint: Path) -> None:
-    assert run_ranks(2, _ways_that_differ, checkpoint, timeout=20.0) == [[True, False, True]] * 2
+    assert run_ranks(2, _ways_that_differ, checkpoint) == [[True, False, True]] * 2
 
 
 # --- Objects
@@ -250,7 +242,7 @@ def _objects_read(directory: Path, by: str, planner: Callable[[], Any] | None) -
     rank = dist.get_rank()
     objects = {f"object{i}": "x" * i for i in range(5)}
     own = {"own": PerRank(f"of {rank}")} if by == "us" else {}
-    _save(directory, {"w": _numbers(100), **objects, **own}, by)
+    _save(directory, {"w": numbers(100), **objects, **own}, by)
     state: dict[str, Any] = {"w": torch.zeros(100), **dict.fromkeys(objects), **({"own": PerRank(None)} if own else {})}
     with mock.patch.object(_C, "read_objects", wraps=_C.read_objects) as read:
         if planner is None:
@@ -310,7 +302,7 @@ def test_objects_are_found_for_ranks_that_number_files_in_their_own_way() -> Non
 
 
 def _damaged_object(directory: Path) -> str:
-    vescale_ckpt.save(directory, {"w": _numbers(100), "object": "kept" * 1000})
+    vescale_ckpt.save(directory, {"w": numbers(100), "object": "kept" * 1000})
     dist.barrier()
     if dist.get_rank() == 0:
         (file,) = [path for path in directory.glob("*.distcp") if b"kept" in path.read_bytes()]
@@ -329,10 +321,10 @@ def test_a_damaged_object_is_told_to_all(checkpoint: Path) -> None:
 # --- Scope
 
 
-def _in_scope(directory: Path, scope: str) -> int:
+def _in_one_node(directory: Path) -> int:
     os.environ["VESCALE_CKPT_NODE"] = str(dist.get_rank() // 2)
-    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = scope
-    full = {"w": _numbers(2048, 1024)}
+    os.environ["VESCALE_CKPT_BROADCAST_SCOPE"] = "node"
+    full = {"w": numbers(2048, 1024)}
     vescale_ckpt.save(directory, dict(full))
     state = {"w": torch.zeros(2048, 1024)}
     stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=FOREVER).stats
@@ -340,34 +332,27 @@ def _in_scope(directory: Path, scope: str) -> int:
     return stats.read_bytes
 
 
-@pytest.mark.parametrize(("scope", "times"), [("node", 2)])
-def test_nodes_may_keep_to_themselves(checkpoint: Path, scope: str, times: int) -> None:
+def test_nodes_may_keep_to_themselves(checkpoint: Path) -> None:
     stored = 2048 * 1024 * 4
-    reads = run_ranks(4, _in_scope, checkpoint, scope)
-    assert times * stored <= sum(reads) <= 1.02 * times * stored
-    assert max(reads) < 0.6 * times * stored / 2, "all take part"
+    reads = run_ranks(4, _in_one_node, checkpoint)
+    assert 2 * stored <= sum(reads) <= 1.02 * 2 * stored
+    assert max(reads) < 0.6 * stored, "all take part"
 
 
 # --- Each for itself
 
 
-def _drop_from_cache(directory: Path) -> None:
-    for path in directory.glob("*.distcp"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
     """Bytes of each load that went past the page cache, and in all, when nothing is shared."""
-    w = _numbers(4096, 512)
+    w = numbers(4096, 512)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     _save(directory, {"w": w}, by)
     results = {}
     for name, ranks_here in (("replicas", "2"), ("rows", "2"), ("replicas", "1")):
         os.environ["LOCAL_WORLD_SIZE"] = ranks_here
         dist.barrier()
-        _drop_from_cache(directory)
+        for path in directory.glob("*.distcp"):
+            drop_from_cache(path)
         dist.barrier()
         zeros = torch.zeros_like(w)
         target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros
@@ -461,10 +446,10 @@ def test_ranks_that_see_different_saves_are_told(tmp_path: Path) -> None:
 
 
 def test_metadata_of_a_later_save_are_not_taken_for_those_of_the_index(checkpoint: Path) -> None:
-    vescale_ckpt.save(checkpoint, {"w": _numbers(10)})
+    vescale_ckpt.save(checkpoint, {"w": numbers(10)})
     reader = StorageReader(checkpoint)
     metadata = reader.read_metadata()
-    vescale_ckpt.save(checkpoint, {"w": _numbers(10) + 1})
+    vescale_ckpt.save(checkpoint, {"w": numbers(10) + 1})
     with pytest.raises(CheckpointError, match="replaced by a later save"):
         metadata.state_dict_metadata.keys()
 

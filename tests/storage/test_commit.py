@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,12 @@ from damage import (
     save,
     small_state,
     state,
+    stock_save,
 )
 from rank_pool import run_ranks
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
@@ -231,12 +232,6 @@ def test_file_modes_follow_the_umask(checkpoint: Path) -> None:
 # --- Stock DCP and ours, one after the other
 
 
-def stock_save(directory: Path, values: State, **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(values, storage_writer=FileSystemWriter(directory, **options), no_dist=True)
-
-
 def stock_load(directory: Path, like: State) -> State:
     values = blank(like)
     dcp.load(values, storage_reader=FileSystemReader(directory), no_dist=True)
@@ -313,22 +308,30 @@ def test_loads_beside_a_process_that_saves_never_mix_two_saves(checkpoint: Path)
 # --- Checkpoints of ranks that do not talk
 
 
-def save_alone(directory: Path, k: int) -> None:
+def save_alone(directory: Path, k: int, **options: Any) -> None:
     values = {**small_state(k), "rank": dist.get_rank()}
-    dcp.save(values, storage_writer=StorageWriter(directory), planner=SavePlanner(), use_collectives=False)
+    dcp.save(values, storage_writer=StorageWriter(directory, **options), planner=SavePlanner(), use_collectives=False)
 
 
-def load_alone(directory: Path, k: int) -> bool:
-    values = blank({**small_state(k), "rank": 0})
-    dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
+def load_alone(directory: Path, k: int, planner: type[DefaultLoadPlanner] = LoadPlanner) -> bool:
+    values = state_to_fill(k)
+    dcp.load(values, storage_reader=StorageReader(directory), planner=planner())
     return same(values, {**small_state(k), "rank": dist.get_rank()})
+
+
+def state_to_fill(k: int) -> State:
+    return {**blank(small_state(k)), "rank": None}
 
 
 def save_and_load_alone(directory: Path) -> list[str]:
     for k in range(3):
-        save_alone(directory, k)
-        assert load_alone(directory, k)
+        save_alone(directory, k, overwrite=k > 0, single_file_per_rank=k != 1)
+        assert load_alone(directory, k) and load_alone(directory, k, DefaultLoadPlanner)
         dist.barrier()
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        save_alone(directory, 9, overwrite=False)
+    assert load_alone(directory, 2)
+    dist.barrier()
     if dist.get_rank() == 1:
         (directory / "__1_0123abcd.distcp").write_bytes(b"left")
         (directory / "__11_0123abcd.distcp").write_bytes(b"of another rank")
@@ -374,10 +377,14 @@ def test_ranks_that_save_alone_do_not_hide_behind_a_checkpoint_of_all(checkpoint
 def load_past_damage(directory: Path) -> str:
     save_alone(directory, 1)
     dcp.save({**small_state(2), "rank": -1}, storage_writer=StorageWriter(directory), planner=SavePlanner())
+    values = state_to_fill(2)
+    dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
+    assert same(values, {**small_state(2), "rank": -1})
+    dist.barrier()
     if dist.get_rank() == 0:
         (directory / ".metadata").write_bytes(b"damaged")
     dist.barrier()
-    values = blank({**small_state(2), "rank": -1})
+    values = state_to_fill(2)
     try:
         dcp.load(values, storage_reader=StorageReader(directory), planner=LoadPlanner())
     except CheckpointException as error:

@@ -51,21 +51,3 @@ def test_is_watched_and_cancelled_from_another_thread(tmp_path: Path) -> None:
         writer.finish(sync=False)
     del writer, thread
     assert not path.exists()
-
-
-def test_is_written_whole_at_low_priority(tmp_path: Path) -> None:
-    tensor = torch.randn(3_000_000)
-    table = table_of(tensor)
-    files = []
-    for name, chosen in (("plain", options()), ("nice", options(bytes_per_second=1 << 40, niceness=19))):
-        writer = _C.FileWriter(str(tmp_path / name), _C.body_bytes(table), chosen, True)
-        writer.write_tensors(table)
-        assert tensor.nbytes < writer.progress() <= writer.finish(sync=False)
-        files.append((tmp_path / name).read_bytes())
-    assert files[0] == files[1]
-
-
-def test_refuses_a_niceness_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(_C.EngineError, match="niceness"):
-        _C.FileWriter(str(tmp_path / "file"), _C.body_bytes(array("q")), options(niceness=20), True)
-    assert not list(tmp_path.iterdir())

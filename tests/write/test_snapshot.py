@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from array import array
 from collections.abc import Iterator
@@ -29,67 +28,6 @@ def table_of(tensors: list[torch.Tensor]) -> array[int]:
         code = dtype_code(tensor.dtype, "")
         table.extend([code, tensor.data_ptr(), tensor.dim(), *tensor.shape, *tensor.stride()])
     return table
-
-
-def rows_of(table: bytes) -> list[tuple[int, int, list[int], list[int]]]:
-    """dtype code, address, sizes, strides."""
-    words = list(memoryview(table).cast("q"))
-    rows = []
-    while words:
-        dtype, address, dims = words[:3]
-        rows.append((dtype, address, words[3 : 3 + dims], words[3 + dims : 3 + 2 * dims]))
-        del words[: 3 + 2 * dims]
-    return rows
-
-
-def expect_copies(snapshot: _C.Snapshot, tensors: list[torch.Tensor]) -> None:
-    rows = rows_of(snapshot.table())
-    assert len(rows) == len(tensors) - snapshot.first
-    for (code, address, sizes, strides), tensor in zip(rows, tensors[snapshot.first :], strict=True):
-        expected = tensor.contiguous()
-        assert (code, sizes) == (dtype_code(tensor.dtype, ""), list(tensor.shape))
-        if tensor.numel() != 0:
-            assert strides == list(torch.empty(tensor.shape).stride())
-        raw = bytes(expected.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-        assert ctypes.string_at(address, len(raw)) == raw
-
-
-def some_of_everything() -> list[torch.Tensor]:
-    shared = torch.randn(1000, 700)
-    return [
-        torch.tensor(2.5),
-        torch.empty(0, 4),
-        shared,
-        shared.t(),
-        shared[10:20],
-        shared[:, ::3],
-        shared.t(),
-        shared.view(torch.int32)[5:11],
-        torch.randn(33, 5).to(torch.bfloat16),
-        torch.randn(7, 3, dtype=torch.complex128).transpose(0, 1),
-        torch.ones(1, 4).expand(3, 4),
-        torch.arange(5).to(torch.uint8),
-        torch.randn(2_000_003),
-    ]
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_holds_what_the_tensors_were(background: bool) -> None:
-    tensors = some_of_everything()
-    before = [tensor.clone() for tensor in tensors]
-    snapshot = _C.Snapshot(table_of(tensors), PLENTY, 2)
-    assert (snapshot.rows, snapshot.first) == (len(tensors), 0)
-    if background:
-        snapshot.start()
-        while not snapshot.wait(0.001):
-            pass
-    else:
-        snapshot.copy()
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            tensor.zero_()
-    expect_copies(snapshot, before)
-    snapshot.release()
 
 
 def test_is_gone_once_released() -> None:
