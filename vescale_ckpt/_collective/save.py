@@ -30,8 +30,8 @@ from .steps import Steps
 class CollectiveSave(ABC):
     """One save of this rank. All ranks take each step, or none.
 
-    The methods are called in this order: `begin`, `stage` if the save is asynchronous, `release_state`, and `finish`,
-    which any thread may call.
+    The steps are `begin`, `stage` if the save is asynchronous, and `finish`, which any thread may call. `release_state`
+    comes after the last of them on the training thread.
 
     Args:
         path: of the directory, absolute.
