@@ -18,9 +18,10 @@ from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
 from ._collective.export_save import CollectiveExport
 from ._collective.handle import SaveHandle
-from ._collective.load import CollectiveLoad, load_by_planner
+from ._collective.load import CollectiveLoad
 from ._collective.save import CollectiveSave
 from ._collective.save_native import CollectiveNativeSave
+from ._collective.steps import Steps
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import check_format
@@ -135,12 +136,11 @@ def save(
         if planner is None:
             planner = _planners.of(process_group)
         doing = f"saving to {os.fspath(path)}"
-        save: CollectiveSave
+        kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
-            save = kind(exchange, planner, directory, doing, overwrite, max_shard_size, metadata)
-        else:
-            save = CollectiveNativeSave(exchange, planner, directory, doing, overwrite)
+        options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
+        save = kind(exchange, planner, directory, doing, **options)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
@@ -262,11 +262,10 @@ def load(
     exchange = Exchange.of(process_group, timeout, purpose="load")
     reader = StorageReader(path, verify=verify, weights_only=weights_only)
     reader.timeout = exchange.timeout
-    if planner is not None:
-        assert state is not None
-        return load_by_planner(exchange, reader, planner, state)
     loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint)
-    return loading.all() if state is None else loading.into(state, rename, allow_cast)
+    if state is None:
+        return loading.all()
+    return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
 
 
 def prepare(
@@ -289,18 +288,16 @@ def prepare(
     with queue.lock:
         limit = settings.timeout(timeout)
         queue.wait_until_done(limit)
-        plan = CollectivePlan(Exchange.of(process_group, limit), planner, "preparing to save")
-        failure: Exception | None = None
+        steps = Steps(Exchange.of(process_group, limit), "preparing to save")
+        plan = CollectivePlan(steps, planner)
         try:
-            try:
-                settings.check()
-                plan.describe(saved_form(state), None)
-            except Exception as error:
-                failure = error
-            planned = plan.make(failure)
+            steps.take(settings.check)
+            steps.take(lambda: plan.describe(saved_form(state), None))
+            planned = plan.make()
             if planned is not None and async_checkpoint:
-                needed = sum(words(planned.items.body_bytes()))
-                device = device_number(max(planned.items.description.ready, default=NOT_READY))
+                items, _ = planned
+                needed = sum(words(items.body_bytes()))
+                device = device_number(max(items.description.ready, default=NOT_READY))
                 if device >= 0:
                     _C.page_lock_snapshots(device)
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))

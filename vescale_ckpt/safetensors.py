@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index as as_index
 from types import EllipsisType, TracebackType
 from typing import Any, Literal
@@ -20,6 +19,7 @@ import torch
 
 from . import settings
 from ._engine import _C
+from ._engine.dtypes import DTYPE_CODES
 from ._engine.errors import check_space, named_errors
 from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
@@ -36,8 +36,6 @@ from .errors import CheckpointError, MissingKeysError, some
 __all__ = ["load_file", "safe_open", "save_file"]
 
 Device = str | int | torch.device
-
-_WHOLE = -1  # in a row of a table to read: the whole tensor
 
 
 # --- Saving
@@ -187,19 +185,15 @@ class _Opened:
         return torch.empty(shape, dtype=DTYPES[torch_name], device="cpu")
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        hosts = list(map(self.empty, numbers, self.shapes(numbers)))
-        table = int_table()
-        for number, host in zip(numbers, hosts, strict=True):
-            table.extend((0, number, host.data_ptr(), _WHOLE))
-        self._read(table, numbers)
+        shapes = self.shapes(numbers)
+        hosts = list(map(self.empty, numbers, shapes))
+        origins = [(0,) * len(shape) for shape in shapes]
+        self._fill(zip(numbers, shapes, origins, hosts, strict=True))
         return self._on_device(hosts)
 
     def read_box(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         host = self.empty(number, sizes)
-        if host.numel() != 0:
-            dims = len(sizes)
-            row = (0, number, host.data_ptr(), dims, *offsets, *sizes, *host.stride())
-            self._read(int_table(row), [number])
+        self._fill([(number, self.shapes([number])[0], offsets, host)])
         return self._on_device([host])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:
@@ -216,7 +210,7 @@ class _Opened:
         held = 0
         for number in range(len(self.tensors)):
             group.append(number)
-            held += self.file.bytes(number)
+            held += self.file.range(number)[1]
             if held >= settings.number("arena_bytes"):
                 yield group
                 group, held = [], 0
@@ -225,9 +219,22 @@ class _Opened:
     def _on_device(self, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
         return hosts if self.device.type == "cpu" else [host.to(self.device) for host in hosts]
 
-    def _read(self, table: array[int], numbers: Sequence[int]) -> None:
+    def _fill(self, boxes: Iterable[tuple[int, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
+        """Reads boxes of tensors, each given as the tensor's number and shape, the box's offsets, and its target."""
+        table = int_table()
+        numbers: list[int] = []
+        place_of, head_crc = self.file.range, self.file.head_crc
+        for number, shape, offsets, target in boxes:
+            sizes = target.shape
+            if 0 in sizes:
+                continue
+            at, length = place_of(number)
+            code = DTYPE_CODES[target.dtype]
+            memory = (target.data_ptr(), *target.stride())
+            table.extend((0, at, length, head_crc, code, len(shape), *shape, *offsets, *sizes, *memory))
+            numbers.append(number)
         with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
-            _C.read_safetensors([self.file], table, self.verify, self.options)
+            _C.read_safetensors(self.file, table, self.verify, self.options)
 
 
 class safe_open:  # the name that callers know

@@ -208,6 +208,7 @@ uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc)
 }
 
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b) {
+  if (crc_a == 0) return crc_b;  // saves the power: B is all there is, or A counts for nothing
   return multiply(power_of_x(size_b, 3), crc_a) ^ crc_b;
 }
 

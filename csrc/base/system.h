@@ -68,9 +68,9 @@ DirectRules direct_rules(int fd);
 // Bytes of the file that are in the page cache; nullopt where the kernel does not tell.
 std::optional<uint64_t> resident_bytes(int fd, uint64_t size);
 
-// --- Memory. Addresses that nothing is behind yet, and that nothing is charged for; the first of them, or -errno.
+// --- Memory. Reserves addresses without memory behind them; returns the first, or -errno.
 int64_t reserve_addresses(uint64_t bytes);
-// Memory of a file, to read and write; its address, or -errno.
+// Maps a file, to read and write; returns the address, or -errno.
 int64_t map_shared(int fd, uint64_t bytes);
 void release_addresses(std::byte* address, uint64_t bytes);
 int make_writable(std::byte* address, uint64_t bytes);
@@ -78,8 +78,8 @@ int advise(std::byte* address, uint64_t bytes, int advice);
 // Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
 int populate(std::byte* address, uint64_t bytes);
 
-// Copies memory of this process that another thread may give back meanwhile: bytes copied, which may be fewer, or
-// -EFAULT where there is none any more. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
+// Copies memory of this process that another thread may unmap meanwhile. Returns the bytes copied, which may be fewer,
+// or -EFAULT where it is unmapped. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
 int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 
 // Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none

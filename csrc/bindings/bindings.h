@@ -1,5 +1,5 @@
-// What the bindings share. They are the only files that know Python: they convert, release the GIL, call, convert back.
-// Nothing is decided here.
+// What the bindings share. Only bindings know Python: they convert, release the GIL, call, convert back, and decide
+// nothing.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,17 +22,17 @@ namespace vescale_ckpt::bindings {
 
 namespace py = pybind11;
 
-void bind_device(py::module_& module);       // accelerators
-void bind_bytes(py::module_& module);        // io, format: files made of pieces; archives
-void bind_engine(py::module_& module);       // io, format: bytes between memory and files
-void bind_export(py::module_& module);       // io, plan: sets of safetensors files that all ranks write
-void bind_index(py::module_& module);        // plan: metadata, its index, load plans
-void bind_inventory(py::module_& module);    // plan: what a rank holds
-void bind_plan(py::module_& module);         // plan: who writes and reads what
-void bind_routes(py::module_& module);       // plan: who reads what for whom; copies between pieces and tensors
-void bind_safetensors(py::module_& module);  // io, format: safetensors files
+void bind_device(py::module_& module);       // device: accelerators
+void bind_bytes(py::module_& module);        // format, io: files made of pieces; archives
+void bind_engine(py::module_& module);       // io, read, write: bytes between memory and files
+void bind_export(py::module_& module);       // hf, write: sets of safetensors files that all ranks write
+void bind_index(py::module_& module);        // metadata: `.metadata`, its index, load plans
+void bind_inventory(py::module_& module);    // state: what a rank holds
+void bind_plan(py::module_& module);         // plan: which rank writes what
+void bind_routes(py::module_& module);       // share: which rank reads what for others; copies from pieces to tensors
+void bind_safetensors(py::module_& module);  // hf: safetensors files
 void bind_stage(py::module_& module);        // stage: snapshots in memory
-void bind_tensors(py::module_& module);      // where torch's tensors are
+void bind_tensors(py::module_& module);      // state: where torch's tensors are
 
 py::dict stats_dict(const io::TransferStats& stats);
 py::dict read_dict(const read::ReadReport& report);

@@ -34,13 +34,6 @@ bool copies_from_cuda() {
   return device::cuda_runtime(reason) != nullptr;
 }
 
-py::object device_of(uint64_t address) {
-  std::string reason;
-  device::CudaRuntime* runtime = device::cuda_runtime(reason);
-  const auto device = runtime == nullptr ? std::nullopt : runtime->device_of(address);
-  return device ? py::object(py::int_(*device)) : py::none();
-}
-
 }  // namespace
 
 void bind_device(py::module_& module) {
@@ -48,7 +41,6 @@ void bind_device(py::module_& module) {
   module.def("copies_from_cuda", &copies_from_cuda, py::call_guard<py::gil_scoped_release>(),
              "whether CUDA can be used, which it is from now on");
   module.def("cuda_was_started", &device::cuda_was_started, "whether this process ever asked for CUDA");
-  module.def("device_of", &device_of, py::arg("address"), "the device that memory is on; None for the host's");
 }
 
 }  // namespace vescale_ckpt::bindings

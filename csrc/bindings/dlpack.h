@@ -1,5 +1,5 @@
-// What of DLPack 1 (dmlc.github.io/dlpack) it takes to look at another library's tensors without its headers and
-// without a copy: a type's attribute `__dlpack_c_exchange_api__` is a capsule with a table of C functions.
+// The part of DLPack 1 (dmlc.github.io/dlpack) that describes another library's tensors without that library's headers
+// and without a copy: a type's attribute `__dlpack_c_exchange_api__` is a capsule with a table of C functions.
 #pragma once
 
 #include <cstddef>

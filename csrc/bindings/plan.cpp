@@ -66,7 +66,6 @@ void bind_plan(py::module_& module) {
            py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
            py::arg("whole") = std::vector<std::string>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
-      .def_property_readonly("nodes", &plan::GlobalPlan::node_count)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("part",
            [](const plan::GlobalPlan& plan, uint32_t rank) {

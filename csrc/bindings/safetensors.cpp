@@ -17,8 +17,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-using File = std::shared_ptr<const hf::SafetensorsFile>;
-
 hf::SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
                                   const hf::SafetensorsHeader::Metadata& metadata) {
   const Table words(table);
@@ -71,12 +69,17 @@ py::list tensors_of(const hf::SafetensorsFile& file) {
   return result;
 }
 
-py::dict read(const std::vector<File>& files, const py::buffer& table, bool verify, const io::EngineOptions& options) {
+const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, size_t index) {
+  if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
+  return file.header.tensors()[index];
+}
+
+py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool verify, const io::EngineOptions& options) {
   const Table words(table);
   std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = hf::read_safetensors(files, words.values(), verify, options);
+    report = hf::read_safetensors(file, words.values(), verify, options);
   }
   return read_dict(*report);
 }
@@ -120,23 +123,16 @@ void bind_safetensors(py::module_& module) {
       .def("tensors", &tensors_of)
       .def("torch_shape",
            [](const hf::SafetensorsFile& file, size_t index) {
-             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
-             return py::tuple(py::cast(file.header.torch_shape(file.header.tensors()[index])));
+             return py::tuple(py::cast(file.header.torch_shape(tensor_at(file, index))));
            })
-      .def("bytes",
-           [](const hf::SafetensorsFile& file, size_t index) {
-             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
-             return file.header.tensors()[index].end - file.header.tensors()[index].begin;
-           })
-      .def("range",
-           [](const hf::SafetensorsFile& file, size_t index) {
-             if (index >= file.header.tensors().size()) throw py::index_error("no such tensor");
-             const hf::SafetensorsHeader::Tensor& tensor = file.header.tensors()[index];
-             return std::pair(tensor.begin, tensor.end - tensor.begin);
-           })
-      .def_readonly("head_crc", &hf::SafetensorsFile::head_crc)
-      .def_property_readonly("has_checksums",
-                             [](const hf::SafetensorsFile& file) { return file.header.has_checksums(); });
+      .def(
+          "range",
+          [](const hf::SafetensorsFile& file, size_t index) {
+            const hf::SafetensorsHeader::Tensor& tensor = tensor_at(file, index);
+            return std::pair(tensor.begin, tensor.end - tensor.begin);
+          },
+          "offset in the file, and bytes")
+      .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))
@@ -166,11 +162,7 @@ void bind_safetensors(py::module_& module) {
       "torch's names of all dtypes that a safetensors file can hold");
 
   module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
-  module.def(
-      "read_safetensors",
-      [](const std::vector<std::shared_ptr<hf::SafetensorsFile>>& files, const py::buffer& table, bool verify,
-         const io::EngineOptions& options) { return read({files.begin(), files.end()}, table, verify, options); },
-      py::arg("files"), py::arg("table"), py::arg("verify"), py::arg("options"));
+  module.def("read_safetensors", &read, py::arg("file"), py::arg("table"), py::arg("verify"), py::arg("options"));
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -92,7 +92,6 @@ void bind_stage(py::module_& module) {
       .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
-      .def_property_readonly("copied_bytes", [](const HeldSnapshot& held) { return held.get()->copied_bytes(); })
       .def("copy", &HeldSnapshot::copy)
       .def("start", &HeldSnapshot::start)
       .def("wait", &HeldSnapshot::wait, py::arg("timeout") = py::none())

@@ -24,20 +24,12 @@ uint64_t common_unit(const DeviceRow& row, uint64_t offset, uint64_t at) {
   return all & (~all + 1);
 }
 
-bool overlaps_itself(const DeviceRow& row) {
-  return std::any_of(row.dims.begin(), row.dims.end(), [](const PackDim& dim) { return dim.stride == 0; });
-}
-
 }  // namespace
 
-CopyPlan::CopyPlan(std::vector<DeviceRow> rows, Direction direction, const HostLayout& layout, const CopyLimits& limits)
+CopyPlan::CopyPlan(std::vector<DeviceRow> rows, const HostLayout& layout, const CopyLimits& limits)
     : rows_(std::move(rows)), layout_(layout), limits_(limits) {
   for (size_t i = 0; i < rows_.size(); ++i) {
-    if (direction == Direction::to_device && overlaps_itself(rows_[i])) {
-      throw Error::invalid("the elements of a target on a device overlap", static_cast<int64_t>(i));
-    }
     if (rows_[i].bytes == 0) continue;
-    total_bytes_ += rows_[i].bytes;
     (is_packed(i) ? packed_ : direct_).push_back(static_cast<uint32_t>(i));
   }
 }
@@ -126,7 +118,7 @@ void CopyPlan::pack_some(const DeviceRow& row, CopyGroup& group) {
   at_ += bytes;
 }
 
-// Copies between slab and host for what was packed at `offset`, as part of the copy before where they can be.
+// Copies from the slab to the host for what was packed at `offset`, as part of the copy before where they can be.
 void CopyPlan::slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, CopyGroup& group) const {
   if (!group.flat.empty()) {
     FlatCopy& last = group.flat.back();
@@ -148,7 +140,7 @@ void CopyPlan::slab_copies(uint64_t offset, std::byte* host, uint64_t bytes, Cop
   }
 }
 
-// As much of the row as the group still takes, by copies straight between device and host.
+// As much of the row as the group still takes, by copies straight from the device to the host.
 void CopyPlan::copy_some(const DeviceRow& row, CopyGroup& group) {
   const PackDim inner = row.dims.empty() ? PackDim{1, 0} : row.dims.back();
   const bool has_pitch = inner.stride >= static_cast<int64_t>(row.run) && inner.stride <= kMaxPitch;

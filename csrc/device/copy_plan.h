@@ -28,7 +28,7 @@ struct CopyLimits {
 
 // Copies that end in one event.
 struct CopyGroup {
-  PackTable table;             // if it has rows, the flat copies are between the host and the slab, and their `device`
+  PackTable table;             // if it has rows, the flat copies are from the slab to the host, and their `device`
   std::vector<FlatCopy> flat;  // is an offset in the slab
   std::vector<PitchedCopy> pitched;
   uint64_t bytes = 0;  // of rows, without what lies between them
@@ -38,12 +38,10 @@ struct CopyGroup {
 
 class CopyPlan {
  public:
-  // Throws Error(invalid, row) for rows to a device whose elements overlap there.
-  CopyPlan(std::vector<DeviceRow> rows, Direction direction, const HostLayout& layout, const CopyLimits& limits);
+  CopyPlan(std::vector<DeviceRow> rows, const HostLayout& layout, const CopyLimits& limits);
 
   bool packs() const { return !packed_.empty(); }
   void forgo_slab();  // before the first next(): pack nothing after all
-  uint64_t total_bytes() const { return total_bytes_; }
 
   bool next(CopyGroup& group);  // false: there are no more
 
@@ -61,7 +59,6 @@ class CopyPlan {
   std::vector<uint32_t> packed_, direct_;  // indices of rows; packed ones go first
   size_t index_ = 0;                       // in both, one after the other
   uint64_t at_ = 0;                        // bytes of that row that are in groups
-  uint64_t total_bytes_ = 0;
 };
 
 }  // namespace vescale_ckpt::device

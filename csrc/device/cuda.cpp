@@ -44,7 +44,7 @@ class CudaAccelerator final : public Accelerator {
 
   std::unique_ptr<Slab> make_slab(uint64_t bytes) override {
     const Current current(device_);
-    if (!load_kernels()) return nullptr;
+    if (!load_kernel()) return nullptr;
     void *memory = nullptr, *table = nullptr;
     int code = device_.api.allocate(&memory, bytes + CudaSlab::kTableBytes);
     if (code == kSuccess) {
@@ -71,25 +71,24 @@ class CudaAccelerator final : public Accelerator {
   }
 
  private:
-  // Whether there are kernels; the image may be for other devices, or for a later driver.
-  bool load_kernels() {
+  // Whether there is a kernel; the image may be for other devices, or for a later driver.
+  bool load_kernel() {
     const std::lock_guard lock(mutex_);
-    if (kernels_ == nullptr || tried_) return device_.unpack != nullptr;
+    if (kernels_ == nullptr || tried_) return device_.pack != nullptr;
     tried_ = true;
     const Api& api = device_.api;
     if (api.module_load(&module_, kernels_) != kSuccess ||
-        api.module_function(&device_.pack, module_, "vescale_ckpt_pack") != kSuccess ||
-        api.module_function(&device_.unpack, module_, "vescale_ckpt_unpack") != kSuccess) {
+        api.module_function(&device_.pack, module_, "vescale_ckpt_pack") != kSuccess) {
       api.get_last_error();
-      device_.unpack = nullptr;
+      device_.pack = nullptr;
     }
-    return device_.unpack != nullptr;
+    return device_.pack != nullptr;
   }
 
   cuda::Device device_;
   const unsigned char* const kernels_;
   int handle_ = 0;
-  std::mutex mutex_;  // guards the two below and the kernels in device_, which do not change once there is a slab
+  std::mutex mutex_;  // guards the two below and the kernel in device_, which does not change once there is a slab
   bool tried_ = false;
   void* module_ = nullptr;
 };
@@ -121,16 +120,6 @@ Accelerator& CudaRuntime::accelerator(int device) {
   auto& accelerator = accelerators_[static_cast<size_t>(device)];
   if (!accelerator) accelerator = std::make_unique<CudaAccelerator>(api_, device, kernels_);
   return *accelerator;
-}
-
-std::optional<int> CudaRuntime::device_of(DeviceAddress address) {
-  unsigned type = 0;
-  int ordinal = 0;
-  if (api_.pointer_attribute(&type, cuda::kPointerMemoryType, address) != kSuccess || type != cuda::kMemoryDevice ||
-      api_.pointer_attribute(&ordinal, cuda::kPointerOrdinal, address) != kSuccess) {
-    return std::nullopt;  // also memory that CUDA has never heard of
-  }
-  return ordinal;
 }
 
 bool cuda_was_started() {

@@ -3,7 +3,6 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,7 +14,7 @@ namespace vescale_ckpt::device {
 
 class CudaRuntime final : public DeviceRuntime {
  public:
-  // `kernels`: an image with vescale_ckpt_pack and _unpack, or nullptr. Starts CUDA: a process that forks afterwards
+  // `kernels`: an image with vescale_ckpt_pack, or nullptr. Starts CUDA: a process that forks afterwards
   // cannot use it in its child. Throws Error(device) with what the runtime says if it has no device.
   CudaRuntime(const cuda::Api& api, const unsigned char* kernels);
   ~CudaRuntime() override;
@@ -23,7 +22,6 @@ class CudaRuntime final : public DeviceRuntime {
   std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
   int device_count() override { return device_count_; }
   Accelerator& accelerator(int device) override;
-  std::optional<int> device_of(DeviceAddress address) override;
 
  private:
   const cuda::Api api_;

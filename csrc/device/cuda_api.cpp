@@ -83,7 +83,6 @@ bool load(Api& api, std::string& reason) {
   need("cuDevicePrimaryCtxRelease_v2", api.context_release);
   need("cuCtxPushCurrent_v2", api.context_push);
   need("cuCtxPopCurrent_v2", api.context_pop);
-  need("cuPointerGetAttribute", api.pointer_attribute);
   need("cuModuleLoadData", api.module_load);
   need("cuModuleGetFunction", api.module_function);
   need("cuModuleUnload", api.module_unload);

@@ -18,13 +18,11 @@ inline constexpr int kSuccess = 0, kOutOfMemory = 2;
 inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
 inline constexpr unsigned kStreamNonBlocking = 1;  // not held up by the default stream
 inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
-inline constexpr unsigned kHostPortable = 1;                       // locked for all devices
-inline constexpr int kCaptureRelaxed = 2;                          // cudaStreamCaptureMode
-inline constexpr int kPointerMemoryType = 2, kPointerOrdinal = 9;  // CUpointer_attribute
-inline constexpr unsigned kMemoryDevice = 2;                       // CUmemorytype
-inline constexpr int kLocationDevice = 1, kLocationHost = 2;       // cudaMemLocationType
-inline constexpr int kAccessInStreamOrder = 1;                     // cudaMemcpySrcAccessOrder
-inline constexpr unsigned kPreferOverlapWithCompute = 1;           // cudaMemcpyFlags
+inline constexpr unsigned kHostPortable = 1;                  // locked for all devices
+inline constexpr int kCaptureRelaxed = 2;                     // cudaStreamCaptureMode
+inline constexpr int kLocationDevice = 1, kLocationHost = 2;  // cudaMemLocationType
+inline constexpr int kAccessInStreamOrder = 1;                // cudaMemcpySrcAccessOrder
+inline constexpr unsigned kPreferOverlapWithCompute = 1;      // cudaMemcpyFlags
 
 struct Location {
   int type;
@@ -78,7 +76,6 @@ struct Api {
   int (*context_release)(int device);
   int (*context_push)(Context context);
   int (*context_pop)(Context* context);
-  int (*pointer_attribute)(void* value, int attribute, uint64_t address);
   int (*module_load)(void** module, const void* image);
   int (*module_function)(void** function, void* module, const char* name);
   int (*module_unload)(void* module);

@@ -14,8 +14,7 @@ struct Device {
   const int index;
   const std::string name;  // "device 0"
   Context context = nullptr;
-  void* pack = nullptr;  // kernels; nullptr until there is a slab
-  void* unpack = nullptr;
+  void* pack = nullptr;  // the kernel; nullptr until there is a slab
 };
 
 // `operation` is called for its text on failure only. Takes the error out of CUDA's own memory of it, where the

@@ -14,10 +14,6 @@ using cuda::check;
 using cuda::Current;
 using cuda::kSuccess;
 
-std::string way(const cuda::Device& device, Direction direction) {
-  return direction == Direction::to_host ? "from " + device.name + " to the host" : "from the host to " + device.name;
-}
-
 }  // namespace
 
 CudaEvent::CudaEvent(const cuda::Device& device) : device_(device) {
@@ -74,58 +70,49 @@ void CudaStream::record(Event& event) {
   event.record(reinterpret_cast<StreamHandle>(handle_));
 }
 
-void CudaStream::copy(Direction direction, std::span<const FlatCopy> copies) {
+void CudaStream::copy(std::span<const FlatCopy> copies) {
   const Current current(device_);
-  if (batched_ && copies.size() > 1 && copy_batch(direction, copies)) return;
+  if (batched_ && copies.size() > 1 && copy_batch(copies)) return;
   for (const FlatCopy& copy : copies) {
-    void* const device = reinterpret_cast<void*>(copy.device);
-    const bool out = direction == Direction::to_host;
-    check(api_,
-          api_.copy(out ? copy.host : device, out ? device : copy.host, copy.bytes,
-                    out ? cuda::kToHost : cuda::kToDevice, handle_),
-          [&] { return "copy " + std::to_string(copy.bytes) + " bytes " + way(device_, direction); });
+    check(api_, api_.copy(copy.host, reinterpret_cast<const void*>(copy.device), copy.bytes, cuda::kToHost, handle_),
+          [&] { return "copy " + std::to_string(copy.bytes) + " bytes from " + device_.name + " to the host"; });
   }
 }
 
 // False where the driver is too old for it or does not like one of the copies: made one by one, these say which.
-bool CudaStream::copy_batch(Direction direction, std::span<const FlatCopy> copies) {
-  std::vector<void*> device(copies.size()), host(copies.size());
+bool CudaStream::copy_batch(std::span<const FlatCopy> copies) {
+  std::vector<void*> from(copies.size()), to(copies.size());
   std::vector<size_t> bytes(copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
-    device[i] = reinterpret_cast<void*>(copies[i].device);
-    host[i] = copies[i].host;
+    from[i] = reinterpret_cast<void*>(copies[i].device);
+    to[i] = copies[i].host;
     bytes[i] = copies[i].bytes;
   }
-  const bool out = direction == Direction::to_host;
-  void** const to = (out ? host : device).data();
-  void** const from = (out ? device : host).data();
   const cuda::Location on_device{cuda::kLocationDevice, device_.index}, on_host{cuda::kLocationHost, 0};
-  cuda::CopyAttributes attributes{cuda::kAccessInStreamOrder, out ? on_device : on_host, out ? on_host : on_device,
-                                  cuda::kPreferOverlapWithCompute};
+  cuda::CopyAttributes attributes{cuda::kAccessInStreamOrder, on_device, on_host, cuda::kPreferOverlapWithCompute};
   size_t start = 0, failed = 0;
   const int code =
       api_.copy_batch_13 != nullptr
-          ? api_.copy_batch_13(to, from, bytes.data(), bytes.size(), &attributes, &start, 1, handle_)
-          : api_.copy_batch_12(to, from, bytes.data(), bytes.size(), &attributes, &start, 1, &failed, handle_);
+          ? api_.copy_batch_13(to.data(), from.data(), bytes.data(), bytes.size(), &attributes, &start, 1, handle_)
+          : api_.copy_batch_12(to.data(), from.data(), bytes.data(), bytes.size(), &attributes, &start, 1, &failed,
+                               handle_);
   if (code != kSuccess) api_.get_last_error();
   batched_ = code == kSuccess;
   return batched_;
 }
 
-void CudaStream::copy(Direction direction, const PitchedCopy& copy) {
+void CudaStream::copy(const PitchedCopy& copy) {
   const Current current(device_);
-  void* const device = reinterpret_cast<void*>(copy.device);
-  const int code = direction == Direction::to_host ? api_.copy_2d(copy.host, copy.host_pitch, device, copy.device_pitch,
-                                                                  copy.width, copy.height, cuda::kToHost, handle_)
-                                                   : api_.copy_2d(device, copy.device_pitch, copy.host, copy.host_pitch,
-                                                                  copy.width, copy.height, cuda::kToDevice, handle_);
-  check(api_, code, [&] {
-    return "copy " + std::to_string(copy.height) + " runs of " + std::to_string(copy.width) + " bytes " +
-           way(device_, direction);
-  });
+  check(api_,
+        api_.copy_2d(copy.host, copy.host_pitch, reinterpret_cast<const void*>(copy.device), copy.device_pitch,
+                     copy.width, copy.height, cuda::kToHost, handle_),
+        [&] {
+          return "copy " + std::to_string(copy.height) + " runs of " + std::to_string(copy.width) + " bytes from " +
+                 device_.name + " to the host";
+        });
 }
 
-void CudaStream::pack(Direction direction, Slab& slab, const PackTable& table) {
+void CudaStream::pack(Slab& slab, const PackTable& table) {
   const Current current(device_);
   const auto& memory = static_cast<CudaSlab&>(slab);
   const size_t row_bytes = table.rows.size() * sizeof(PackRow), dim_bytes = table.dims.size() * sizeof(PackDim);
@@ -143,9 +130,8 @@ void CudaStream::pack(Direction direction, Slab& slab, const PackTable& table) {
   uint32_t bytes = table.bytes;
   std::array<void*, 5> arguments = {&data, &rows, &row_count, &dims, &bytes};  // as gather.cu has them
   check(api_,
-        api_.launch(direction == Direction::to_host ? device_.pack : device_.unpack,
-                    (pieces * kPackLanes + kBlock - 1) / kBlock, 1, 1, kBlock, 1, 1, 0, handle_, arguments.data(),
-                    nullptr),
+        api_.launch(device_.pack, (pieces * kPackLanes + kBlock - 1) / kBlock, 1, 1, kBlock, 1, 1, 0, handle_,
+                    arguments.data(), nullptr),
         [&] { return "launch the pack kernel on " + device_.name; });
 }
 

@@ -56,13 +56,13 @@ class CudaStream final : public CopyStream {
 
   void after(const Event& event) override;
   void record(Event& event) override;
-  void copy(Direction direction, std::span<const FlatCopy> copies) override;
-  void copy(Direction direction, const PitchedCopy& copy) override;
-  void pack(Direction direction, Slab& slab, const PackTable& table) override;
+  void copy(std::span<const FlatCopy> copies) override;
+  void copy(const PitchedCopy& copy) override;
+  void pack(Slab& slab, const PackTable& table) override;
   void drain() override;
 
  private:
-  bool copy_batch(Direction direction, std::span<const FlatCopy> copies);
+  bool copy_batch(std::span<const FlatCopy> copies);
 
   const cuda::Device& device_;
   const cuda::Api& api_;

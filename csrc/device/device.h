@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 
@@ -19,8 +18,6 @@ namespace vescale_ckpt::device {
 
 using DeviceAddress = uint64_t;  // an integer, because nothing on the host may follow it
 using StreamHandle = uint64_t;   // a stream of the framework, as the framework names it; 0 is its default one
-
-enum class Direction { to_host, to_device };
 
 struct FlatCopy {
   DeviceAddress device;
@@ -43,8 +40,8 @@ class Event {
   virtual void wait() = 0;                         // returns when the device has passed it
 };
 
-// Device memory that small ranges are packed into on their way, with a table of what lies where. One use at a time:
-// from CopyStream::pack until an event behind it has passed.
+// Device memory that small ranges are packed into on their way to the host, with a table of what lies where. One use at
+// a time: from CopyStream::pack until an event behind it has passed.
 class Slab {
  public:
   virtual ~Slab() = default;
@@ -56,10 +53,11 @@ class CopyStream {
   virtual ~CopyStream() = default;
   virtual void after(const Event& event) = 0;  // what is queued from now on runs after what `event` recorded last
   virtual void record(Event& event) = 0;
-  virtual void copy(Direction direction, std::span<const FlatCopy> copies) = 0;  // in any order among themselves
-  virtual void copy(Direction direction, const PitchedCopy& copy) = 0;
-  // to_host: from the places in the table into the slab; to_device: from the slab to the places. Copies the table.
-  virtual void pack(Direction direction, Slab& slab, const PackTable& table) = 0;
+  // From the device to the host.
+  virtual void copy(std::span<const FlatCopy> copies) = 0;  // in any order among themselves
+  virtual void copy(const PitchedCopy& copy) = 0;
+  // From the places in the table into the slab. Copies the table.
+  virtual void pack(Slab& slab, const PackTable& table) = 0;
   virtual void drain() = 0;  // returns when nothing is queued, also where it throws
 };
 
@@ -71,9 +69,9 @@ class Accelerator {
   virtual std::unique_ptr<Event> make_event() = 0;
   // nullptr where there is no kernel to pack with, or no device memory to spare.
   virtual std::unique_ptr<Slab> make_slab(uint64_t bytes) = 0;
-  // Copies are fast and really asynchronous only from and to locked memory. Locks it for all accelerators of the
-  // runtime; slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is
-  // not locked.
+  // Copies are fast and really asynchronous only into locked memory. Locks it for all accelerators of the runtime;
+  // slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is not
+  // locked.
   virtual void page_lock(std::span<std::byte> memory) = 0;
   virtual void page_unlock(std::byte* memory) = 0;  // the start of a locked range
 };
@@ -82,8 +80,7 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
   virtual int device_count() = 0;
-  virtual Accelerator& accelerator(int device) = 0;                 // lives as long as the runtime
-  virtual std::optional<int> device_of(DeviceAddress address) = 0;  // nullopt: host memory
+  virtual Accelerator& accelerator(int device) = 0;  // lives as long as the runtime
 };
 
 }  // namespace vescale_ckpt::device

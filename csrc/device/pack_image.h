@@ -1,4 +1,4 @@
-// The compiled pack kernels, as far as the build found a compiler for them.
+// The compiled pack kernel, if the build found a compiler for it.
 #pragma once
 
 namespace vescale_ckpt::device {

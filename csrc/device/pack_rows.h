@@ -8,7 +8,7 @@
 
 #ifdef __CUDACC__
 #define VESCALE_CKPT_LANE __device__ __forceinline__
-#define VESCALE_CKPT_NO_UNROLL _Pragma("unroll 1")  // unrolled divisions would make the kernels ten times larger
+#define VESCALE_CKPT_NO_UNROLL _Pragma("unroll 1")  // unrolled divisions would make the kernel ten times larger
 #else
 #define VESCALE_CKPT_LANE inline
 #define VESCALE_CKPT_NO_UNROLL
@@ -50,7 +50,7 @@ VESCALE_CKPT_LANE void copy_run(char* to, const char* from, uint32_t bytes, uint
   }
 }
 
-template <typename T, bool kToSlab>
+template <typename T>
 VESCALE_CKPT_LANE void copy_units(char* slab, const PackRow& row, const PackDim* dims, uint32_t begin, uint32_t end,
                                   uint32_t lane) {
   VESCALE_CKPT_NO_UNROLL
@@ -63,43 +63,33 @@ VESCALE_CKPT_LANE void copy_units(char* slab, const PackRow& row, const PackDim*
       offset += static_cast<int64_t>(index - outer * dims[dim].count) * dims[dim].stride;
       index = outer;
     }
-    T* place = reinterpret_cast<T*>(row.address + static_cast<uint64_t>(offset));
-    T* packed = reinterpret_cast<T*>(slab) + i;
-    if (kToSlab) {
-      *packed = *place;
-    } else {
-      *place = *packed;
-    }
+    reinterpret_cast<T*>(slab)[i] = *reinterpret_cast<const T*>(row.address + static_cast<uint64_t>(offset));
   }
 }
 
 // Bytes [begin, end) of a row; `slab` is where the row begins there.
-template <bool kToSlab>
 VESCALE_CKPT_LANE void copy_row(char* slab, const PackRow& row, const PackDim* dims, uint32_t begin, uint32_t end,
                                 uint32_t lane) {
   if (row.dims == 0) {
-    char* place = reinterpret_cast<char*>(row.address) + begin;
-    return kToSlab ? copy_run(slab + begin, place, end - begin, lane)
-                   : copy_run(place, slab + begin, end - begin, lane);
+    return copy_run(slab + begin, reinterpret_cast<const char*>(row.address) + begin, end - begin, lane);
   }
   dims += row.dims_at;
   switch (row.unit) {
     case 16:
-      return copy_units<PackVector, kToSlab>(slab, row, dims, begin, end, lane);
+      return copy_units<PackVector>(slab, row, dims, begin, end, lane);
     case 8:
-      return copy_units<uint64_t, kToSlab>(slab, row, dims, begin, end, lane);
+      return copy_units<uint64_t>(slab, row, dims, begin, end, lane);
     case 4:
-      return copy_units<uint32_t, kToSlab>(slab, row, dims, begin, end, lane);
+      return copy_units<uint32_t>(slab, row, dims, begin, end, lane);
     case 2:
-      return copy_units<uint16_t, kToSlab>(slab, row, dims, begin, end, lane);
+      return copy_units<uint16_t>(slab, row, dims, begin, end, lane);
     default:
-      return copy_units<char, kToSlab>(slab, row, dims, begin, end, lane);
+      return copy_units<char>(slab, row, dims, begin, end, lane);
   }
 }
 
 // One lane's part of a piece of the slab: work is cut by bytes of the slab, so that rows of any size keep all lanes
 // busy.
-template <bool kToSlab>
 VESCALE_CKPT_LANE void copy_piece(char* slab, const PackRow* rows, uint32_t row_count, const PackDim* dims,
                                   uint32_t bytes, uint32_t piece, uint32_t lane) {
   const uint32_t begin = piece * kPackPieceBytes;
@@ -117,7 +107,7 @@ VESCALE_CKPT_LANE void copy_piece(char* slab, const PackRow* rows, uint32_t row_
     const PackRow row = rows[low];
     const uint32_t from = begin > row.offset ? begin - row.offset : 0;
     const uint32_t to = end - row.offset < row.bytes ? end - row.offset : row.bytes;
-    copy_row<kToSlab>(slab + row.offset, row, dims, from, to, lane);
+    copy_row(slab + row.offset, row, dims, from, to, lane);
   }
 }
 

@@ -6,9 +6,8 @@
 
 namespace vescale_ckpt::device {
 
-Pipeline::Pipeline(Accelerator& accelerator, Direction direction, const CopyLimits& limits)
+Pipeline::Pipeline(Accelerator& accelerator, const CopyLimits& limits)
     : accelerator_(accelerator),
-      direction_(direction),
       limits_(limits),
       copies_(accelerator.make_stream()),
       packs_(accelerator.make_stream()),
@@ -34,7 +33,7 @@ bool Pipeline::make_slabs() {
 void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout,
                      CopyControl* control) {
   if (thread_.joinable()) throw Error::invalid("copies were started before the last ones were waited for");
-  plan_.emplace(std::move(rows), direction_, layout, limits_);
+  plan_.emplace(std::move(rows), layout, limits_);
   if (plan_->packs() && !make_slabs()) plan_->forgo_slab();
   for (const StreamHandle producer : producers) {
     produced_->record(producer);
@@ -42,8 +41,6 @@ void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> 
     packs_->after(*produced_);
   }
   control_ = control;
-  copied_bytes_ = 0;
-  total_bytes_ = plan_->total_bytes();
   error_ = nullptr;
   ended_ = false;
   try {
@@ -89,26 +86,15 @@ void Pipeline::run(const std::stop_token& stop) {
 }
 
 void Pipeline::queue(CopyGroup& group, Turn& turn) {
-  if (!group.packed()) {
-    if (!group.flat.empty()) copies_->copy(direction_, group.flat);
-    for (const PitchedCopy& copy : group.pitched) copies_->copy(direction_, copy);
-    copies_->record(*turn.done);
-  } else {
+  if (group.packed()) {
     for (FlatCopy& copy : group.flat) copy.device += turn.slab->address();
-    if (direction_ == Direction::to_host) {
-      packs_->pack(direction_, *turn.slab, group.table);
-      packs_->record(*turn.staged);
-      copies_->after(*turn.staged);
-      copies_->copy(direction_, group.flat);
-      copies_->record(*turn.done);
-    } else {
-      copies_->copy(direction_, group.flat);
-      copies_->record(*turn.staged);
-      packs_->after(*turn.staged);
-      packs_->pack(direction_, *turn.slab, group.table);
-      packs_->record(*turn.done);
-    }
+    packs_->pack(*turn.slab, group.table);
+    packs_->record(*turn.staged);
+    copies_->after(*turn.staged);
   }
+  if (!group.flat.empty()) copies_->copy(group.flat);
+  for (const PitchedCopy& copy : group.pitched) copies_->copy(copy);
+  copies_->record(*turn.done);
   turn.bytes = group.bytes;
   turn.in_flight = true;
 }
@@ -118,7 +104,6 @@ void Pipeline::finish(Turn& turn) {
   if (!turn.in_flight) return;
   turn.in_flight = false;
   turn.done->wait();
-  copied_bytes_ += turn.bytes;
   if (control_ != nullptr) control_->copied_bytes += turn.bytes;
 }
 

@@ -1,7 +1,7 @@
-// Copies of many rows between one accelerator and the host, without stopping who uses the accelerator: on streams of
+// Copies of many rows from one accelerator to the host, without stopping who uses the accelerator: on streams of
 // its own, behind what the producers had queued, packed where rows are small, a bounded number of groups in flight.
 //
-// One transfer at a time; start and wait belong to one thread, the counts to any.
+// One transfer at a time; start and wait belong to one thread.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct CopyControl {
 class Pipeline {
  public:
   // `accelerator` outlives this. Throws Error(invalid) for limits that make no sense.
-  Pipeline(Accelerator& accelerator, Direction direction, const CopyLimits& limits = {});
+  explicit Pipeline(Accelerator& accelerator, const CopyLimits& limits = {});
   // Abandons what is not queued yet and returns when nothing touches the rows any more: not before the producers passed
   // the point that the transfer waits for.
   ~Pipeline() = default;
@@ -49,13 +49,10 @@ class Pipeline {
   // Error(cancelled) if that is why not all is copied.
   bool wait(std::chrono::milliseconds timeout);
 
-  uint64_t copied_bytes() const { return copied_bytes_.load(); }  // of the last transfer
-  uint64_t total_bytes() const { return total_bytes_.load(); }
-
  private:
   // A group in flight.
   struct Turn {
-    std::unique_ptr<Event> staged;  // the slab is full: filled by the kernel, or from the host
+    std::unique_ptr<Event> staged;  // the kernel has filled the slab
     std::unique_ptr<Event> done;
     std::unique_ptr<Slab> slab;
     uint64_t bytes = 0;
@@ -69,7 +66,6 @@ class Pipeline {
   void drain() noexcept;
 
   Accelerator& accelerator_;
-  const Direction direction_;
   const CopyLimits limits_;
   // Two streams, because packing a slab and copying another use different parts of the device.
   const std::unique_ptr<CopyStream> copies_, packs_;
@@ -77,7 +73,6 @@ class Pipeline {
   std::array<Turn, 3> turns_;  // one is copied, one packed, and one is there for when this thread is late
   std::optional<CopyPlan> plan_;
   CopyControl* control_ = nullptr;
-  std::atomic<uint64_t> copied_bytes_{0}, total_bytes_{0};
 
   std::mutex mutex_;  // guards the two below
   std::condition_variable ended_signal_;

@@ -37,7 +37,7 @@ uint32_t joined_crc(uint64_t begin, uint64_t end, std::span<const uint32_t> bloc
   uint64_t at = begin;
   for (const uint32_t block : blocks) {
     const uint64_t next = std::min(end, (at / kChecksumBlock + 1) * kChecksumBlock);
-    crc = at == begin ? block : crc32_combine(crc, block, next - at);
+    crc = crc32_combine(crc, block, next - at);
     at = next;
   }
   return crc;

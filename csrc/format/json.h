@@ -1,6 +1,7 @@
-// A strict JSON reader for headers that nobody vouches for: one pass, no tree, no recursion that input could deepen.
+// Reads JSON of untrusted headers, strictly: in one pass, without a tree, nested no deeper than kMostDepth.
 //
-// The caller says what it expects and is told what stands there instead. Text must be valid UTF-8 (see invalid_utf8).
+// The caller asks for what it expects, and gets an error that says what is there instead. Text must be valid UTF-8 (see
+// invalid_utf8).
 #pragma once
 
 #include <cstddef>

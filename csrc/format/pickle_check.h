@@ -1,5 +1,5 @@
-// Looks at a pickle before anything is built from it, for what a restricted unpickler cannot refuse: memory taken for
-// nothing, nesting deeper than a stack, and changes to classes themselves.
+// Checks a pickle, before anything is built from it, for what a restricted unpickler cannot refuse: much memory for few
+// bytes, nesting deeper than a stack, and changes to classes themselves.
 //
 // It follows the opcodes without building anything: linear in the input, no allocation beyond a few bytes an opcode.
 #pragma once
@@ -10,10 +10,9 @@
 
 namespace vescale_ckpt::format {
 
-// Where the pickle ends is put into `end`, if given: unpicklers do not look at what follows.
-// An empty string if the pickle is harmless in this sense (it may still be refused by what it imports, or be
-// malformed in ways that the unpickler reports); else what is wrong with it.
-// With `storages` it may also refer to what lies outside of it, as torch's do to their storages.
+// Returns what is wrong with the pickle; an empty string if nothing is (an unpickler may still refuse what it imports,
+// or find it malformed). With `storages` it may refer to what lies outside of it, as torch's pickles do to storages.
+// `end`, if given, is set to where the pickle ends: unpicklers do not look at what follows.
 std::string check_pickle(std::span<const std::byte> pickle, bool storages = false, size_t* end = nullptr);
 
 }  // namespace vescale_ckpt::format

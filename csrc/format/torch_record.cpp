@@ -3,7 +3,6 @@
 #include <array>
 #include <cstdio>
 #include <cstring>
-#include <unordered_map>
 
 #include "base/crc32.h"
 #include "base/error.h"
@@ -216,20 +215,11 @@ uint32_t TensorRecord::claimed_crc(std::span<const std::byte> epilogue) const {
   return crc;
 }
 
-struct RecordCache::Impl {
-  std::unordered_map<std::string, std::shared_ptr<const TensorRecord>> records;
-  std::string key;
-};
-
-RecordCache::RecordCache() : impl_(std::make_unique<Impl>()) {}
-RecordCache::~RecordCache() = default;
-
 std::shared_ptr<const TensorRecord> RecordCache::get(uint32_t dtype, std::span<const int64_t> sizes) {
   if (dtype >= kDTypes.size()) throw Error::invalid("unknown dtype code " + std::to_string(dtype));
-  std::string& key = impl_->key;
-  key.assign(reinterpret_cast<const char*>(&dtype), sizeof dtype);
-  key.append(reinterpret_cast<const char*>(sizes.data()), sizes.size_bytes());
-  auto& record = impl_->records[key];
+  key_.assign(reinterpret_cast<const char*>(&dtype), sizeof dtype);
+  key_.append(reinterpret_cast<const char*>(sizes.data()), sizes.size_bytes());
+  auto& record = records_[key_];
   if (!record) record = std::make_shared<const TensorRecord>(kDTypes[dtype], sizes);
   return record;
 }

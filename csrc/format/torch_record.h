@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "format/archive.h"
@@ -57,13 +58,12 @@ class TensorRecord {
 // Records by dtype and shape, each built once. Not thread-safe.
 class RecordCache {
  public:
-  RecordCache();
-  ~RecordCache();
+  // Throws Error (invalid) for an unknown dtype or an impossible shape.
   std::shared_ptr<const TensorRecord> get(uint32_t dtype, std::span<const int64_t> sizes);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::unordered_map<std::string, std::shared_ptr<const TensorRecord>> records_;
+  std::string key_;  // of the last call: kept for its memory
 };
 
 // A plain object as torch.save writes it, from its pickle (protocol 2, no tensors inside).

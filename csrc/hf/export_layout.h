@@ -1,8 +1,8 @@
 // Where all ranks' boxes of tensors lie in a set of safetensors files, decided by the coordinator from a plan's catalog
 // before a byte is written, and what it takes to finish the files.
 //
-// Tensors in the order of the catalog are put into files of at most so many bytes; one that is larger alone has a file
-// of its own. Within a file they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
+// Tensors in the order of the catalog are put into files of at most `most_file_bytes`; a tensor that is larger has a
+// file of its own. Within a file they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +33,10 @@ class ExportLayout {
   uint64_t file_bytes(size_t file) const { return files_[file].layout.file_bytes(); }
   uint64_t tensor_bytes() const { return tensor_bytes_; }
 
-  // For each row of the rank's part: file, offset of its tensor in the file.
+  // For each row of the rank's local plan: file, offset of its tensor in the file.
   std::vector<int64_t> places(uint32_t rank) const;
 
-  // What stands before the data of each file, and makes it one. `blocks[rank]`: what SharedWriter::finish returned.
+  // Length and header of each file, which complete it. `blocks[rank]`: what SharedWriter::finish returned.
   // Throws Error(invalid) if they are not of this layout.
   std::vector<std::string> heads(std::span<const std::span<const uint32_t>> blocks) const;
 
@@ -54,7 +54,7 @@ class ExportLayout {
     uint64_t first_block = 0;     // among those of the file
     uint32_t file = 0;
   };
-  struct Row {  // of a rank's part
+  struct Row {  // of a rank's local plan
     uint64_t tensor = 0;
     uint64_t begin = 0, end = 0;  // in the file: from the box's first byte to its last
   };
@@ -65,7 +65,8 @@ class ExportLayout {
   uint64_t tensor_bytes_ = 0;
 };
 
-// SharedWriter's targets for the tensors of a part: of an inventory, and places as above. Throws Error(invalid).
+// SharedWriter's targets for the tensors of a local plan (`part`) of this inventory, at these places. Throws
+// Error(invalid).
 std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> part,
                                          std::span<const int64_t> places);
 

@@ -379,8 +379,4 @@ std::span<const uint32_t> SafetensorsHeader::blocks(const Tensor& tensor) const 
   return std::span(blocks_).subspan(tensor.first_block, blocks_of(tensor));
 }
 
-uint32_t SafetensorsHeader::crc(const Tensor& tensor) const {
-  return format::joined_crc(tensor.begin, tensor.end, blocks(tensor));
-}
-
 }  // namespace vescale_ckpt::hf

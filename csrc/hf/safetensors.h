@@ -50,8 +50,8 @@ class SafetensorsHeader {
   // Throws Error (corrupt: it is damaged; invalid: it lies), with path and offset.
   static SafetensorsHeader parse(std::string_view head, uint64_t file_bytes, const std::string& path, bool checksums);
 
-  // How many bytes of a file are length and header, from its first eight (fewer, if the file is shorter).
-  // Throws Error if they cannot be.
+  // How many bytes of a file are length and header, from its first eight (fewer, if the file is shorter). Throws Error
+  // (corrupt: the file is too short for them; invalid: the header would be too large).
   static uint64_t head_bytes(std::string_view first, uint64_t file_bytes, const std::string& path);
 
   std::span<const Tensor> tensors() const { return tensors_; }  // in the order of their bytes
@@ -66,11 +66,9 @@ class SafetensorsHeader {
   const std::optional<Metadata>& metadata() const { return metadata_; }  // without our checksums
   uint64_t data_begin() const { return data_begin_; }                    // in the file
 
-  // CRC-32 of each cell of the file (checksum_table.h) that the tensor touches, its part of it; empty if there are
-  // none.
   bool has_checksums() const { return !blocks_.empty(); }
+  // CRC-32 of the tensor's part of each cell of the file (format/checksum_table.h); empty without checksums.
   std::span<const uint32_t> blocks(const Tensor& tensor) const;
-  uint32_t crc(const Tensor& tensor) const;  // of all its bytes
 
  private:
   class Parser;

@@ -1,4 +1,4 @@
-// Safetensors files: written whole, read as a whole or by boxes, checksums checked on the way.
+// Writes whole safetensors files, and opens them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include "hf/safetensors.h"
 #include "hf/safetensors_layout.h"
 #include "io/file.h"
-#include "read/reader.h"
+#include "io/transfer_loop.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::hf {
@@ -32,15 +32,5 @@ struct SafetensorsFile {
 // The file is complete but has its old name. Returns its length.
 uint64_t write_safetensors(write::FileWriter& writer, const SafetensorsLayout& layout,
                            std::span<const std::byte* const> data, bool sync);
-
-// Rows: file, number of the tensor in it, address, dimensions n, n offsets, n sizes, n strides (elements); or -1 for n
-// and nothing behind it for a whole tensor to contiguous memory. Throws Error(invalid, row).
-std::vector<read::ReadItem> parse_safetensors_table(std::span<const std::shared_ptr<const SafetensorsFile>> files,
-                                                    std::span<const int64_t> table);
-
-// Throws Error: corrupt (with the row as item), io, invalid. Bytes without checksums are counted as unverified.
-std::unique_ptr<read::ReadReport> read_safetensors(std::span<const std::shared_ptr<const SafetensorsFile>> files,
-                                                   std::span<const int64_t> table, bool verify,
-                                                   const io::EngineOptions& options);
 
 }  // namespace vescale_ckpt::hf

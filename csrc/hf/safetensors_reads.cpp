@@ -5,6 +5,7 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
+#include "base/memory.h"
 #include "format/torch_record.h"
 #include "read/table.h"
 
@@ -18,7 +19,54 @@ namespace {
                        path, 0);
 }
 
+// Makes of an item that names a record and the CRC-32 of a head one of that tensor in the file with this header, which
+// must outlive it.
+void complete(read::ReadItem& item, const SafetensorsHeader& header, uint32_t head_crc, const std::string& path) {
+  if (item.crc != int64_t{head_crc}) replaced(path);
+  item.bare = true;
+  item.crc = read::kUnknownCrc;
+  if (item.record_length == 0) return;
+  const auto tensors = header.tensors();
+  const auto found = std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
+                                              &SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
+  if (found == tensors.end() || found->begin != item.record_offset ||
+      found->end != item.record_offset + item.record_length ||
+      format::tensor_bytes(format::dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
+    throw Error::invalid("file " + path + " has no such tensor at offset " + std::to_string(item.record_offset));
+  }
+  item.blocks = header.blocks(*found);
+}
+
+// Calls `work(item)` for each item. What it throws becomes an Error with the item's row.
+template <typename Work>
+void for_each_row(std::vector<read::ReadItem>& items, const Work& work) {
+  for (size_t row = 0; row < items.size(); ++row) {
+    try {
+      work(items[row]);
+    } catch (const Error& error) {
+      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(row));
+    }
+  }
+}
+
 }  // namespace
+
+std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
+                                                   bool verify, const io::EngineOptions& options) {
+  std::vector<read::ReadItem> items = read::parse_read_table(table);
+  const std::vector<std::string> paths = {file.file->path()};
+  for_each_row(items, [&](read::ReadItem& item) {
+    if (item.file != 0) throw Error::invalid("no such file in the table");
+    complete(item, file.header, file.head_crc, paths[0]);
+  });
+  std::vector<std::span<const std::byte>> targets;
+  for (const read::ReadItem& item : items) {
+    if (item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
+  }
+  prefer_huge_pages(std::move(targets));
+  const read::OpenFile open = [&](uint32_t) { return file.file; };
+  return read::read_tensors(paths, open, items, verify, options);
+}
 
 // Opens a file and makes sure that it begins as it did when it was opened first.
 std::shared_ptr<io::File> SafetensorsReads::open(const std::string& path) {
@@ -30,52 +78,25 @@ std::shared_ptr<io::File> SafetensorsReads::open(const std::string& path) {
     if (known->second.head_crc != crc) replaced(path);
     return file;
   }
-  Known known{SafetensorsHeader::parse(head, file->size(), path, verify_), crc, {}};
-  known.crcs.resize(known.header.tensors().size());
-  known_.emplace(path, std::move(known));
+  known_.emplace(path, Known{SafetensorsHeader::parse(head, file->size(), path, verify_), crc});
   return file;
-}
-
-// Makes of a row that names a record one of that tensor.
-void SafetensorsReads::complete(read::ReadItem& item, const std::string& path) {
-  const std::lock_guard lock(mutex_);
-  Known& known = known_.at(path);
-  if (item.crc != int64_t{known.head_crc}) replaced(path);
-  item.bare = true;
-  item.crc = read::kUnknownCrc;
-  if (item.record_length == 0) return;
-  const auto tensors = known.header.tensors();
-  const auto found = std::ranges::lower_bound(tensors, item.record_offset + item.record_length, {},
-                                              &SafetensorsHeader::Tensor::end);  // empty ones have no end of their own
-  if (found == tensors.end() || found->begin != item.record_offset ||
-      found->end != item.record_offset + item.record_length ||
-      format::tensor_bytes(format::dtypes()[item.dtype], item.chunk_sizes) != item.record_length) {
-    throw Error::invalid("file " + path + " has no such tensor at offset " + std::to_string(item.record_offset));
-  }
-  if (!known.header.has_checksums()) return;
-  std::optional<uint32_t>& crc = known.crcs[static_cast<size_t>(found - tensors.begin())];
-  if (!crc) crc = known.header.crc(*found);
-  item.crc = *crc;
-  item.blocks = known.header.blocks(*found);
 }
 
 // Completes all rows. Returns what gives their files: few stay open from here on, the others are opened again.
 read::OpenFile SafetensorsReads::prepare(std::span<const std::string> paths, std::vector<read::ReadItem>& items) {
   constexpr size_t kMostHeld = 64;
   std::map<uint32_t, std::shared_ptr<io::File>> held;
-  for (size_t row = 0; row < items.size(); ++row) {
-    read::ReadItem& item = items[row];
-    try {
-      if (item.file >= paths.size()) throw Error::invalid("no such file in the table");
-      if (const auto [entry, is_new] = held.try_emplace(item.file); is_new) {
-        std::shared_ptr<io::File> file = open(paths[item.file]);
-        if (held.size() <= kMostHeld) entry->second = std::move(file);
-      }
-      complete(item, paths[item.file]);
-    } catch (const Error& error) {
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(row));
+  for_each_row(items, [&](read::ReadItem& item) {
+    if (item.file >= paths.size()) throw Error::invalid("no such file in the table");
+    const std::string& path = paths[item.file];
+    if (const auto [entry, is_new] = held.try_emplace(item.file); is_new) {
+      std::shared_ptr<io::File> file = open(path);
+      if (held.size() <= kMostHeld) entry->second = std::move(file);
     }
-  }
+    const std::lock_guard lock(mutex_);
+    const Known& known = known_.at(path);
+    complete(item, known.header, known.head_crc, path);
+  });
   return [this, paths, held = std::move(held)](uint32_t number) {
     const auto& file = held.at(number);
     return file ? file : open(paths[number]);

@@ -1,12 +1,10 @@
-// Reads boxes of tensors out of the safetensors files of a checkpoint, by the tables with which those of data files are
-// read.
+// Reads boxes of tensors out of safetensors files, by the tables with which those of data files are read.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,28 +14,32 @@
 
 namespace vescale_ckpt::hf {
 
-// Headers are parsed once and kept; a file is open only while it is read from. So that all ranks of a job read what one
-// of them has planned, each row says which head its file must have. Thread-safe.
+// The table of all reads below: rows as of read/table.h, but for the CRC-32, which is that of the file's head. So all
+// ranks of a job read what one of them has planned.
+
+// Reads from one open file, which has number 0 in the rows. Throws Error: corrupt (with the row as item), io, invalid.
+// Bytes without checksums are counted as unverified.
+std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
+                                                   bool verify, const io::EngineOptions& options);
+
+// Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Thread-safe.
 class SafetensorsReads {
  public:
   SafetensorsReads(bool verify, const io::EngineOptions& options) : verify_(verify), options_(options) {}
 
-  // `table`: rows as of parse_read_table, but for the CRC-32, which is that of the file's head. Throws Error: corrupt
-  // (with the row as item; also if a file has another head than its rows say), io, invalid.
+  // `table`: rows as of parse_read_table. Throws Error: corrupt (with the row as item; also if a file has another head
+  // than its rows say), io, invalid.
   std::unique_ptr<read::ReadReport> read(std::span<const std::string> paths, std::span<const int64_t> table);
-  // `table`: rows as of parse_check_table, with the same CRC-32. What is wrong is told in
-  // ReadReport::damaged, but for what is wrong with a head: that is thrown.
+  // `table`: rows as of parse_check_table. Damage is reported in ReadReport::damaged, but damage of a head is thrown.
   std::unique_ptr<read::ReadReport> check(std::span<const std::string> paths, std::span<const int64_t> table);
 
  private:
   struct Known {
     SafetensorsHeader header;
     uint32_t head_crc;
-    std::vector<std::optional<uint32_t>> crcs;  // of whole tensors, once they were asked for
   };
 
   std::shared_ptr<io::File> open(const std::string& path);
-  void complete(read::ReadItem& item, const std::string& path);
   read::OpenFile prepare(std::span<const std::string> paths, std::vector<read::ReadItem>& items);
 
   const bool verify_;

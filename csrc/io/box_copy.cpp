@@ -4,7 +4,6 @@
 #include <atomic>
 #include <vector>
 
-#include "base/error.h"
 #include "base/workers.h"
 #include "format/torch_record.h"
 #include "io/table.h"
@@ -75,12 +74,10 @@ std::vector<BoxCopy> parse_copy_table(std::span<const int64_t> table) {
     const auto sizes = cursor.take(dims), offsets = cursor.take(dims), lengths = cursor.take(dims);
     std::byte* memory = cursor.address();
     const auto strides = cursor.take(dims);
-    try {
-      format::tensor_bytes(format::dtypes()[dtype], sizes);
-      copies.push_back({Box(format::dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory});
-    } catch (const Error& error) {
-      throw Error::invalid(error.what(), cursor.row());
-    }
+    copies.push_back(cursor.made_of_row([&]() -> BoxCopy {
+      format::tensor_bytes(format::dtypes()[dtype], sizes);  // throws for a shape that overflows
+      return {Box(format::dtypes()[dtype].item_bytes, sizes, offsets, lengths, strides), piece, memory};
+    }));
   }
   return copies;
 }

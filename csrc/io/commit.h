@@ -1,4 +1,4 @@
-// Making a small file appear whole or not at all.
+// Makes files appear whole or not at all, under their names. All of these throw Error (io, full).
 #pragma once
 
 #include <cstddef>

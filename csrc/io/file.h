@@ -1,7 +1,8 @@
 // One file on disk and the way its bytes travel: direct (past the page cache), uncached (through it, pages dropped at
 // once), or buffered. The way is found by trying, falls back at the first refusal, and is reported.
 //
-// Movable by unique_ptr only; transfers on one File from several threads are safe.
+// A File owns its descriptors. Several threads may make transfers on one File at a time. All of these throw Error (io,
+// full).
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// A file in memory, shared with whoever maps it too: how ranks of a node look at what one of them has read.
+// Maps a file into memory that is shared with other processes: ranks of a node see there what one of them has read.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace vescale_ckpt::io {
 
 class SharedMap {
  public:
-  // The descriptor may be closed afterwards. Throws Error (io). Pages come when they are touched: taken all at once
-  // they cost more, as then nothing is read meanwhile.
+  // The descriptor may be closed afterwards. Throws Error (io). Pages are taken when they are first touched: taking all
+  // of them here would cost more, because nothing is read meanwhile.
   SharedMap(int descriptor, uint64_t bytes);
   ~SharedMap();
   SharedMap(const SharedMap&) = delete;

@@ -34,6 +34,15 @@ class TableCursor {
     if (code >= format::dtypes().size()) throw Error::invalid("unknown dtype code in the table", row_);
     return static_cast<uint32_t>(code);
   }
+  // Returns what `make` makes of the row. An Error that `make` throws becomes Error (invalid, row).
+  template <typename Make>
+  auto made_of_row(const Make& make) const {
+    try {
+      return make();
+    } catch (const Error& error) {
+      throw Error::invalid(error.what(), row_);
+    }
+  }
 
  private:
   std::span<const int64_t> rest_;

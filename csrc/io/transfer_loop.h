@@ -15,6 +15,8 @@ namespace vescale_ckpt::io {
 
 // Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
 inline constexpr uint64_t kLargeBody = 2 << 20;
+// Unwanted bytes up to this many are cheaper to read than to skip.
+inline constexpr uint64_t kReadGap = 128 << 10;
 
 struct EngineOptions {
   unsigned threads = 4;  // workers

@@ -1,4 +1,4 @@
-// Bytes by the way they took.
+// Counts bytes by the way they took. Thread-safe.
 #pragma once
 
 #include <atomic>

@@ -8,10 +8,10 @@
 #include "base/crc32.h"
 #include "base/error.h"
 #include "base/memory.h"
+#include "base/numbered_strings.h"
 #include "format/torch_record.h"
 #include "metadata/box_tree.h"
 #include "metadata/verified_file.h"
-#include "metadata/view_table.h"
 
 namespace vescale_ckpt::metadata {
 namespace {
@@ -168,17 +168,15 @@ void check_row(const state::Item& row, const state::Item& first) {
 Catalog catalog_of(const state::Inventory& rows) {
   Catalog catalog;
   catalog.ranks = 1;
-  ViewTable key_of_name;
+  NumberedStrings names;
   std::vector<uint32_t> first_row, key_of_row(rows.size());
   for (uint32_t i = 0; i < rows.size(); ++i) {
     const state::Item row = rows[i];
-    uint32_t& key = key_of_name[row.name];
-    if (key == ViewTable::kNone) {
-      key = static_cast<uint32_t>(catalog.keys.size());
+    const auto [key, is_new] = names.add(row.name);
+    if (is_new) {
       const auto ndim = static_cast<uint32_t>(row.shape.size());
-      catalog.keys.push_back({catalog.names.size(), static_cast<uint32_t>(row.name.size()), row.kind, row.dtype,
-                              row.flags, ndim, catalog.dims.size(), 0, 0});
-      catalog.names += row.name;
+      catalog.keys.push_back({names.begin(key), static_cast<uint32_t>(row.name.size()), row.kind, row.dtype, row.flags,
+                              ndim, catalog.dims.size(), 0, 0});
       catalog.dims.insert(catalog.dims.end(), row.shape.begin(), row.shape.end());
       first_row.push_back(i);
     } else if (row.kind == state::ItemKind::object) {
@@ -189,6 +187,7 @@ Catalog catalog_of(const state::Inventory& rows) {
     ++catalog.keys[key].chunks;
   }
 
+  catalog.names = names.text();
   uint64_t first = 0;
   for (Catalog::Key& key : catalog.keys) {
     key.first_chunk = first;

@@ -71,10 +71,7 @@ void KeyPaths::merge(std::string_view block) {
       take_text(rest, bytes == detail::kNumber ? sizeof(int64_t) : bytes);
     }
     path.packed = elements.substr(0, elements.size() - rest.size());
-    if (uint32_t& index = by_name_[path.name]; index == ViewTable::kNone) {
-      index = static_cast<uint32_t>(paths_.size());
-      paths_.push_back(path);
-    }
+    if (names_.add(path.name).second) paths_.push_back(path);
   }
   if (!rest.empty()) malformed();
 }

@@ -9,12 +9,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "metadata/view_table.h"
+#include "base/numbered_strings.h"
 
 namespace vescale_ckpt::metadata {
 
@@ -52,8 +53,8 @@ class KeyPaths {
   bool any() const { return any_; }
   // In the order in which they were first named.
   const std::vector<Path>& paths() const { return paths_; }
-  // Index into paths(), or ViewTable::kNone.
-  uint32_t find(std::string_view name) const { return by_name_.find(name); }
+  // Index into paths().
+  std::optional<uint32_t> find(std::string_view name) const { return names_.find(name); }
 
   // Calls `text(view)` or `number(value)` for each element.
   template <typename Text, typename Number>
@@ -63,7 +64,7 @@ class KeyPaths {
   void merge(std::string_view block);
   bool any_ = false;
   std::vector<Path> paths_;
-  ViewTable by_name_;
+  NumberedStrings names_;  // of paths_
 };
 
 namespace detail {

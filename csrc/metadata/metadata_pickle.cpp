@@ -8,15 +8,17 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
+#include "base/numbered_strings.h"
 #include "format/torch_record.h"
 #include "metadata/pickle_out.h"
-#include "metadata/view_table.h"
 
 namespace vescale_ckpt::metadata {
 namespace {
 
 constexpr uint64_t kBatch = 1000;                // elements in one APPENDS or SETITEMS, as CPython has it
 constexpr size_t kMostShapes = size_t{1} << 22;  // remembered; what comes later is written in full
+
+constexpr uint32_t kNoMemo = UINT32_MAX;
 
 #define DCP "torch.distributed.checkpoint."
 enum Global : size_t {
@@ -51,12 +53,25 @@ std::string_view bytes_of(std::span<const int64_t> dims) {
   return {reinterpret_cast<const char*>(dims.data()), dims.size_bytes()};
 }
 
+// Memos of values that are told apart by their bytes.
+struct Memos {
+  NumberedStrings values;
+  std::vector<uint32_t> memos;
+
+  // kNoMemo for a new value. Valid until the next call.
+  uint32_t& operator[](std::string_view value) {
+    const auto [number, is_new] = values.add(value);
+    if (is_new) memos.push_back(kNoMemo);
+    return memos[number];
+  }
+};
+
 class Writer {
  public:
   Writer(const MetadataContent& content, std::byte* out) : content_(content), catalog_(content.catalog), pickle_(out) {
     if (catalog_.keys.size() >= UINT32_MAX) throw Error::invalid("too many keys");
-    names_.resize(catalog_.keys.size(), ViewTable::kNone);
-    files_.resize(content.locations.files().size(), ViewTable::kNone);
+    names_.resize(catalog_.keys.size(), kNoMemo);
+    files_.resize(content.locations.files().size(), kNoMemo);
   }
 
   uint64_t run();
@@ -65,12 +80,12 @@ class Writer {
   // A value that is made once and recalled afterwards. `write` writes it.
   template <typename Write>
   void once(uint32_t& memo, const Write& write) {
-    if (memo != ViewTable::kNone && !overdrawn()) {
+    if (memo != kNoMemo && !overdrawn()) {
       pickle_.recall(memo);
       return;
     }
     write();
-    if (memo == ViewTable::kNone) memo = pickle_.memoize();
+    if (memo == kNoMemo) memo = pickle_.memoize();
   }
 
   // Our own check of pickles (format/pickle_check.h) lets a pickle cause work in proportion to its length only: a long
@@ -80,7 +95,7 @@ class Writer {
 
   void global(Global name) {
     uint32_t& memo = globals_[name];
-    if (memo != ViewTable::kNone) return pickle_.recall(memo);
+    if (memo != kNoMemo) return pickle_.recall(memo);
     pickle_.global(kGlobals[name]);
     memo = pickle_.memoize();
   }
@@ -119,13 +134,13 @@ class Writer {
   uint64_t work_ = 0;
   std::array<uint32_t, kGlobals.size()> globals_ = [] {
     std::array<uint32_t, kGlobals.size()> none;
-    none.fill(ViewTable::kNone);
+    none.fill(kNoMemo);
     return none;
   }();
   std::vector<uint32_t> names_, files_;  // memos
-  std::vector<uint32_t> properties_ = std::vector<uint32_t>(2 * format::dtypes().size(), ViewTable::kNone);
-  uint32_t strided_ = ViewTable::kNone, contiguous_ = ViewTable::kNone;
-  ViewTable shapes_, words_;
+  std::vector<uint32_t> properties_ = std::vector<uint32_t>(2 * format::dtypes().size(), kNoMemo);
+  uint32_t strided_ = kNoMemo, contiguous_ = kNoMemo;
+  Memos shapes_, words_;
 };
 
 void Writer::shape(std::span<const int64_t> dims) {
@@ -140,9 +155,8 @@ void Writer::shape(std::span<const int64_t> dims) {
     }
     reduce_tuple('\x85', 3 + 2 * dims.size());
   };
-  if (shapes_.size() < kMostShapes) return once(shapes_[bytes_of(dims)], write);
-  uint32_t memo = shapes_.find(bytes_of(dims));
-  if (memo != ViewTable::kNone) return once(memo, write);
+  const std::string_view bytes = bytes_of(dims);
+  if (shapes_.values.size() < kMostShapes || shapes_.values.find(bytes)) return once(shapes_[bytes], write);
   write();
 }
 
@@ -214,11 +228,11 @@ void Writer::planner_data() {
   std::vector<bool> written(paths.size());
   pickle_.op('}', '(');
   for (size_t key = 0; key < catalog_.keys.size(); ++key) {
-    const uint32_t at = content_.paths.find(catalog_.name(catalog_.keys[key]));
-    if (at == ViewTable::kNone) continue;
+    const auto at = content_.paths.find(catalog_.name(catalog_.keys[key]));
+    if (!at) continue;
     name(key);
-    path_of(paths[at]);
-    written[at] = true;
+    path_of(paths[*at]);
+    written[*at] = true;
     pickle_.border();
   }
   for (size_t at = 0; at < paths.size(); ++at) {

@@ -1,4 +1,4 @@
-// Writes `.metadata` as stock DCP reads it, from packed tables: writes the pickle's opcodes, without Python objects.
+// Writes `.metadata` as stock DCP reads it, from packed tables: opcode by opcode, without Python objects.
 #pragma once
 
 #include <cstddef>

@@ -22,7 +22,6 @@ class GlobalPlan {
   GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options);
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
-  uint32_t node_count() const { return node_count_; }
   uint64_t rows() const { return assignment_.pieces.size(); }  // of all local plans
 
   // What `rank` writes: rows of item, dim (-1: the whole box), start, length. Made anew by each call.

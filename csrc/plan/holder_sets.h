@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
+#include "base/numbered_strings.h"
 #include "plan/layout.h"
 
 namespace vescale_ckpt::plan {
@@ -25,7 +25,8 @@ class HolderSets {
  private:
   std::vector<uint32_t> ranks_;
   std::vector<uint64_t> begins_ = {0};
-  std::unordered_multimap<uint64_t, uint32_t> known_;  // by hash
+  NumberedStrings numbers_;       // of the sets, by the bytes of their ranks
+  std::vector<uint32_t> wanted_;  // the ranks at hand
 };
 
 }  // namespace vescale_ckpt::plan

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/large_vector.h"
-#include "plan/key_names.h"
+#include "base/numbered_strings.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
@@ -29,7 +29,7 @@ struct Layout {
     uint64_t bytes;      // of one element; of an object the whole
   };
 
-  KeyNames names;  // of keys
+  NumberedStrings names;  // of keys
   std::vector<Key> keys;
   std::vector<int64_t> shapes;
   LargeVector<int64_t> dims;

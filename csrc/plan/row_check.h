@@ -14,8 +14,9 @@ namespace vescale_ckpt::plan {
 // The bytes of a whole tensor; none if the shape is negative or too large to be one.
 std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t item_bytes);
 
-// Where an element is in row-major order: boxes sorted by that of their offsets are sorted by their offsets.
-constexpr uint64_t kEmptyBox = UINT64_MAX;  // in its place
+// A place is an element's position in row-major order. Boxes sorted by the places of their first elements are sorted by
+// their offsets.
+constexpr uint64_t kEmptyBox = UINT64_MAX;  // the place of a box without elements
 
 // The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the key's
 // and has passed shape_bytes.
@@ -46,7 +47,7 @@ struct RankRow {
   state::Item item;
 };
 
-// Why rows of one key do not go together: `rows` in the order of their ranks, one of them without a place.
+// Says why rows of one key do not fit together. `rows` are in the order of their ranks; one of them has no place.
 std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
                            std::span<const int64_t> shape);
 

@@ -41,6 +41,24 @@ uint32_t crc_of(io::File& file, uint64_t offset, uint64_t length) {
   return crc;
 }
 
+struct Contents {
+  format::Directory directory;
+  std::vector<format::ArchiveEntry> entries;
+};
+
+// nullopt if the directory is damaged, or has more than `most` bytes.
+std::optional<Contents> contents_of(io::File& file, uint64_t offset, uint64_t length, uint64_t most) {
+  std::vector<std::byte> tail(std::min(kTail, length));
+  io::read_exactly(file, offset + length - tail.size(), tail);
+  const auto directory = format::find_directory(tail, length);
+  if (!directory || directory->size > most) return std::nullopt;
+  std::vector<std::byte> bytes(directory->size);
+  io::read_exactly(file, offset + directory->offset, bytes);
+  auto entries = format::parse_directory(bytes, *directory);
+  if (!entries) return std::nullopt;
+  return Contents{*directory, std::move(*entries)};
+}
+
 class Checker {
  public:
   Checker(io::File& file, uint64_t offset, uint64_t length) : file_(file), offset_(offset), length_(length) {
@@ -76,21 +94,13 @@ class Checker {
   }
 
   bool check_entries() {
-    std::vector<std::byte> tail(std::min(kTail, length_));
-    io::read_exactly(file_, offset_ + length_ - tail.size(), tail);
-    const auto directory = format::find_directory(tail, length_);
-    std::optional<std::vector<format::ArchiveEntry>> entries;
-    if (directory) {
-      std::vector<std::byte> bytes(directory->size);
-      io::read_exactly(file_, offset_ + directory->offset, bytes);
-      entries = format::parse_directory(bytes, *directory);
-    }
-    if (!entries) {
+    const auto contents = contents_of(file_, offset_, length_, UINT64_MAX);
+    if (!contents) {
       wrong("the archive's directory is damaged");
       return false;
     }
-    return std::all_of(entries->begin(), entries->end(),
-                       [&](const format::ArchiveEntry& entry) { return check_entry(*directory, entry); });
+    return std::ranges::all_of(
+        contents->entries, [&](const format::ArchiveEntry& entry) { return check_entry(contents->directory, entry); });
   }
 
   bool check_entry(const format::Directory& directory, const format::ArchiveEntry& entry) {
@@ -154,6 +164,37 @@ class Checker {
 
 ArchiveCheck check_archive_in(io::File& file, uint64_t offset, uint64_t length, int64_t crc) {
   return Checker(file, offset, length).run(crc);
+}
+
+std::optional<TensorBody> find_tensor(io::File& file, uint64_t offset, uint64_t length,
+                                      const format::TensorRecord& framing) {
+  constexpr uint64_t kMostDirectory = 1 << 20, kMostEntry = 4096;
+  const auto contents = contents_of(file, offset, length, kMostDirectory);
+  if (!contents) return std::nullopt;
+  // In the file; 0 if the local header is not where the directory says or the body would leave the archive.
+  const auto body_of = [&](const format::ArchiveEntry& entry) -> uint64_t {
+    std::array<std::byte, kLocalHeader> header;
+    if (entry.header_offset + header.size() > length) return 0;
+    io::read_exactly(file, offset + entry.header_offset, header);
+    const uint64_t end = contents->directory.offset, at = format::body_offset(header, entry);
+    return at == 0 || at > end || entry.size > end - at ? 0 : offset + at;
+  };
+  const format::ArchiveEntry* body = nullptr;
+  bool pickle_matches = false, little = true;
+  for (const format::ArchiveEntry& entry : contents->entries) {
+    if (entry.name.ends_with("/data/0")) body = &entry;
+    const bool is_pickle = entry.name.ends_with("/data.pkl"), is_order = entry.name.ends_with("/byteorder");
+    if (!is_pickle && !is_order) continue;
+    const uint64_t at = entry.size > kMostEntry ? 0 : body_of(entry);
+    if (at == 0) return std::nullopt;
+    std::string text(entry.size, '\0');
+    io::read_exactly(file, at, std::as_writable_bytes(std::span(text)));
+    if (is_pickle) pickle_matches = text == framing.pickle();
+    if (is_order) little = text == "little";
+  }
+  if (body == nullptr || !pickle_matches || !little || body->size != framing.body_bytes()) return std::nullopt;
+  const uint64_t at = body_of(*body);
+  return at == 0 ? std::nullopt : std::optional(TensorBody{at, body->crc});
 }
 
 }  // namespace vescale_ckpt::read

@@ -29,11 +29,11 @@ struct ReadItem {
   std::vector<int64_t> chunk_sizes;
   io::Box box;        // of the chunk, over `memory`
   std::byte* memory;  // of the box's first element
-  int64_t crc =
-      kUnknownCrc;  // of the whole tensor's bytes, where the caller knows it from elsewhere than the data file
+  // Of the whole tensor's bytes, where the caller knows it from elsewhere than the data file.
+  int64_t crc = kUnknownCrc;
 
-  // The record is the tensor's bytes and nothing else (dtype and chunk_sizes are not used), with its checksums known
-  // from elsewhere: `crc`, and `blocks`, of each cell (checksum_table.h); without `blocks` it cannot be verified.
+  // The record is the tensor's bytes and nothing else, and `crc` is not used. `blocks` are its checksums, of each cell
+  // (format/checksum_table.h); without them it cannot be verified.
   bool bare = false;
   std::span<const uint32_t> blocks = {};
 };
@@ -62,23 +62,12 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, con
                                          std::span<const ReadItem> items, bool verify,
                                          const io::EngineOptions& options);
 
-// The same for whole tensors, but they are only checked, delivered nowhere (`memory` is not used), and what is wrong is
-// told in `damaged` instead of thrown: an I/O error, or a file that is not there, is then damage of each item it hits.
-// Memory: slots, whatever the tensors' size.
+// Reads whole tensors and only checks them: `memory` is not used. Damage is reported in `damaged` and not thrown; an
+// I/O error, or a missing file, is damage of each item that it affects. Takes slots for memory, whatever the tensors'
+// size.
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const io::EngineOptions& options);
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, const OpenFile& open,
                                           std::span<const ReadItem> items, const io::EngineOptions& options);
-
-struct ByteRange {
-  uint32_t file;  // index into the paths
-  uint64_t offset;
-  uint64_t length;
-};
-
-// Reads ranges as they are (objects, odd records), neighbours in one go. `targets[i]` has room for ranges[i].
-// Throws Error with the range as item.
-void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> ranges,
-                 std::span<std::byte* const> targets, const io::EngineOptions& options);
 
 }  // namespace vescale_ckpt::read

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "read/ranges.h"
 #include "read/reader.h"
 
 namespace vescale_ckpt::read {

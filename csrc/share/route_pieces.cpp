@@ -9,7 +9,9 @@
 
 #include "base/error.h"
 #include "base/overlap.h"
+#include "format/checksum_table.h"
 #include "format/torch_record.h"
+#include "io/transfer_loop.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::share {
@@ -55,13 +57,13 @@ class Cutter {
 
   // `needs` are all of one record.
   void cut(std::span<const Need> needs) {
-    std::optional<Region> needed;
+    std::optional<Box> needed;
     const Need& first = needs.front();
     for (const Need& need : needs) {
       const bool equal = need.record_length() == first.record_length() && need.crc() == first.crc() &&
                          need.dtype() == first.dtype() && std::ranges::equal(need.chunk(), first.chunk());
       if (!equal) throw Error::invalid("ranks disagree about what is stored in one place", need.rank);
-      Region box = Region::of(need);
+      Box box = Box::of(need);
       if (box.elements() == 0) continue;
       if (needed) {
         needed->cover(box);
@@ -74,7 +76,7 @@ class Cutter {
     const bool alone = std::ranges::all_of(needs, [&](const Need& need) { return need.rank == first.rank; });
     const bool only_whole = options_.verify && first.crc() == kUnknownCrc;
     if (alone || (only_whole && needed->elements() * item_bytes(first) > options_.whole_bytes)) {
-      for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Region::of(needs[i])};
+      for (size_t i = 0; i < needs.size(); ++i) own_[i] = {Box::of(needs[i])};
     } else if (only_whole) {
       add(needs, *needed, false);
     } else {
@@ -91,7 +93,7 @@ class Cutter {
 
  private:
   // Along the first dimension whose slices are no larger than a piece; those before it are taken one index at a time.
-  void cut_slabs(std::span<const Need> needs, const Region& needed) {
+  void cut_slabs(std::span<const Need> needs, const Box& needed) {
     size_t cut_dim = 0;
     uint64_t slice = needed.elements() * item_bytes(needs.front());
     if (slice <= limit_) return add(needs, needed, true);
@@ -101,7 +103,7 @@ class Cutter {
     }
     const auto most = static_cast<int64_t>(limit_ / slice);
     const int64_t length = needed.size[cut_dim], count = (length + most - 1) / most;  // even: the last is no sliver
-    Region box = needed;
+    Box box = needed;
     for (size_t dim = 0; dim < cut_dim; ++dim) box.size[dim] = 1;
     do {
       for (int64_t slab = 0; slab < count; ++slab) {
@@ -114,7 +116,7 @@ class Cutter {
   }
 
   // The next combination of indices of the dimensions before `dims`.
-  static bool next_index(Region& box, const Region& of, size_t dims) {
+  static bool next_index(Box& box, const Box& of, size_t dims) {
     for (size_t dim = dims; dim-- > 0;) {
       if (++box.offset[dim] < of.offset[dim] + of.size[dim]) return true;
       box.offset[dim] = of.offset[dim];
@@ -122,12 +124,12 @@ class Cutter {
     return false;
   }
 
-  void add(std::span<const Need> needs, const Region& box, bool cuttable) {
+  void add(std::span<const Need> needs, const Box& box, bool cuttable) {
     Piece piece{};
-    std::optional<Region> needed;
+    std::optional<Box> needed;
     std::vector<uint32_t> ranks;
     for (const Need& need : needs) {
-      std::optional<Region> part = box.common(need);
+      std::optional<Box> part = box.common(need);
       if (!part) continue;
       if (needed) {
         needed->cover(*part);
@@ -156,13 +158,13 @@ class Cutter {
   }
 
   // Slabs come in rising order: what they were cut from comes together again.
-  static void join_own(std::vector<Region>& regions, Region next) {
-    regions.push_back(std::move(next));
-    while (regions.size() > 1 && regions[regions.size() - 2].join(regions.back())) regions.pop_back();
+  static void join_own(std::vector<Box>& boxes, Box next) {
+    boxes.push_back(std::move(next));
+    while (boxes.size() > 1 && boxes[boxes.size() - 2].join(boxes.back())) boxes.pop_back();
   }
 
-  void add_own(const Need& need, const std::vector<Region>& regions) {
-    for (const Region& box : regions) {
+  void add_own(const Need& need, const std::vector<Box>& boxes) {
+    for (const Box& box : boxes) {
       if (box.elements() == 0) continue;
       append_read(routes_[need.rank].own, need, box);
       own_bytes_[need.rank] += box.elements() * item_bytes(need);
@@ -175,7 +177,7 @@ class Cutter {
   const std::span<uint64_t> own_bytes_;
   std::vector<Piece> pieces_;
   std::map<std::vector<uint32_t>, uint32_t> sets_;
-  std::vector<std::vector<Region>> own_;  // of each need of the record at hand, what its rank alone needs
+  std::vector<std::vector<Box>> own_;  // of each need of the record at hand, what its rank alone needs
 };
 
 }  // namespace
@@ -184,7 +186,7 @@ uint64_t item_bytes(const Need& need) {
   return format::dtypes()[static_cast<size_t>(need.dtype())].item_bytes;
 }
 
-void append_read(std::vector<int64_t>& reads, const Need& need, const Region& box) {
+void append_read(std::vector<int64_t>& reads, const Need& need, const Box& box) {
   append(reads, need.row.first(Need::kHead));
   append(reads, need.chunk());
   append(reads, box.offset);
@@ -194,18 +196,18 @@ void append_read(std::vector<int64_t>& reads, const Need& need, const Region& bo
   }
 }
 
-Region Region::of(const Need& need) {
+Box Box::of(const Need& need) {
   return {{need.box_offset().begin(), need.box_offset().end()}, {need.box_size().begin(), need.box_size().end()}};
 }
 
-std::optional<Region> Region::common(const Need& need) const {
+std::optional<Box> Box::common(const Need& need) const {
   const auto shared = [&](size_t dim) {
     return overlap(offset[dim], size[dim], need.box_offset()[dim], need.box_size()[dim]);
   };
   for (size_t dim = 0; dim < offset.size(); ++dim) {
     if (shared(dim).empty()) return std::nullopt;
   }
-  Region result = *this;
+  Box result = *this;
   for (size_t dim = 0; dim < offset.size(); ++dim) {
     result.offset[dim] = shared(dim).begin;
     result.size[dim] = shared(dim).size();
@@ -213,7 +215,7 @@ std::optional<Region> Region::common(const Need& need) const {
   return result;
 }
 
-void Region::cover(const Region& other) {
+void Box::cover(const Box& other) {
   for (size_t dim = 0; dim < offset.size(); ++dim) {
     const int64_t end = std::max(offset[dim] + size[dim], other.offset[dim] + other.size[dim]);
     offset[dim] = std::min(offset[dim], other.offset[dim]);
@@ -221,7 +223,7 @@ void Region::cover(const Region& other) {
   }
 }
 
-bool Region::join(const Region& next) {
+bool Box::join(const Box& next) {
   std::optional<size_t> differs;
   for (size_t dim = 0; dim < offset.size(); ++dim) {
     if (offset[dim] == next.offset[dim] && size[dim] == next.size[dim]) continue;
@@ -233,7 +235,7 @@ bool Region::join(const Region& next) {
   return true;
 }
 
-uint64_t Region::elements() const {
+uint64_t Box::elements() const {
   return std::accumulate(size.begin(), size.end(), uint64_t{1},
                          [](uint64_t product, int64_t length) { return product * static_cast<uint64_t>(length); });
 }
@@ -251,9 +253,9 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   });
   if (!all_along) return std::nullopt;
   Piece rest = *this;
-  const auto narrow = [dim](Region& region, int64_t start, int64_t length) {
-    region.offset[dim] += start;
-    region.size[dim] = length;
+  const auto narrow = [dim](Box& part, int64_t start, int64_t length) {
+    part.offset[dim] += start;
+    part.size[dim] = length;
   };
   const int64_t length = box.size[dim];
   for (Piece* part : {this, &rest}) {
@@ -265,10 +267,8 @@ std::optional<Piece> Piece::cut(uint64_t head_bytes) {
   return rest;
 }
 
-uint64_t bytes_read_for(const Need& need, const Region& box, bool verify) {
-  constexpr uint64_t kBlock = 256 << 10;  // that has a checksum
-  constexpr uint64_t kGap = 128 << 10;    // what is closer is read in one go
-  uint64_t slice = item_bytes(need);      // of the chunk: all of the dimensions that follow
+uint64_t bytes_read_for(const Need& need, const Box& box, bool verify) {
+  uint64_t slice = item_bytes(need);  // of the chunk: all of the dimensions that follow
   uint64_t outer = box.elements();
   if (verify && need.crc() == kUnknownCrc) {  // can only be checked as a whole
     return std::accumulate(need.chunk().begin(), need.chunk().end(), slice, std::multiplies<uint64_t>());
@@ -277,8 +277,8 @@ uint64_t bytes_read_for(const Need& need, const Region& box, bool verify) {
     const auto size = static_cast<uint64_t>(box.size[dim]), length = static_cast<uint64_t>(need.chunk()[dim]);
     outer /= std::max<uint64_t>(size, 1);
     const uint64_t run = size * slice, gap = (length - size) * slice;
-    if (outer <= 1 || gap >= (verify ? kBlock : kGap)) {
-      return outer * (verify && run < length * slice ? run + kBlock : run);
+    if (outer <= 1 || gap >= (verify ? format::kChecksumBlock : io::kReadGap)) {
+      return outer * (verify && run < length * slice ? run + format::kChecksumBlock : run);
     }
     slice *= length;
   }

@@ -37,29 +37,29 @@ struct Need {
 uint64_t item_bytes(const Need& need);
 
 // A box of a chunk.
-struct Region {
+struct Box {
   std::vector<int64_t> offset, size;
 
-  static Region of(const Need& need);
-  std::optional<Region> common(const Need& need) const;  // nullopt if nothing
-  void cover(const Region& other);                       // becomes the smallest box that holds both
+  static Box of(const Need& need);
+  std::optional<Box> common(const Need& need) const;  // nullopt if nothing
+  void cover(const Box& other);                       // becomes the smallest box that holds both
   // Takes in a neighbour if both together are a box.
-  bool join(const Region& next);
+  bool join(const Box& next);
   uint64_t elements() const;
-  bool operator==(const Region&) const = default;
+  bool operator==(const Box&) const = default;
 };
 
 // A row of LoadPlan::reads for a part of what is needed.
-void append_read(std::vector<int64_t>& reads, const Need& need, const Region& box);
+void append_read(std::vector<int64_t>& reads, const Need& need, const Box& box);
 
 struct Piece {
   struct Receiver {
     const Need* need;
-    Region box;
+    Box box;
   };
 
   const Need* like;  // one of those that need it: tells of the record
-  Region box;        // what is read
+  Box box;           // what is read
   uint64_t bytes;
   std::vector<Receiver> receivers;  // by rank; several of a rank that wants it for several items
   uint32_t set;                     // of ranks that need it: number in Pieces::sets
@@ -85,7 +85,7 @@ Pieces cut_pieces(std::span<const Need> needs, size_t senders, const RouteOption
                   std::span<RankRoutes> routes, std::span<uint64_t> own_bytes);
 
 // Estimates the bytes that a rank reads of the record to get this box. Ranges that lie close together are read as one.
-uint64_t bytes_read_for(const Need& need, const Region& box, bool verify);
+uint64_t bytes_read_for(const Need& need, const Box& box, bool verify);
 
 // The rows of `members`, in the order of files, checked. Throws Error (invalid, with the rank as item).
 std::vector<Need> needs_of(std::span<const RankReads> ranks, std::span<const uint32_t> members);

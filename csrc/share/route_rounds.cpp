@@ -110,10 +110,10 @@ class Rounds {
 
   // What ranks of several replicas want alike is packed once.
   uint64_t bytes_to_pack(const Piece& piece) const {
-    const auto less = [](const Region* left, const Region* right) {
+    const auto less = [](const Box* left, const Box* right) {
       return std::tie(left->offset, left->size) < std::tie(right->offset, right->size);
     };
-    std::set<const Region*, decltype(less)> boxes(less);
+    std::set<const Box*, decltype(less)> boxes(less);
     uint64_t bytes = 0;
     for (const Piece::Receiver& to : piece.receivers) {
       if (near(to.need->rank, piece.reader) || !boxes.insert(&to.box).second) continue;
@@ -264,7 +264,7 @@ class Rounds {
     append(round.staged, piece.box.size);
   }
 
-  static void pack(RouteRound& round, uint64_t from, uint64_t to, const Piece& piece, const Region& box) {
+  static void pack(RouteRound& round, uint64_t from, uint64_t to, const Piece& piece, const Box& box) {
     append(round.packs, std::array{static_cast<int64_t>(from), static_cast<int64_t>(to), piece.like->dtype(),
                                    static_cast<int64_t>(box.size.size())});
     append(round.packs, piece.box.size);
@@ -272,8 +272,8 @@ class Rounds {
     append(round.packs, box.size);
   }
 
-  // `lies`: the region that lies contiguously at the offset.
-  static void place(RouteRound& round, int64_t peer, uint64_t from, const Piece::Receiver& to, const Region& lies) {
+  // `lies`: the box that lies contiguously at the offset.
+  static void place(RouteRound& round, int64_t peer, uint64_t from, const Piece::Receiver& to, const Box& lies) {
     const Need& need = *to.need;
     append(round.places, std::array{peer, static_cast<int64_t>(from), need.item(), need.dtype(),
                                     static_cast<int64_t>(to.box.size.size())});

@@ -1,5 +1,8 @@
 #include "share/route_tables.h"
 
+#include <array>
+#include <utility>
+
 #include "base/error.h"
 #include "state/inventory.h"
 #include "state/tables.h"
@@ -38,41 +41,39 @@ void append_contiguous_strides(std::vector<int64_t>& to, std::span<const int64_t
   }
 }
 
+// Makes a row of the engine of each row of `table`. `append_head(row, number, made)` appends its first words, and
+// returns the offset in the memory and the dtype of the piece of row.third's sizes at which the row ends.
+template <typename AppendHead>
+std::vector<int64_t> translated(std::span<const int64_t> table, size_t head, std::span<const std::byte> memory,
+                                const AppendHead& append_head) {
+  std::vector<int64_t> made;
+  int64_t number = 0;
+  for (size_t at = 0; at < table.size(); ++number) {
+    const Row row = row_at(table, at, head, number);
+    at += head + 3 * row.first.size();
+    const auto [offset, dtype] = append_head(row, number, made);
+    for (const auto list : {row.first, row.second, row.third}) append(made, list);
+    made.push_back(state::address_in(memory, offset, dtype, row.third, number));
+    append_contiguous_strides(made, row.third);
+  }
+  return made;
+}
+
 }  // namespace
 
 std::vector<int64_t> make_staging_table(std::span<const int64_t> staged, std::span<const std::byte> memory) {
-  std::vector<int64_t> table;
-  int64_t number = 0;
-  for (size_t at = 0; at < staged.size(); ++number) {
-    const Row row = row_at(staged, at, kStagedHead, number);
-    at += kStagedHead + 3 * row.first.size();
-    append(table, row.head.subspan(2));
-    append(table, row.first);
-    append(table, row.second);
-    append(table, row.third);
-    table.push_back(state::address_in(memory, row.head[0], row.head[6], row.third, number));
-    append_contiguous_strides(table, row.third);
-  }
-  return table;
+  return translated(staged, kStagedHead, memory, [](const Row& row, int64_t, std::vector<int64_t>& made) {
+    append(made, row.head.subspan(2));
+    return std::pair(row.head[0], row.head[6]);
+  });
 }
 
 std::vector<int64_t> make_pack_table(std::span<const int64_t> packs, std::span<const std::byte> memory) {
-  std::vector<int64_t> table;
-  int64_t number = 0;
-  for (size_t at = 0; at < packs.size(); ++number) {
-    const Row row = row_at(packs, at, kPackHead, number);
-    at += kPackHead + 3 * row.first.size();
+  return translated(packs, kPackHead, memory, [&](const Row& row, int64_t number, std::vector<int64_t>& made) {
     const int64_t dtype = row.head[2];
-    table.push_back(dtype);
-    table.push_back(state::address_in(memory, row.head[0], dtype, row.first, number));
-    table.push_back(row.head[3]);
-    append(table, row.first);
-    append(table, row.second);
-    append(table, row.third);
-    table.push_back(state::address_in(memory, row.head[1], dtype, row.third, number));
-    append_contiguous_strides(table, row.third);
-  }
-  return table;
+    append(made, std::array{dtype, state::address_in(memory, row.head[0], dtype, row.first, number), row.head[3]});
+    return std::pair(row.head[1], dtype);
+  });
 }
 
 }  // namespace vescale_ckpt::share

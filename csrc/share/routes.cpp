@@ -33,7 +33,7 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
   }
   double bytes = 0;
   for (const auto& [need, of_need] : shared) {
-    const Region box = Region::of(*need);
+    const Box box = Box::of(*need);
     const auto wanted = static_cast<double>(box.elements() * item_bytes(*need));
     bytes += static_cast<double>(bytes_read_for(*need, box, verify)) * static_cast<double>(of_need) / wanted;
   }
@@ -71,7 +71,7 @@ uint64_t bytes_read_alone(const RankReads& reads, bool verify) {
   const uint32_t rank = 0;
   uint64_t bytes = 0;
   for (const Need& need : needs_of({&reads, 1}, {&rank, 1})) {
-    const Region box = Region::of(need);
+    const Box box = Box::of(need);
     if (box.elements() != 0) bytes += bytes_read_for(need, box, verify);
   }
   return bytes;

@@ -40,8 +40,8 @@ struct RouteRound {
   std::vector<int64_t> staged;
   // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
   std::vector<int64_t> packs;
-  // Rows: peer, offset, bytes; at most one of a peer. A row with 0 bytes only
-  // says that pieces can be read in the peer's memory.
+  // Rows: peer, offset, bytes; at most one of a peer. A row with 0 bytes only says that pieces can be read in the
+  // peer's memory.
   std::vector<int64_t> sends, receives;
   // Copies to the targets. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions
   // n, n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.

@@ -22,9 +22,9 @@ class DevicePart {
 
   void add(int device, device::DeviceRow row);
 
-  // Starts the copies if they are not yet. Where others use the pipelines it waits for them, or
-  // without `wait_for_pipelines` starts nothing and leaves it to the next call. Throws Error(device); copies may be
-  // under way then, so finish() is needed all the same.
+  // Starts the copies if they are not started yet. If the pipelines are in use it waits for them; without
+  // `wait_for_pipelines` it starts nothing then. Throws Error(device); finish() must be called even then, because
+  // copies may be under way.
   void start(const device::HostLayout& layout, bool wait_for_pipelines);
   // Returns when nothing touches the rows any more. Throws the first error, by which the other devices are cancelled.
   void finish();

@@ -30,8 +30,7 @@ bool DevicePipelines::free_locked(std::span<const int> devices) const {
 DevicePipelines::Lease DevicePipelines::take_locked(std::span<const int> devices) {
   for (const int device : devices) {
     auto& pipeline = pipelines_[device];
-    if (!pipeline)
-      pipeline = std::make_unique<device::Pipeline>(runtime_.accelerator(device), device::Direction::to_host, limits_);
+    if (!pipeline) pipeline = std::make_unique<device::Pipeline>(runtime_.accelerator(device), limits_);
   }
   lent_.insert(devices.begin(), devices.end());
   return {*this, devices};

@@ -43,8 +43,7 @@ class Snapshot {
   // device), or invalid the second time.
   void copy(unsigned threads);
   // The same on threads of its own; only strided rows in host memory are copied before it returns. Errors of devices
-  // are thrown by wait(). Throws Error(io, row) also if host memory of a row
-  // is not mapped any more.
+  // are thrown by wait(), and Error(io, row) if host memory of a row is no longer mapped.
   void start(unsigned threads);
   // True when all is copied, false when that took longer than `timeout`. Throws what ended the copy, or Error(invalid)
   // if there is none under way.

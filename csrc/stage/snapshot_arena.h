@@ -76,8 +76,8 @@ class SnapshotArena {
   uint64_t prepare(uint64_t bytes, unsigned threads);
   // Gives memory that is not in use back to the system.
   void trim();
-  // Registers, in the background, all that is touched whenever some more is; what the one before registered is removed.
-  // Not while a device uses it.
+  // From now on all touched memory is registered, in the background; what the registrar before registered is removed.
+  // Must not be called while a device uses the memory.
   void set_registrar(MemoryRegistrar registrar);
   SnapshotMemory memory() const;
 

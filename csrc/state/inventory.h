@@ -1,7 +1,7 @@
-// One rank's items, packed into bytes: what it holds, or what it wants filled, with no tensor in sight.
+// One rank's items, packed into bytes: what it holds, or what it wants filled, described without its tensors.
 //
 // A row is one box of one tensor, or one object. The packed form travels between ranks as it is (little-endian words,
-// one architecture a job) and is checked when it arrives; its bytes are what fingerprints are made of.
+// one architecture a job) and is checked when it arrives. Fingerprints are computed from its bytes.
 //
 //   int64 magic, items n, words of rows w, bytes of names b, node, 0
 //   n rows:  kind | dtype << 8 | flags << 16 | ndim << 32,  bytes,  shape[ndim], offset[ndim], size[ndim]

@@ -10,8 +10,9 @@
 
 namespace vescale_ckpt::state {
 
-// Groups of items whose memory overlaps, from their first byte to their last; of two and more keys each. Items and
-// groups in the order of the inventory. Boxes of one key are never a group of their own: they interleave.
+// Groups of items whose memory overlaps, counted from an item's first byte to its last. Each group has items of two
+// keys or more: boxes of one key may interleave without sharing an element. Items and groups are in the order of the
+// inventory.
 std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
 
 }  // namespace vescale_ckpt::state

@@ -34,9 +34,9 @@ bool multiply_add(int64_t a, int64_t b, int64_t* sum) {
 }
 
 // A part of an item's box within the local tensor that holds it.
-class Region {
+class LocalBox {
  public:
-  Region(const StateTables& state, int64_t item, int64_t row) : row_(row) {
+  LocalBox(const StateTables& state, int64_t item, int64_t row) : row_(row) {
     if (item < 0 || static_cast<uint64_t>(item) >= state.inventory.size()) malformed("no such item", row);
     const auto index = static_cast<size_t>(item);
     box_ = state.inventory[index].size;
@@ -76,7 +76,7 @@ class Region {
     if (!multiply_add(at, tensor_.strides[dim], &first_)) malformed("an item's place overflows", row_);
   }
 
-  // Of the first element; that of an empty region is never used.
+  // Of the first element; that of an empty one is never used.
   int64_t address() const {
     int64_t address = tensor_.address;
     const uint32_t item_bytes = format::dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
@@ -117,24 +117,24 @@ void add_rows(const StateTables& state, std::span<const int64_t> part, std::vect
     const auto row = static_cast<int64_t>(at / kPartRow);
     const int64_t item = part[at], dim = part[at + 1], start = part[at + 2], length = part[at + 3];
     if (is_object(state, item)) continue;
-    Region region(state, item, row);
-    devices == nullptr ? region.expect_usable() : region.expect_readable();
-    const size_t dims = region.box().size();
+    LocalBox local(state, item, row);
+    devices == nullptr ? local.expect_usable() : local.expect_readable();
+    const size_t dims = local.box().size();
     if (dim < -1 || dim >= static_cast<int64_t>(dims)) malformed("no such dimension", row);
-    if (region.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
+    if (local.dtype() != state.inventory[static_cast<size_t>(item)].dtype) {
       malformed("a tensor is not of its item's dtype", row);
     }
     for (size_t i = 0; i < dims; ++i) {
       const bool cut = static_cast<int64_t>(i) == dim;
-      region.narrow(i, cut ? start : 0, cut ? length : region.box()[i]);
+      local.narrow(i, cut ? start : 0, cut ? length : local.box()[i]);
     }
-    table.push_back(region.dtype());
-    table.push_back(region.address());
+    table.push_back(local.dtype());
+    table.push_back(local.address());
     table.push_back(static_cast<int64_t>(dims));
-    append(table, region.box());
+    append(table, local.box());
     if (dim >= 0) table[table.size() - dims + static_cast<size_t>(dim)] = length;
-    append(table, region.strides());
-    if (devices != nullptr) devices->push_back(region.device() < 0 ? -1 : region.device());
+    append(table, local.strides());
+    if (devices != nullptr) devices->push_back(local.device() < 0 ? -1 : local.device());
   }
 }
 
@@ -265,15 +265,15 @@ std::vector<int64_t> make_read_table(const StateTables& state, std::span<const i
     const size_t dims = dims_of(reads, at, kReadHead, 4, "a table of reads is malformed");
     const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
     const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
-    Region region(state, head[0], row);
-    region.expect_usable();
-    if (region.box().size() != dims) malformed("an item and its read differ in dimensions", row);
-    if (region.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
-    for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
+    LocalBox local(state, head[0], row);
+    local.expect_usable();
+    if (local.box().size() != dims) malformed("an item and its read differ in dimensions", row);
+    if (local.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
+    for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
     append(table, head.subspan(1));
     append(table, boxes.first(3 * dims));
-    table.push_back(region.address());
-    append(table, region.strides());
+    table.push_back(local.address());
+    append(table, local.strides());
     at += kReadHead + 4 * dims;
   }
   return table;
@@ -308,19 +308,19 @@ PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> p
     at += kPlaceHead + 4 * dims;
     const auto memory = memory_of.find(head[0]);
     if (memory == memory_of.end()) malformed("a place is in no memory", row);
-    Region region(state, head[2], row);
-    if (region.box().size() != dims) malformed("an item and its place differ in dimensions", row);
-    for (size_t dim = 0; dim < dims; ++dim) region.narrow(dim, offsets[dim], lengths[dim]);
-    if (!region.usable() || region.dtype() != head[3]) {
+    LocalBox local(state, head[2], row);
+    if (local.box().size() != dims) malformed("an item and its place differ in dimensions", row);
+    for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
+    if (!local.usable() || local.dtype() != head[3]) {
       table.rest.push_back(row);
       continue;
     }
-    table.copies.push_back(region.dtype());
-    table.copies.push_back(address_in(memory->second, head[1], region.dtype(), boxes.first(dims), row));
+    table.copies.push_back(local.dtype());
+    table.copies.push_back(address_in(memory->second, head[1], local.dtype(), boxes.first(dims), row));
     table.copies.push_back(static_cast<int64_t>(dims));
     append(table.copies, boxes.first(3 * dims));
-    table.copies.push_back(region.address());
-    append(table.copies, region.strides());
+    table.copies.push_back(local.address());
+    append(table.copies, local.strides());
   }
   return table;
 }

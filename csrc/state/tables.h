@@ -1,9 +1,8 @@
-// From a rank's part of a plan to the engine's tables: where in memory each row of it lies.
+// Translates a rank's local plan into the engine's tables, which say where in memory each row of it lies.
 //
 // All tables are rows of 64-bit integers, one behind another. Those that describe a state, beside its inventory:
 //   tensors:  address, dtype or -1, device or -1, dimensions n, n sizes, n strides (elements)
-//             the local tensors; a device is DLPack's code and, times 2^32, its number; -1 where there is no memory to
-//             be had
+//             the local tensors; a device is DLPack's code and, times 2^32, its number; -1 for a tensor without memory
 //   sources:  tensor, dimensions n, n offsets
 //             for each item of the inventory, the local tensor that its box lies in, and where; an object: -1, 0
 #pragma once

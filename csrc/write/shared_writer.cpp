@@ -24,15 +24,13 @@ SharedWriter::SharedWriter(std::vector<std::string> paths, std::span<const int64
     const uint64_t dims = cursor.size();
     if (file >= paths_.size() || dims > table_.size()) throw Error::invalid("no such file in the table", cursor.row());
     Target target{static_cast<uint32_t>(file), dtype, begin, 0, blocks, cursor.take(3 * dims)};
-    try {
+    blocks += cursor.made_of_row([&] {
       const uint64_t bytes = format::tensor_bytes(format::dtypes()[dtype], target.sizes(0));
       if (__builtin_add_overflow(begin, bytes, &target.end)) throw Error::invalid("a tensor's place overflows");
       const std::vector<int64_t> strides(dims);
       const io::Box box(format::dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), target.sizes(2), strides);
-      blocks += format::cells(begin + box.begin(), begin + box.end());
-    } catch (const Error& error) {
-      throw Error::invalid(error.what(), cursor.row());
-    }
+      return format::cells(begin + box.begin(), begin + box.end());
+    });
     targets_.push_back(target);
   }
   blocks_.resize(blocks);

@@ -1,7 +1,7 @@
-// Writes what one of several writers has of tensors to files that all of them fill: boxes, each at its final offset.
-// The files exist, as long as they will be; their headers are somebody else's.
+// Writes one rank's boxes of tensors to files that several ranks fill, each box at its final offset. The files exist in
+// their final length; the coordinator writes their headers.
 //
-// Driven by one thread, which it multiplies itself; others may look on and cancel.
+// One thread calls a SharedWriter, which runs workers of its own. Other threads may call progress() and cancel().
 #pragma once
 
 #include <cstdint>

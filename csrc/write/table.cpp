@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "base/error.h"
 #include "io/table.h"
 
 namespace vescale_ckpt::write {
@@ -30,11 +29,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);
     RecordSource source;
-    try {
-      source.framing = framings.get(dtype, sizes);
-    } catch (const Error& error) {
-      throw Error::invalid(error.what(), cursor.row());
-    }
+    source.framing = cursor.made_of_row([&] { return framings.get(dtype, sizes); });
     source.data = data;
     source.bytes = source.framing->body_bytes();
     if (!contiguous(sizes, strides)) {

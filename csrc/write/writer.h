@@ -4,7 +4,8 @@
 // page, so their bytes start 64 bytes behind a block of the file, and all but the first and last few bytes need no
 // copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes alone.
 //
-// One FileWriter is driven by one thread, which it multiplies itself; others may look on and cancel.
+// One thread calls a FileWriter, which runs workers of its own. Other threads may call progress() and cancel(). All but
+// these throw Error (io, full, cancelled, invalid).
 #pragma once
 
 #include <cstdint>

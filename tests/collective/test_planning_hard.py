@@ -42,7 +42,6 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._write.data_files import DataFiles
 from vescale_ckpt._write.native_save import NativeSave
 
 ERRORS = (CheckpointError, CheckpointException)
@@ -367,15 +366,15 @@ def _die(directory: str, phase: str, who: int) -> None:
         if phase == "agree":
             Exchange.agree = die  # type: ignore[method-assign]
         elif phase == "write":
-            NativeSave.files = die  # type: ignore[method-assign]
+            NativeSave.open = die  # type: ignore[method-assign]
         elif phase == "written":
-            original = DataFiles.finish
+            original = NativeSave.finish
 
             def write_and_die(*args: Any) -> Any:
                 original(*args)
                 die()
 
-            DataFiles.finish = write_and_die  # type: ignore[method-assign]
+            NativeSave.finish = write_and_die  # type: ignore[method-assign]
         elif phase == "commit":
             NativeSave.commit = die  # type: ignore[method-assign]
     with pytest.raises(CheckpointTimeoutError) as caught:

@@ -432,6 +432,15 @@ def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -
     assert_same(target, {key: value * 2 for key, value in state.items()})
 
 
+def test_a_state_with_other_keys_does_not_get_the_plan_of_the_load_before(checkpoint: Path) -> None:
+    save(checkpoint, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    planner = LoadPlanner(allow_partial_load=True)
+    load_with(checkpoint, {"a": torch.zeros(4), "b": torch.zeros(4)}, planner)
+    for _ in range(2):
+        state = load_with(checkpoint, {"b": torch.zeros(4), "missing": torch.full((4,), 6.0)}, planner)
+        assert_same(state, {"b": torch.full((4,), 2.0), "missing": torch.full((4,), 6.0)})
+
+
 @pytest.mark.parametrize("base", [DefaultLoadPlanner, LoadPlanner])
 def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
     save(checkpoint, {"w": torch.arange(5), "object": "kept"})

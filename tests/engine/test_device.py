@@ -10,7 +10,3 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
     assert len(info["devices"]) == torch.cuda.device_count()
     assert bool(info["reason"]) == (not info["runtime"])
     assert torch.cuda.is_available() or "CUDA" in info["reason"]
-
-
-def test_host_memory_is_on_no_device() -> None:
-    assert _C.device_of(torch.zeros(3).data_ptr()) is None

@@ -68,8 +68,8 @@ def read(directory: Path | str) -> State:
         loaded = stock_torch.load_file(directory / name)
         with safetensors.safe_open(directory / name) as ours:
             assert same(ours.get_tensors(), loaded)
-        header = safetensors._Opened(directory / name, "cpu", verify=True)
-        assert header.file.has_checksums or not any(tensor.numel() for tensor in loaded.values())
+        has_checksums = _C.SAFETENSORS_CHECKSUMS.encode() in (directory / name).read_bytes()
+        assert has_checksums or not any(tensor.numel() for tensor in loaded.values())
         assert not found.keys() & loaded.keys()
         found.update(loaded)
     if names != ["model.safetensors"]:

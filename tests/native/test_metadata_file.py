@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import gc
 import io
 import os
@@ -76,6 +77,25 @@ def test_we_read_what_torch_pickles(protocol: int) -> None:
     metadata = example()
     metadata.storage_data[MetadataIndex("object")] = _StorageInfo("__0_0.distcp", 0, 7, ["stream.zstd/1"])
     assert metadata_file.loads(pickle.dumps(metadata, protocol=protocol), "path") == metadata
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 do, Debian 12's among them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_we_read_what_early_versions_of_python_3_11_pickle(protocol: int) -> None:
+    file = io.BytesIO()
+    ByName(file, protocol).dump(example())
+    assert b"getattr" in file.getvalue()
+    assert metadata_file.loads(file.getvalue(), "path") == example()
+
+
+def test_what_we_write_is_the_same_under_every_python() -> None:
+    assert b"getattr" not in metadata_file.dumps(example())
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
 from vescale_ckpt._read import packed
-from vescale_ckpt._read.records import RecordReader
+from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
-from vescale_ckpt.convert import dcp_source, raw_files
+from vescale_ckpt.convert import dcp_files, raw_files
 
 
 def state(number: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_source.DcpSource, "torch": raw_files.RawFiles}[source]
+    of: Any = {"dcp": dcp_files.DcpSource, "torch": raw_files.RawFiles}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:
@@ -190,7 +190,7 @@ def load_while_one_overwrites(directory: Path, broadcast: bool) -> None:
     if first:
         stock_save(directory, state(1))
     dist.barrier()
-    objects_of = RecordReader.objects
+    objects_of = Load.objects
 
     def overwrite_first(self: Any, *args: Any) -> Any:
         found = [*objects_of(self, *args)]
@@ -199,9 +199,9 @@ def load_while_one_overwrites(directory: Path, broadcast: bool) -> None:
         dist.barrier()
         return found
 
-    RecordReader.objects = overwrite_first  # type: ignore[method-assign]
+    Load.objects = overwrite_first  # type: ignore[method-assign]
     try:
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             vescale_ckpt.load(directory, state(0), broadcast_checkpoint=broadcast)
     finally:
-        RecordReader.objects = objects_of  # type: ignore[method-assign]
+        Load.objects = objects_of  # type: ignore[method-assign]

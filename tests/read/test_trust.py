@@ -131,7 +131,7 @@ def test_nothing_in_metadata_runs(checkpoint: Path, mark: Path, name: str, proto
 @pytest.mark.parametrize(
     "name",
     [
-        "builtins|getattr",
+        "builtins|setattr",
         "torch|load",
         "torch.serialization|load",
         "torch.distributed.checkpoint.metadata|pickle",

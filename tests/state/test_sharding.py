@@ -24,7 +24,8 @@ from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import torch_private
 from vescale_ckpt._engine.torch_private import DTensorLayout
 from vescale_ckpt._state import shard_boxes
-from vescale_ckpt._state.shard_boxes import ShardBox, boxes_at, boxes_of, local_shape
+from vescale_ckpt._state.describe import Describer
+from vescale_ckpt._state.shard_boxes import ShardBox, boxes_at, local_shape
 
 Mesh = tuple[int, ...]
 
@@ -41,6 +42,13 @@ def narrowed(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def boxes_of(dtensor: DTensor) -> tuple[ShardBox, ...]:
+    """The boxes that this rank's local tensor consists of, as the description of a state has them."""
+    description, _ = Describer().describe({"x": dtensor})
+    rows = enumerate(description.items)
+    return tuple(ShardBox(item[6], item[7], description.source(number)[1]) for number, item in rows)
 
 
 def assembled(full: torch.Tensor, found: tuple[ShardBox, ...]) -> torch.Tensor:

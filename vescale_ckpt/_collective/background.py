@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, get_args
 from weakref import WeakSet
@@ -72,7 +71,7 @@ class BackgroundQueue:
         """The error of the last save, which must be done, if no caller has seen it. Later calls return None."""
         last, self._last = self._last, None
         error = None if last is None else last.wait()
-        if last is None or error is None or last.failure_was_seen:
+        if last is None or error is None or last.notice.raised:
             return None
         last.notice.raised = True
         rank, text = getattr(error, "rank", self._rank), f"the save to {self._path} before this one failed: {error}"
@@ -81,8 +80,10 @@ class BackgroundQueue:
     def finish_in_background(self, save: CollectiveSave) -> SaveHandle:
         """Finishes a staged save on a thread of its own, or now if the process is ending."""
         result: Future[SaveStats] = Future()
-        staged = save.staged_plan.staged if save.staged_plan is not None else settled(error=save.error)
-        handle = SaveHandle(result, staged, _progress_of(save))
+        if (plan := save.staged_plan) is not None:
+            handle = SaveHandle(result, plan.staged, plan.progress)
+        else:
+            handle = SaveHandle(result, settled(error=save.steps.error))
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
         _busy_queues.add(self)
@@ -115,11 +116,6 @@ class BackgroundQueue:
         """Cancels a running save. It is not committed."""
         if (save := self._save) is not None and save.staged_plan is not None:
             save.staged_plan.cancel()
-
-
-def _progress_of(save: CollectiveSave) -> Callable[[], tuple[int, int]]:
-    staged_plan = save.staged_plan
-    return lambda: (0, 0) if staged_plan is None else (staged_plan.written_bytes, staged_plan.total_bytes)
 
 
 _queues = PerGroup(BackgroundQueue)

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from .._engine import _C
 from .._engine.dtypes import dtype_code
 from .._engine.rows import NO_LIMIT, TENSOR
-from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS, with_ties
+from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS
 from .._hf.names import name_of_rank
-from .._plan.save_plan import PackedItems
+from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
-from .._write.export_files import Targets
 from ..errors import CheckpointError
 from .export_save import CollectiveExport
 
@@ -29,44 +28,37 @@ class LocalExport(CollectiveExport):
         return None  # ranks need not share a directory
 
     def _lay_out(self) -> None:
-        self._keep_error(self._make_file)
-        self.exchange.fail_together(self.error, self._phase("make files"))
+        self.steps.take(self._make_file)
+        self.steps.raise_together("make files")
 
     def _make_file(self) -> None:
-        items, export, name = self._items, self._export, name_of_rank(self.exchange.rank)
+        items, save, names = self._items, self._save, [name_of_rank(self.exchange.rank)]
         assert items is not None
         inventory, offsets = _boxes_as_tensors(items)
-        try:
-            plan = _C.GlobalPlan([inventory], "lowest_rank", least_piece_bytes=NO_LIMIT)
-            texts = [*with_ties(export.texts, self._tied), (SHARDING_INFO, json.dumps(offsets))]
-            made = _C.ExportLayout(plan.catalog(), NO_LIMIT, texts, list(self._tied.items()))
-        except _C.EngineError as error:
-            raise CheckpointError(str(error)) from None
-        table = _C.export_targets(inventory, plan.part(0), made.places(0))
-        self._targets = Targets([name], export.make_files(made, [name]), table)
+        planned = GlobalSavePlan([inventory])
+        made = save.layout_of(planned, self._tied, [(SHARDING_INFO, json.dumps(offsets))], NO_LIMIT)
+        table = _C.export_targets(inventory, planned.plan.part(0), made.places(0))
+        save.write_to(names, save.make_files(made, names), table)
 
     def _write_and_commit(self) -> None:
         self._together("write", self._write_file)
-        with self._commit_in_doubt():
+        with self.exchange.commit_in_doubt(lambda: self._committed):
             self._together("make way", self._make_way)
-            self._together("commit", self._give_names)
+            self._together("commit", lambda: self._commit(self._save.folder.give_names))
 
     def _together(self, phase: str, step: Callable[[], None]) -> None:
         """Takes a step and waits until all ranks have taken it. Raises on all ranks if it fails on one."""
-        self._keep_error(step)
-        self.exchange.fail_together(self.error, self._phase(phase))
+        self.steps.take(step)
+        self.steps.raise_together(phase)
 
     def _make_way(self) -> None:
         self.exchange.may_commit()
-        self._export.folder.make_way()
-
-    def _give_names(self) -> None:
-        self._commit(self._export.folder.give_names)
+        self._save.folder.make_way()
 
     def _write_file(self) -> None:
         self._write()
-        export = self._export
-        export.folder.complete(export.heads([self._blocks()]), export.options.sync_files)
+        save = self._save
+        save.folder.complete(save.heads([save.blocks]), save.options.sync_files)
 
 
 def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, list[int]]]]:

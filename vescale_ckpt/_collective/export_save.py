@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._dcp.save_planner import SavePlanner
-from .._dcp.storage_writer import StorageWriter
 from .._engine import _C
-from .._hf.folder import shard_bytes
-from .._hf.header import checked_metadata
-from .._ranks.exchange import Exchange
+from .._plan.save_plan import PackedResults
 from .._ranks.message import pack, unpack
 from .._state.shared_memory import empty_duplicates, tied_names
-from .._write.export_files import ExportFiles, ExportSave, Targets
+from .._write.export_save import ExportSave
 from .agree_plan import CollectivePlan
 from .save import CollectiveSave
 
@@ -22,22 +18,9 @@ class CollectiveExport(CollectiveSave):
     """A `CollectiveSave` as safetensors files. The coordinator lays out the files after planning; the layout is kept
     with the plan."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        planner: SavePlanner,
-        path: str,
-        doing: str,
-        overwrite: bool,
-        max_shard_size: int | str,
-        metadata: Mapping[str, str] | None,
-    ) -> None:
-        super().__init__(exchange, planner, path, doing, overwrite)
-        self._max_shard_size = max_shard_size
-        self._metadata = metadata
-        self._tied: dict[str, str] = {}
-        self._targets: Targets | None = None  # of this rank, when files are laid out
-        self._written: ExportFiles | None = None
+    _kind = ExportSave
+    _save: ExportSave
+    _tied: dict[str, str]  # for each name that is not stored, the name of the tensor in the same memory
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
         if not super().begin(state, error, gated):
@@ -45,44 +28,13 @@ class CollectiveExport(CollectiveSave):
         try:
             self._lay_out()
         except BaseException:
-            self._export.end()
+            self._save.end()
             raise
         return True
 
-    def _new_save(self) -> ExportSave:
-        metadata = {"format": "pt"} if self._metadata is None else dict(self._metadata)
-        self._export = ExportSave(
-            self._options(),
-            overwrite=self.overwrite,
-            most_file_bytes=shard_bytes(self._max_shard_size),
-            texts=checked_metadata(metadata),
-        )
-        return self._export
-
-    def _clean_up(self) -> None:
-        pass  # the coordinator does it when it creates the files
-
-    def _files(self) -> ExportFiles:
-        assert self._targets is not None
-        self._written = self._export.files(self._targets)
-        return self._written
-
-    def _blocks(self) -> bytes:
-        """This rank's contribution to the checksums of the files. Called after writing."""
-        assert self._written is not None
-        return self._written.blocks
-
-    def _writer(self) -> StorageWriter:
-        return StorageWriter(
-            self.path,
-            format="safetensors",
-            overwrite=self.overwrite,
-            max_shard_size=self._max_shard_size,
-            metadata=self._metadata,
-        )
-
     def _describe(self, plan: CollectivePlan, values: dict[str, Any]) -> dict[str, Any]:
         values = super()._describe(plan, _without_empty_name(values))
+        self._tied = {}
         if plan.description is not None:
             self._tied = tied_names(plan.description)
             if left_out := self._tied.keys() | empty_duplicates(plan.description):
@@ -90,60 +42,51 @@ class CollectiveExport(CollectiveSave):
         return values
 
     def _lay_out(self) -> None:
-        """Finds the targets of all ranks in the files. A kept layout is used if all ranks have it."""
-        exchange, items = self.exchange, self._items
+        """Finds where in the files each rank writes. A kept layout is used if all ranks have it."""
+        exchange, steps, save, items = self.exchange, self.steps, self._save, self._items
         assert items is not None
-        known, tied, table = items.exports.get(self._export.wanted, ("0", {}, None))
+        known, tied, table = items.exports.get(save.wanted, ("0", {}, b""))
         have = int(known, 16) if tied == self._tied else 0
-        least, not_most, none_tied = exchange.agree([have, ~have, int(not self._tied)], self._phase("agree on files"))
+        least, not_most, none_tied = exchange.agree([have, ~have, int(not self._tied)], steps.phase("agree on files"))
         all_have = known if least == ~not_most and least != 0 else ""
         of_all: list[dict[str, str]] = [{}]
         if not (all_have or none_tied):
             texts = [text.encode() for names in self._tied.items() for text in names]
-            of_all = [_pairs(message) for message in exchange.gather(pack(*texts), self._phase("gather names")) or []]
+            of_all = [_pairs(message) for message in exchange.gather(pack(*texts), steps.phase("gather names")) or []]
         answers = None
         if exchange.is_coordinator:
-            answers = [b""] * exchange.size
-            self._keep_error(self._make_files, answers, all_have, of_all)
-        answer = exchange.scatter(answers, self._phase("scatter files"))
+            answers = steps.take(self._make_files, all_have, of_all) or [b""] * exchange.size
+        answer = exchange.scatter(answers, steps.phase("scatter files"))
         if not answer:  # the coordinator could not make them: all ranks learn why
-            exchange.fail_together(self.error, self._phase("make files"))
-        token, count, locations = unpack(answer)
+            steps.raise_together("make files")
+        count, token, *locations = unpack(answer)
         if locations:
-            table = _C.export_targets(items.description.inventory, items.part, unpack(locations)[0])
-            items.exports[self._export.wanted] = token.decode(), self._tied, table
-        assert table is not None
-        self._targets = Targets.of(int(count), token.decode(), table)
+            table = _C.export_targets(items.description.inventory, items.part, *locations)
+            items.exports[save.wanted] = token.decode(), self._tied, table
+        save.write_to(int(count), token.decode(), table)
 
-    def _make_files(self, answers: list[bytes], all_have: str, tied: list[dict[str, str]]) -> None:
-        """Creates the files on the coordinator, and fills in the `answers` to all ranks. `all_have`: the token of the
-        export whose layout all ranks have; empty if there is none. After a failed save some ranks may have a newer
-        layout than others."""
-        planned, export = self._of_all, self._export
+    def _make_files(self, all_have: str, tied: list[dict[str, str]]) -> list[bytes]:
+        """Creates the files on the coordinator. Returns the answers to all ranks. `all_have`: the token of the export
+        whose layout all ranks have; empty if there is none. After a failed save some ranks may have a newer layout than
+        others."""
+        planned, save = self._of_all, self._save
         assert planned is not None
-        name, made = planned.exports.get(export.wanted, ("", None))
+        name, made = planned.exports.get(save.wanted, ("", None))
         known = made is not None and name == all_have
         if made is None or not known:
-            made = export.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
-        token = export.make_files(made)
+            made = save.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
+        token = save.make_files(made)
         if not known:
-            planned.exports[export.wanted] = token, made
-        count = str(len(made.file_bytes)).encode()
-        for rank in range(len(answers)):
-            answers[rank] = pack(token.encode(), count, b"" if known else pack(made.places(rank)))
+            planned.exports[save.wanted] = token, made
+        start = str(len(made.file_bytes)).encode(), token.encode()
+        return [pack(*start, *([] if known else [made.places(rank)])) for rank in range(self.exchange.size)]
 
-    def _write_and_commit(self) -> None:
-        message = b""
-        try:
-            self._write()
-            message = pack(self._blocks())
-        except Exception as error:
-            self.error = error
-        gathered = self.exchange.gather(message, self._phase("write"))
-        with self._commit_in_doubt():
-            if gathered is not None and all(gathered):
-                self._keep_error(self._commit, self._export.commit, [unpack(data)[0] for data in gathered])
-            self.exchange.fail_together(self.error, self._phase("commit"))
+    def _message(self, results: PackedResults) -> bytes:
+        return pack(self._save.blocks)
+
+    def _commit_all(self, messages: list[bytes] | None) -> None:
+        if messages is not None:
+            self.steps.take(self._commit, self._save.commit, [unpack(message)[0] for message in messages])
 
 
 def _pairs(message: bytes) -> dict[str, str]:

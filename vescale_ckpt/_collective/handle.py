@@ -45,10 +45,6 @@ class SaveHandle:
         handle.skipped = True
         return handle
 
-    @property
-    def failure_was_seen(self) -> bool:
-        return self.notice.raised
-
     def done(self) -> bool:
         """Whether the checkpoint is durable, or the save has failed."""
         return self._result.done()

@@ -140,6 +140,31 @@ class CollectiveLoad:
 
         return self._together(result, "hand over")
 
+    def by_planner(self, planner: LoadPlanner, state: MutableMapping[str, Any]) -> LoadReport:
+        """Loads into `state` in the steps of `dcp.load`, over this package's exchanges for their timeouts and errors.
+
+        Modules, optimizers and other stateful objects get their state at the end. Raises on all ranks if one has
+        failed.
+        """
+        application = Application(state)
+
+        def hand_over() -> None:
+            values, paths = flatten(application.form)
+            for key, value in values.items():
+                if not application.owns(paths[key]):
+                    place(state, paths[key], value)
+            application.restore(set(values))
+
+        try:
+            self._together(application.prepare, "prepare")
+            self._read_by(planner, application.form)
+            self._together(hand_over, "hand over")
+        except BaseException:
+            application.abandon()
+            raise
+        assert self._reader.last_stats is not None
+        return LoadReport([], [], [], self._reader.last_stats)
+
     def _metadata(self) -> tuple[Metadata, Contents]:
         """The metadata for planners, and the contents that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
@@ -164,7 +189,7 @@ class CollectiveLoad:
 
         def read() -> tuple[Metadata, Contents]:
             metadata = reader.unpack_metadata(shared) if shared else self._own_metadata()
-            reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
+            reader.set_up_storage_reader(metadata, exchange.is_coordinator)
             assert reader.contents is not None
             return metadata, reader.contents
 
@@ -216,11 +241,41 @@ class CollectiveLoad:
 
         return self._together(read, "read")
 
+    def _read_by(self, planner: LoadPlanner, state: dict[str, Any]) -> None:
+        exchange, reader = self._exchange, self._reader
+
+        def plan_own() -> tuple[LoadPlan, bytes]:
+            metadata = self._own_metadata()
+            planner.set_up_planner(state, metadata, exchange.is_coordinator)
+            reader.set_up_storage_reader(metadata, exchange.is_coordinator)
+            plan = reader.prepare_local_plan(planner.create_local_plan())
+            return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
+
+        with counted(exchange.rank, exchange.size):
+            plan, packed = self._together(plan_own, "plan")
+        gathered = exchange.gather(packed, self._phase("gather plans"))
+        plans: list[LoadPlan] = []
+
+        def plan_all() -> list[bytes] | None:
+            if gathered is None:
+                return None
+            plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
+            plans[:] = reader.prepare_global_plan([*plans])
+            return [b"", *map(pickle.dumps, plans[1:])]
+
+        answer = exchange.scatter(self._together(plan_all, "plan for all"), self._phase("scatter plans"))
+
+        def read() -> None:
+            final = plans[0] if plans else pickle.loads(answer)
+            reader.read_data(planner.finish_plan(final), planner).wait()
+
+        self._together(read, "read")
+
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
         return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
-        return _phase(self._reader, step)
+        return f"loading {self._reader.given_path}: {step}"
 
 
 class _StateLoad:
@@ -328,85 +383,3 @@ def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata) -> 
 def _sum_of_lengths(infos: Iterable[Any]) -> int:
     lengths = (getattr(info, "length", None) for info in infos)
     return sum(length for length in lengths if type(length) is int and length > 0)
-
-
-# --- Loads by planners of others
-
-
-def load_by_planner(
-    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: MutableMapping[str, Any]
-) -> LoadReport:
-    """Loads into `state` in the steps of `dcp.load`, over this package's exchanges for their timeouts and errors.
-
-    Modules, optimizers and other stateful objects get their state at the end. Raises on all ranks if one has failed.
-    """
-    application = Application(state)
-
-    def hand_over() -> None:
-        values, paths = flatten(application.form)
-        for key, value in values.items():
-            if not application.owns(paths[key]):
-                place(state, paths[key], value)
-        application.restore(set(values))
-
-    try:
-        exchange.together(application.prepare, _phase(reader, "prepare"), LoadFailedError)
-        _load_items(exchange, reader, planner, application.form)
-        exchange.together(hand_over, _phase(reader, "hand over"), LoadFailedError)
-    except BaseException:
-        application.abandon()
-        raise
-    assert reader.last_stats is not None
-    return LoadReport([], [], [], reader.last_stats)
-
-
-def _load_items(exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]) -> None:
-    """Plans and reads into `state`. Raises on all ranks if one has failed."""
-    with counted(exchange.rank, exchange.size):
-        plan, packed = exchange.together(
-            lambda: _local_plan(exchange, reader, planner, state), _phase(reader, "plan"), LoadFailedError
-        )
-    gathered = exchange.gather(packed, _phase(reader, "gather plans"))
-    plans: list[LoadPlan] = []
-
-    def plan_all() -> list[bytes] | None:
-        if gathered is None:
-            return None
-        plans[:] = planner.create_global_plan([plan, *map(pickle.loads, gathered[1:])])
-        plans[:] = reader.prepare_global_plan([*plans])
-        return [b"", *map(pickle.dumps, plans[1:])]
-
-    answers = exchange.together(plan_all, _phase(reader, "plan for all"), LoadFailedError)
-    answer = exchange.scatter(answers, _phase(reader, "scatter plans"))
-
-    def read() -> None:
-        final = plans[0] if plans else pickle.loads(answer)
-        reader.read_data(planner.finish_plan(final), planner).wait()
-
-    exchange.together(read, _phase(reader, "read"), LoadFailedError)
-
-
-def _local_plan(
-    exchange: Exchange, reader: StorageReader, planner: LoadPlanner, state: dict[str, Any]
-) -> tuple[LoadPlan, bytes]:
-    """This rank's local plan, and the message with it for the coordinator."""
-    metadata, of_all = _metadata_of_rank(reader, exchange.rank)
-    planner.set_up_planner(state, metadata, exchange.is_coordinator)
-    reader.set_up_storage_reader(metadata, exchange.is_coordinator, rank=exchange.rank, use_collectives=of_all)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    return plan, b"" if exchange.is_coordinator else pickle.dumps(plan)
-
-
-def _metadata_of_rank(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The metadata, and whether it is that of all ranks (or only this rank's own)."""
-    try:
-        return reader.read_metadata(), True
-    except CheckpointError as error:
-        try:
-            return reader.read_metadata(rank=rank), False
-        except CheckpointError:
-            raise error from None
-
-
-def _phase(reader: StorageReader, step: str) -> str:
-    return f"loading {reader.given_path}: {step}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from .._dcp.storage_writer import StorageWriter
-from .._plan.save_plan import GlobalSavePlan
+from .._plan.save_plan import PackedResults
 from .._ranks.message import pack, unpack
 from .._ranks.node import node_of_this_process
-from .._write.data_files import DataFiles
 from .._write.native_save import NativeSave
 from .save import CollectiveSave
 
@@ -17,84 +14,42 @@ from .save import CollectiveSave
 class CollectiveNativeSave(CollectiveSave):
     """A `CollectiveSave` in DCP's own layout."""
 
-    def _new_save(self) -> NativeSave:
-        self._native = NativeSave(self._options(), overwrite=self.overwrite)
-        return self._native
+    _kind = NativeSave
+    _save: NativeSave
 
-    def _files(self) -> DataFiles:
-        return self._native.files()
+    def _message(self, results: PackedResults) -> bytes:
+        node = str(node_of_this_process())
+        return pack(results.locations, *(text.encode() for text in (node, *results.names)))
 
-    def _writer(self) -> StorageWriter:
-        return StorageWriter(self.path, overwrite=self.overwrite)
+    def _commit_all(self, messages: list[bytes] | None) -> None:
+        if self.planner.placement == "local":
+            self._commit_on_nodes(messages)
+        elif messages is not None:
+            self.steps.take(self._commit_everything, messages)
 
-    def _clean_up(self) -> None:
-        self._native.clean_up()
+    def _commit_everything(self, messages: list[bytes]) -> None:
+        self._commit(self._save.commit, *self._contents(list(map(unpack, messages))))
 
-    def _write_and_commit(self) -> None:
-        planned = self._of_all
-        message = b""
-        try:
-            results = self._write()
-            node = _number(node_of_this_process())
-            message = pack(node, results.locations, *(name.encode() for name in results.names))
-        except Exception as error:
-            self.error = error
-        gathered = self.exchange.gather(message, self._phase("write"))
-        results_of_all = [_result(data) for data in gathered] if gathered is not None and all(gathered) else None
-        with self._commit_in_doubt():
-            if self.placement == "local":
-                self._commit_on_nodes(planned, results_of_all)
-            elif results_of_all is not None:
-                assert planned is not None
-                self._keep_error(self._commit_plan, planned, results_of_all)
-            self.exchange.fail_together(self.error, self._phase("commit"))
-
-    def _commit_plan(self, planned: GlobalSavePlan, results: list[_Result]) -> None:
-        self._commit(self._native.commit, *self._contents(planned, results, 0))
-
-    def _commit_on_nodes(self, planned: GlobalSavePlan | None, results: list[_Result] | None) -> None:
+    def _commit_on_nodes(self, messages: list[bytes] | None) -> None:
         """Commits on each node, by its first rank, a metadata that names the node's own files."""
-        contents: list[bytes] | None = None
-        if self.exchange.is_coordinator:
+        contents = None if messages is None else self.steps.take(self._contents_of_nodes, messages)
+        if self.exchange.is_coordinator and contents is None:
             contents = [b""] * self.exchange.size
-            if results is not None:
-                assert planned is not None
-                self._keep_error(self._fill_contents, contents, planned, results)
-        mine = self.exchange.scatter(contents, self._phase("metadata"))
-        if mine:
-            self._keep_error(self._commit, self._native.commit, *unpack(mine))
+        if mine := self.exchange.scatter(contents, self.steps.phase("metadata")):
+            self.steps.take(self._commit, self._save.commit, *unpack(mine))
 
-    def _fill_contents(self, contents: list[bytes], planned: GlobalSavePlan, results: list[_Result]) -> None:
-        leaders: dict[int, int] = {}
-        for rank, result in enumerate(results):
-            leaders.setdefault(result.node, rank)
-        for number, node in enumerate(sorted(leaders)):  # as plans number nodes
-            contents[leaders[node]] = pack(*self._contents(planned, results, number))
+    def _contents_of_nodes(self, messages: list[bytes]) -> list[bytes]:
+        """For the first rank of each node what it commits; empty for other ranks."""
+        of_all = list(map(unpack, messages))
+        nodes = [int(node) for _, node, *_ in of_all]
+        contents = [b""] * len(of_all)
+        for number, node in enumerate(sorted(set(nodes))):  # as plans number nodes
+            contents[nodes.index(node)] = pack(*self._contents(of_all, number))
+        return contents
 
-    def _contents(self, planned: GlobalSavePlan, results: list[_Result], node: int) -> tuple[bytes, bytes]:
-        """The contents of a node's metadata and index."""
-        return planned.files(
-            [result.record_locations for result in results],
-            [result.names for result in results],
-            self.path,
-            self.save_id,
-            node,
-        )
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What a rank has written: its record locations, the names of its files, and its node."""
-
-    node: int
-    record_locations: bytes
-    names: list[str]
-
-
-def _number(value: int) -> bytes:
-    return struct.pack("<q", value)
-
-
-def _result(message: bytes) -> _Result:
-    node, locations, *names = unpack(message)
-    return _Result(struct.unpack("<q", node)[0], locations, [name.decode() for name in names])
+    def _contents(self, of_all: Sequence[list[bytes]], node: int = 0) -> tuple[bytes, bytes]:
+        """The contents of a node's metadata and index. `of_all`: record locations, node and files of each rank."""
+        assert self._of_all is not None
+        locations = [locations for locations, *_ in of_all]
+        names = [[name.decode() for name in names] for _, _, *names in of_all]
+        return self._of_all.files(locations, names, self.path, self._save.options.save_id, node)

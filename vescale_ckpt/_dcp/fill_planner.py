@@ -54,16 +54,12 @@ class FillPlanner(LoadPlanner):
         self.objects[key] = value
 
     def _misfits_on_index(self, index: _C.Index) -> tuple[list[str], list[Mismatch]] | None:
-        description, _ = self._describer.describe(self.state_dict)
-        if description.other:
+        description, plan = self._found_in_index(index)
+        if plan is None:
             return None
-        plan = index.plan_load(description.inventory, self.allow_cast)
         check_all_there(description, plan)
         missing = dict.fromkeys(description.names[item] for item in plan.missing)
-        mismatched = dict.fromkeys(mismatches_on_index(description, plan, _CASTS))
-        if not missing and not mismatched:
-            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
-        return list(missing), list(mismatched)
+        return list(missing), list(dict.fromkeys(mismatches_on_index(description, plan, _CASTS)))
 
     def _misfits_in_metadata(self) -> tuple[list[str], list[Mismatch]]:
         assert self.metadata is not None

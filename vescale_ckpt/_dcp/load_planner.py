@@ -22,7 +22,7 @@ from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
 from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
 from .._state import objects
-from .._state.describe import Describer
+from .._state.describe import Describer, Description
 from .._state.flatten import flatten, place
 from .._state.per_rank import PerRank, Restoring
 from ..errors import IncompatibleStateError, MissingKeysError
@@ -131,27 +131,27 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _plan_on_index(self, index: _C.Index) -> PackedReads | None:
         """Plans on the index. None if DCP has to plan, because of a value of the state or of old key names."""
-        description, same = self._describer.describe(self.state_dict)
-        if description.other:
+        description, plan = self._found_in_index(index)
+        if plan is None or plan.missing:
             return None
-        plan = self._kept_plan
-        if not same or plan is None or self._kept_for != (index.save_id, self.allow_cast):
-            plan = index.plan_load(description.inventory, self.allow_cast)
-            if plan.missing:
-                return None
-            for found in mismatches_on_index(description, plan, _CASTS):
-                raise IncompatibleStateError(*found)
-            check_all_there(description, plan)
-            self._kept_plan, self._kept_for = plan, (index.save_id, self.allow_cast)
+        for found in mismatches_on_index(description, plan, _CASTS):
+            raise IncompatibleStateError(*found)
+        check_all_there(description, plan)
         return PackedReads(self, description, plan)
+
+    def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
+        """The description of the state, and what of it the index has; None if a value cannot be described."""
+        description, same = self._describer.describe(self.state_dict)
+        wanted = index.save_id, self.allow_cast
+        if description.other or not same or self._kept_for != wanted:
+            self._kept_plan, self._kept_for = None, wanted
+        if self._kept_plan is None and not description.other:
+            self._kept_plan = index.plan_load(description.inventory, self.allow_cast)
+        return description, self._kept_plan
 
     def _packs(self) -> bool:
         names = ("create_local_plan", "create_global_plan", "finish_plan", "load_bytes", *_FILLS)
         return all(is_method_of(self, name, LoadPlanner) for name in names)
-
-    def _fills_the_state_itself(self) -> bool:
-        """Whether the state's own tensors are filled, and not tensors that a subclass returns."""
-        return all(is_method_of(self, name, LoadPlanner) for name in _FILLS)
 
     def _try_old_names(self) -> None:
         """Lets the default planner detect key names of torch before 2.4. It renames keys of `state_dict` then."""
@@ -166,7 +166,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _plan(self, state: dict[str, Any]) -> LoadPlan:
         assert self.metadata is not None
         items: list[ReadItem] = []
-        hint = _CASTS if not self.allow_cast and self._fills_the_state_itself() else ""
+        hint = _CASTS if not self.allow_cast and item_targets(self).are_views else ""
         for key, value in state.items():
             stored = self.metadata.state_dict_metadata[key]
             # DCP's own readers would silently convert another dtype.

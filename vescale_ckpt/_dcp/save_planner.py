@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from array import array
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.rows import NO_LIMIT, PART_ROW, words
+from .._engine.rows import PART_ROW, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors
 from .._plan import replicas
@@ -81,12 +82,11 @@ class SavePlanner(DefaultSavePlanner):
         self._description: Description | None = None
         self._structure = ""  # of the state, packed: kinds of keys and empty mappings
         self._unconfirmed = False  # planning began and did not end: that save failed
-        self._alone = False  # this rank plans for itself without being the coordinator (`use_collectives=False`)
 
     def __getstate__(self) -> dict[str, Any]:
         # `dcp.async_save` with a process pickles the planner for every save: leave out its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed", "_alone")
+        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         if self._unconfirmed:
             self._cache.forget_local_plans()  # ranks may have kept different plans
-        self._unconfirmed, self._alone = True, False
+        self._unconfirmed = True
         if self.flatten_state_dict:
             flat, paths, structure = flatten_with_structure(state_dict)
             state_dict, self.mappings = unwrapped(flat, paths)
@@ -117,7 +117,7 @@ class SavePlanner(DefaultSavePlanner):
     @gc_paused()
     def create_local_plan(self) -> SavePlan:
         """DCP calls it after `set_up_planner`, on each rank. The plan of this rank, packed if possible."""
-        self._description = self.describe() if self.packs() else None
+        self._description = self.describe()
         if self._description is None:
             return super().create_local_plan()
         self.plan = self.local_plan(self._description)
@@ -131,11 +131,11 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if self.placement == "local" and len(all_plans) > 1:
             raise CheckpointError("placement='local' takes vescale_ckpt.save: under dcp.save only one rank commits")
-        if packed and not self.is_coordinator:  # each rank saves for itself, without collectives
+        alone = bool(packed) and not self.is_coordinator  # each rank saves for itself, without collectives
+        if alone:
             assert self._description is not None
-            self._alone = True
             all_plans = [self.full_local_plan(self._description)]
-        planned, fresh = self.global_plan_of(all_plans)
+        planned, fresh = self.global_plan_of(all_plans, alone)
         answers: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
             if not isinstance(plan, PackedSavePlan):
@@ -177,10 +177,6 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(objects.dump(object, write_item.index.fqn))
         return object
 
-    # Marks methods that return the state's own memory: the writer may then hold all tensors of a save at once.
-    resolve_data.keeps_memory = True  # type: ignore[attr-defined]
-    transform_object.keeps_memory = True  # type: ignore[attr-defined]
-
     # --- The same steps on packed plans, for DCP's calls above and for `vescale_ckpt.save`
 
     @property
@@ -188,7 +184,9 @@ class SavePlanner(DefaultSavePlanner):
         return self.mappings if self.flatten_state_dict else None
 
     def describe(self) -> Description | None:
-        """The state's description. None if a value of the state needs DCP's own planning."""
+        """The state's description. None if a subclass or a value of the state needs DCP's own planning."""
+        if not self.packs():
+            return None
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
         return None if description.other else description.watched()
 
@@ -223,8 +221,9 @@ class SavePlanner(DefaultSavePlanner):
             replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
         )
 
-    def global_plan_of(self, plans: list[SavePlan]) -> tuple[GlobalSavePlan, bool]:
-        """The plan for all ranks, and whether it is new to them. Called on the coordinator."""
+    def global_plan_of(self, plans: Sequence[SavePlan], alone: bool = False) -> tuple[GlobalSavePlan, bool]:
+        """The plan for all ranks, and whether it is new to them. Called on the coordinator, and on a rank that saves
+        `alone`. It is kept for later saves, but not on such a rank."""
         named = {
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
@@ -259,14 +258,10 @@ class SavePlanner(DefaultSavePlanner):
             keys = replicas.keys_of(found, inventories)
             replicas.warn(keys)
             whole += keys
-        all_packed = all(isinstance(plan, PackedSavePlan) for plan in plans)
-        options = {} if all_packed else {"least_piece_bytes": NO_LIMIT}  # plans of items hold whole tensors
-        try:
-            global_plan = _C.GlobalPlan(inventories, self.placement, whole=whole, **options)
-        except _C.EngineError as error:  # it names the key and the ranks
-            raise CheckpointError(str(error)) from None
-        planned = GlobalSavePlan(inventories, paths, Structure.merged(structures), global_plan, self.reuse_plans)
-        if self.reuse_plans:
+        pieces = all(isinstance(plan, PackedSavePlan) for plan in plans)  # plans of items hold whole tensors
+        structure, keep = Structure.merged(structures), self.reuse_plans and not alone
+        planned = GlobalSavePlan(inventories, paths, structure, self.placement, whole, pieces, keep)
+        if keep:
             self._cache.keep_global_plan(planned)
         return planned, True
 
@@ -280,7 +275,7 @@ class SavePlanner(DefaultSavePlanner):
             kept = self._cache.local_plan(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
-        if self.reuse_plans and not self._alone and plan.plan_id != NOT_KEPT:
+        if self.reuse_plans and plan.plan_id != NOT_KEPT:
             self._cache.keep_local_plan(kept)
         self._unconfirmed = False
         items = PackedItems(self, description, kept.part, kept.exports)

@@ -24,6 +24,8 @@ from .._write import snapshot_budget
 from .._write.host_batches import new_snapshot, write_table
 from ..errors import CheckpointError
 
+_Path = tuple[Any, ...]  # of a tensor in a state
+
 
 class Stager(AsyncStager):
     """Copies a state in parallel into memory that is reused by later saves. Tensors that share memory still share it.
@@ -48,7 +50,11 @@ class Stager(AsyncStager):
         the budget is too small. `vescale_ckpt.save` can still save such a state: it copies only what a rank writes, and
         does not need memory for all of it at once.
         """
-        values = {id(value): value for value in _tensors(state_dict)}
+        values: dict[int, torch.Tensor | ShardedTensor] = {}  # by their `id`
+        keys: dict[int, _Path] = {}
+        for path, value in _tensors(state_dict):
+            values.setdefault(id(value), value)
+            keys.setdefault(id(value), path)
         watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
         watch = Watch([tensor for _, tensor in watched])
         known: dict[int, Any] = {}  # the copy of each tensor, as memo for the deep copy of the containers
@@ -65,7 +71,7 @@ class Stager(AsyncStager):
                 ]
             except CheckpointError as error:
                 if any(_is_without_memory(part) for part in of_value):
-                    key = _key_of(state_dict, values[number])
+                    key = _text(keys[number])
                     raise CheckpointError(f"{key}: {error}", key=key) from None
                 # Planning decides whether the tensor can be saved, and raises its key if not.
                 known[number] = values[number].detach().clone()
@@ -74,10 +80,10 @@ class Stager(AsyncStager):
                 ready += ready_parts
             for part in parts.get(number, ()):
                 if part.dtype not in DTYPE_CODES:
-                    dtype_code(part.dtype, _key_of(state_dict, values[number]))  # raises
+                    dtype_code(part.dtype, _text(keys[number]))  # raises
         staged = iter(self._copied([part for of_value in parts.values() for part in of_value], ready))
         if changed := watch.changed():
-            raise changed_meanwhile(_key_of(state_dict, values[watched[changed[0]][0]]))
+            raise changed_meanwhile(_text(keys[watched[changed[0]][0]]))
         for number, of_value in parts.items():
             known[number] = _like(values[number], [next(staged) for _ in of_value])
         return copy.deepcopy(state_dict, known)
@@ -110,32 +116,23 @@ class Stager(AsyncStager):
         ]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor | ShardedTensor]:
+def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, torch.Tensor | ShardedTensor]]:
+    """The tensors in a state, each with its path."""
     if isinstance(value, (torch.Tensor, ShardedTensor)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+        yield path, value
+        return
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inside = value.items()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        inside = enumerate(value)
+    for name, item in inside:
+        yield from _tensors(item, (*path, name))
 
 
-def _key_of(state: Any, wanted: Any) -> str:
-    """The dotted key of a tensor in a state."""
-
-    def find(value: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
-        if value is wanted:
-            return path
-        if isinstance(value, Mapping):
-            inside: Iterable[tuple[Any, Any]] = value.items()
-        elif isinstance(value, (list, tuple)):
-            inside = enumerate(value)
-        else:
-            return None
-        return next((found for name, item in inside if (found := find(item, (*path, str(name)))) is not None), None)
-
-    return ".".join(find(state, ()) or ())
+def _text(path: _Path) -> str:
+    """The dotted key."""
+    return ".".join(map(str, path))
 
 
 def _is_without_memory(part: torch.Tensor) -> bool:

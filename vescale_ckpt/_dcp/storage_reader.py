@@ -25,10 +25,8 @@ from .._ranks.groups import resolved
 from .._read import contents
 from .._read.by_items import ItemLoad
 from .._read.contents import Contents
-from .._read.filling import Filling
-from .._read.no_checkpoint import explained
+from .._read.load import Load, ReadOptions
 from .._read.packed import load_packed
-from .._read.records import ReadOptions, RecordReader
 from .._read.seen_files import SeenFiles
 from .._share.begin import BroadcastLoad
 from .._storage.directory import directory_at, local_path
@@ -137,8 +135,7 @@ class StorageReader(DcpStorageReader):
         if rank is not None and self._metadata_error is not None and metadata_file.has_metadata(self.path, None):
             return Metadata({})
         try:
-            with explained(self.path):
-                metadata = self._read_metadata(rank)
+            metadata = self._read_metadata(rank)
         except CheckpointError as error:
             if rank is None:
                 self._metadata_error = error
@@ -245,18 +242,14 @@ class StorageReader(DcpStorageReader):
             bool(getattr(planner, "allow_cast", False)),
             self.timeout,
         )
-        filling = Filling(RecordReader(self.contents, options, self._seen))
+        load = Load(self.contents, options, self._seen)
         try:
             with gc_paused():
-                items = plan.items
-                if (
-                    isinstance(items, PackedReads)
-                    and items.planner() is planner
-                    and isinstance(planner, OurLoadPlanner)
-                ):
-                    stats = load_packed(filling, items, planner.state_dict, planner.put_object, broadcast)
+                of = plan.items
+                if isinstance(planner, OurLoadPlanner) and isinstance(of, PackedReads) and of.planner() is planner:
+                    stats = load_packed(load, of, planner.state_dict, planner.put_object, broadcast)
                 else:
-                    stats = ItemLoad(filling, item_targets(planner)).run(items, broadcast)
+                    stats = ItemLoad(load, item_targets(planner)).run(of, broadcast)
                 self.last_stats = stats
         finally:
             self._unlock()

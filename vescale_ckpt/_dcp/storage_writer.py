@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,17 +21,15 @@ from .._hf.folder import shard_bytes
 from .._hf.header import checked_metadata
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.directory import local_path
-from .._write.export_files import ExportSave
-from .._write.native_save import NativeSave, new_save_id
-from .._write.rank_files import FileOptions
+from .._write.rank_save import SaveOptions, new_save_id
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from ..settings import MOST_THREADS, DirectIO, checked_count, checked_flag, checked_path
-from .save_formats import ExportFormat, NativeFormat, SaveFormat
+from .save_formats import ExportFormat, NativeFormat
 from .save_planner import SavePlanner as OurSavePlanner
 from .stager import Stager
 
-FORMATS = ("dcp", "safetensors")
+FORMATS: dict[str, type[NativeFormat] | type[ExportFormat]] = {"dcp": NativeFormat, "safetensors": ExportFormat}
 
 
 def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None:
@@ -86,20 +85,19 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         super().__init__()
         check_format(format, metadata)
         self.format = format
-        self.most_file_bytes = shard_bytes(max_shard_size)
-        self.texts = checked_metadata({"format": "pt"} if metadata is None else dict(metadata))
-        self.path = local_path(checked_path("path", path))
-        self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
-        self.single_file_per_rank = checked_flag("single_file_per_rank", single_file_per_rank)
-        self.sync_files = checked_flag("sync_files", sync_files)
-        self.overwrite = checked_flag("overwrite", overwrite)
-        self.checksums = checked_flag("checksums", checksums)
-        self.direct_io = direct_io_setting(direct_io)
+        self.options = SaveOptions(
+            path=local_path(checked_path("path", path)),
+            thread_count=checked_count("thread_count", thread_count, most=MOST_THREADS),
+            direct_io=direct_io_setting(direct_io),
+            checksums=checked_flag("checksums", checksums),
+            sync_files=checked_flag("sync_files", sync_files),
+            overwrite=checked_flag("overwrite", overwrite),
+            single_file=checked_flag("single_file_per_rank", single_file_per_rank) or format != "dcp",
+            most_file_bytes=shard_bytes(max_shard_size),
+            texts=checked_metadata({"format": "pt"} if metadata is None else dict(metadata)),
+        )
         self.last_stats: SaveStats | None = None
-        self._save_id = new_save_id()
-        self._rank = 0
-        self._use_collectives = True
-        self._save: SaveFormat | None = None  # from `prepare_local_plan` to the end of that save
+        self._save: NativeFormat | ExportFormat | None = None  # from `prepare_local_plan` to the end of that save
 
     # --- DCP's calls, in the order in which they come
 
@@ -113,40 +111,42 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP calls it first, on each rank."""
-        if checkpoint_id is not None:
-            self.path = local_path(checkpoint_id)
-        self._save_id = new_save_id()
+        path = self.path if checkpoint_id is None else local_path(checkpoint_id)
+        self.options = replace(self.options, path=path, save_id=new_save_id())
+
+    @property
+    def path(self) -> str:
+        return self.options.path
 
     @property
     def checkpoint_id(self) -> str:
         return self.path
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.options.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP calls it on each rank, before planning."""
         settings.check()
         check_alone_on_purpose()
-        rank = kwargs.get("rank")
-        self._rank = 0 if rank is None else rank
-        self._use_collectives = kwargs.get("use_collectives", True)
+        alone = not kwargs.get("use_collectives", True)
+        self.options = replace(self.options, rank=kwargs.get("rank") or 0, alone=alone)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP calls it on each rank, with the rank's local plan. Begins the save."""
         self._end()  # the save before this one
-        self._save = self._new_save()
-        return self._save.begin(plan)
+        self._save = FORMATS[self.format](self.options)
+        return self._save.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """DCP calls it on the coordinator, with the answers to all ranks, which may be changed."""
-        return self._this_save.answer(plans)
+        return self._this_save.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP calls it on each rank. The data is written and synced when this returns."""
         future: Future[list[WriteResult]] = Future()
         with gc_paused():
-            results, self.last_stats = self._this_save.write(plan, planner)
+            results, self.last_stats = self._this_save.write_data(plan, planner)
             future.set_result(results)  # type: ignore[arg-type]  # looks like a list
         if isinstance(planner, OurSavePlanner):
             planner.forget_state()  # the planner outlives the save, and a staged state is as large as the model
@@ -156,25 +156,15 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """DCP calls it on the coordinator, with the results of all ranks. Commits."""
         try:
-            self._this_save.commit(metadata, results)
+            self._this_save.commit_results(metadata, results)
         finally:
             self._end()
 
     @property
-    def _this_save(self) -> SaveFormat:
+    def _this_save(self) -> NativeFormat | ExportFormat:
         if self._save is None:
             raise CheckpointError("a save begins with StorageWriter.prepare_local_plan, which was not called")
         return self._save
-
-    def _new_save(self) -> SaveFormat:
-        options = FileOptions(self.path, self._rank, self.thread_count, self.direct_io, self.checksums, self.sync_files)
-        if self.format == "safetensors":
-            export = ExportSave(
-                options, overwrite=self.overwrite, most_file_bytes=self.most_file_bytes, texts=self.texts
-            )
-            return ExportFormat(export, self._use_collectives)
-        native = NativeSave(options, overwrite=self.overwrite, alone=not self._use_collectives)
-        return NativeFormat(native, self.single_file_per_rank, self.storage_meta())
 
     def _end(self) -> None:
         if self._save is not None:

@@ -227,11 +227,10 @@ class _Reading:
             self.wanted.setdefault(name, []).append(key)
         aliases: dict[str, tuple[str, str]] = {}  # to the tensor, and the file that says so
         with ThreadPoolExecutor(_OPENERS, thread_name_prefix="vescale_ckpt") as pool:
-            headers = pool.map(self._header_or_error, files)
-            for number, (name, header) in enumerate(zip(files, headers, strict=True)):
+            headers = [pool.submit(self._header, name) for name in files]
+            for number, (name, reading) in enumerate(zip(files, headers, strict=True)):
                 try:
-                    if isinstance(header, CheckpointError):
-                        raise header
+                    header = reading.result()
                     for alias, key in header.ties.items():
                         if alias not in header.tensors and key in header.tensors:
                             aliases[alias] = key, name
@@ -243,12 +242,6 @@ class _Reading:
                     self.on_error(error)
         kept = {alias: key for alias, (key, _) in aliases.items() if alias not in self.stored and key in self.stored}
         return self._packed(kept)
-
-    def _header_or_error(self, name: str) -> _Header | CheckpointError:
-        try:
-            return self._header(name)
-        except CheckpointError as error:
-            return error
 
     def _header(self, name: str) -> _Header:
         path = os.path.join(self.root, name)

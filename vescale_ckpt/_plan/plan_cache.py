@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C
 from .replicas import ReplicaBoxes
 from .save_plan import ExportParts, GlobalSavePlan
-
-Value = TypeVar("Value")
 
 MOST_PLANS = 4  # one for each form of state that is saved in turn with one planner
 
@@ -33,23 +30,7 @@ class KeptLocalPlan:
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 
-class _Recent(Generic[Value]):
-    """The values that were used last, by the id of their plan."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[bytes, Value] = OrderedDict()
-
-    def get(self, plan_id: bytes) -> Value | None:
-        return self._values.get(plan_id)
-
-    def put(self, plan_id: bytes, value: Value) -> None:
-        self._values[plan_id] = value
-        self._values.move_to_end(plan_id)
-        while len(self._values) > MOST_PLANS:
-            self._values.popitem(last=False)
-
-    def latest_first(self) -> list[Value]:
-        return list(reversed(self._values.values()))
+Plan = TypeVar("Plan", KeptLocalPlan, GlobalSavePlan)
 
 
 class PlanCache:
@@ -60,37 +41,44 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._local_plans: _Recent[KeptLocalPlan] = _Recent()
-        self._global_plans: _Recent[GlobalSavePlan] = _Recent()
+        # By the id of the global plan. The last one was used last.
+        self._local_plans: dict[bytes, KeptLocalPlan] = {}
+        self._global_plans: dict[bytes, GlobalSavePlan] = {}
 
     def forget_local_plans(self) -> None:
         """Global plans are kept: other ranks may still name them."""
-        self._local_plans = _Recent()
+        self._local_plans.clear()
 
     def local_plan(
         self, inventory: bytes, paths: Mapping[str, Any] | None, structure: str, coordinates: bool
     ) -> KeptLocalPlan | None:
-        for kept in self._local_plans.latest_first():
-            if kept.coordinates != coordinates or kept.inventory != inventory:
-                continue
-            if kept.paths != paths or kept.structure != structure:
+        wanted = coordinates, inventory, structure, paths
+        for kept in reversed(self._local_plans.values()):
+            if (kept.coordinates, kept.inventory, kept.structure, kept.paths) != wanted:
                 continue
             if not coordinates or self.global_plan(kept.plan_id) is not None:
                 return kept
         return None
 
     def keep_local_plan(self, plan: KeptLocalPlan) -> None:
-        self._local_plans.put(plan.plan_id, plan)
+        _put(self._local_plans, plan)
 
     @property
     def last_inventory(self) -> bytes | None:
-        return next((kept.inventory for kept in self._local_plans.latest_first()), None)
+        return next((kept.inventory for kept in reversed(self._local_plans.values())), None)
 
     def global_plan(self, plan_id: bytes) -> GlobalSavePlan | None:
         return self._global_plans.get(plan_id)
 
     def keep_global_plan(self, plan: GlobalSavePlan) -> None:
-        self._global_plans.put(plan.plan_id, plan)
+        _put(self._global_plans, plan)
+
+
+def _put(plans: dict[bytes, Plan], plan: Plan) -> None:
+    plans.pop(plan.plan_id, None)
+    plans[plan.plan_id] = plan
+    while len(plans) > MOST_PLANS:
+        del plans[next(iter(plans))]
 
 
 # --- Differences between two inventories, as text for the log

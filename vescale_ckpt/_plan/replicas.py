@@ -46,6 +46,7 @@ class _ReplicaBox:
     tensor: int  #: number of the description's tensor that holds it
     narrow: tuple[tuple[int, ...], tuple[int, ...]] | None  #: offset and size in that tensor; None: all of it
     factor: int  #: of the box's hash in the sum
+    row: bytes  #: for `_C.replica_hashes`
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class ReplicaBoxes:
 
     sources: bytes  #: of the description
     boxes: list[_ReplicaBox]
-    rows: list[bytes]  #: for each box its row for `_C.replica_hashes`
 
     def hashes(self, description: Description, on_devices: bool) -> tuple[list[tuple[int, int]], bool]:
         """Number and hash of each box that can be hashed, and whether all boxes were tried.
@@ -63,7 +63,7 @@ class ReplicaBoxes:
         """
         ready = description.ready
         on_host = [number for number, box in enumerate(self.boxes) if ready[box.tensor] == ON_HOST]
-        rows = b"".join(self.rows if len(on_host) == len(self.boxes) else [self.rows[number] for number in on_host])
+        rows = b"".join([self.boxes[number].row for number in on_host])
         hashes = memoryview(_C.replica_hashes(description.table, rows, _ELEMENTS, _packed_factors())).cast("Q")
         found = list(zip(on_host, hashes, strict=True))
         if len(on_host) == len(self.boxes):
@@ -171,16 +171,16 @@ def _with_ranks(keys: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def _boxes(description: Description, factors: dict[int, int]) -> ReplicaBoxes:
-    boxes, rows = [], []
+    boxes = []
     for item, factor in factors.items():
         tensor, offset = description.source(item)
         size = description.items[item][7]
         whole = not any(offset) and tuple(tensor.shape) == tuple(size)
         narrow = None if whole else (tuple(offset), tuple(size))
         number = description.tensor_number(item)
-        boxes.append(_ReplicaBox(_name(description, item), number, narrow, factor))
-        rows.append(array("q", [number, len(size), *offset, *size]).tobytes())
-    return ReplicaBoxes(description.sources, boxes, rows)
+        row = array("q", [number, len(size), *offset, *size]).tobytes()
+        boxes.append(_ReplicaBox(_name(description, item), number, narrow, factor, row))
+    return ReplicaBoxes(description.sources, boxes)
 
 
 def _is_large(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import LOCATION_ROW, OBJECT, PART_ROW, SHARD, TENSOR, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PART_ROW, SHARD, TENSOR, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
@@ -28,6 +28,7 @@ from .._state.shard_boxes import ShardBox
 from .._state.tensor_table import NOT_READY, narrowed
 from .._state.watch import changed_meanwhile
 from ..errors import CheckpointError
+from ..settings import Placement
 from .lazy_list import LazyList
 
 #: By the options of an export: its token; for each tensor that is not stored, the name of the stored tensor that it is
@@ -54,15 +55,35 @@ class PackedSavePlan(SavePlan):
 
 
 class GlobalSavePlan:
-    """The coordinator's plan of a save: which rank writes what, and all that metadata needs except record locations."""
+    """The coordinator's plan of a save: which rank writes what, and all that metadata needs except record locations.
+
+    Args:
+        inventories, paths: of each rank.
+        whole: keys of which one rank writes all.
+        pieces: whether large tensors are written in pieces, by several ranks.
+        kept: whether the coordinator keeps the plan for later saves.
+
+    Raises `CheckpointError`, with the key and the ranks, if inventories do not fit together.
+    """
 
     def __init__(
-        self, inventories: list[bytes], paths: list[bytes], structure: str, plan: _C.GlobalPlan, kept: bool
+        self,
+        inventories: list[bytes],
+        paths: Sequence[bytes] = (),
+        structure: str = "",
+        placement: Placement = "lowest_rank",
+        whole: Sequence[str] = (),
+        pieces: bool = False,
+        kept: bool = False,
     ) -> None:
         self.inventories = inventories
         self.paths = paths
         self.structure = structure
-        self.plan = plan
+        options = {} if pieces else {"least_piece_bytes": NO_LIMIT}
+        try:
+            self.plan = _C.GlobalPlan(inventories, placement, whole=list(whole), **options)
+        except _C.EngineError as error:
+            raise CheckpointError(str(error)) from None
         # Random, no hash of the inputs: equal inputs may be planned differently, and local plans must be of one plan.
         self.plan_id = secrets.token_bytes(16) if kept else NOT_KEPT
         self._catalogs: dict[int, _C.Catalog] = {}  # by node

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from .._engine.dtypes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import overlapping
-from .._engine.torch_private import StorageInfo, bump_versions
+from .._engine.torch_private import bump_versions
 from .._native.names import crc_of
 from .._plan.read_plan import PackedReads
 from .._share.begin import BroadcastLoad
@@ -24,17 +25,24 @@ from .._state import objects
 from .._state.describe import Describer
 from ..errors import CheckpointError
 from ..reports import LoadStats
-from .filling import Filling, Target, overlaps_itself
+from .load import Load, Record, Target, overlaps_itself
 from .match import check_fits, not_all_there, wanted_elements
-from .packed import fill_packed, read_by_broadcast
-from .records import Record
+from .packed import begin_reading, fill_packed
+
+
+class TargetPlanner(Protocol):
+    """The methods of DCP's `LoadPlanner` that a load calls."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor: ...
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
 
 
 @dataclass(frozen=True)
 class ItemTargets:
     """Where the items of a load are loaded to."""
 
-    planner: LoadPlanner
+    planner: TargetPlanner
     #: whether the tensors that the planner resolves are views of its state, which live for the whole load. Other
     #: planners may hand out memory item by item, and need `commit_tensor` called for each
     are_views: bool = False
@@ -51,70 +59,55 @@ class _ItemPlan:
     files: list[str]
 
 
-@dataclass
-class _Items:
-    """The items to read, by the way in which they are read."""
-
-    transformed: list[ReadItem] = field(default_factory=list)
-    objects: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
-    tensors: list[tuple[ReadItem, StorageInfo]] = field(default_factory=list)
-
-
 class ItemLoad:
-    """One load of a list of items."""
+    """Loads a list of items."""
 
-    def __init__(self, filling: Filling, targets: ItemTargets) -> None:
-        self._filling = filling
-        self._records = filling.records
-        self._contents = filling.records.contents
-        self._options = filling.options
+    def __init__(self, load: Load, targets: ItemTargets) -> None:
+        self._load = load
+        self._contents = load.contents
         self._targets = targets
         self.planner = targets.planner
+        # The items, by the way in which they are read.
+        self._tensors: list[tuple[ReadItem, Record]] = []
+        self._objects: list[tuple[ReadItem, Record]] = []
+        self._transformed: list[ReadItem] = []
 
     def run(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None = None) -> LoadStats:
         """With `broadcast`, other ranks, which call this together, read some of it."""
-        return self._filling.run(lambda: self._load(items, broadcast))
+        return self._load.run(lambda: self._read(items, broadcast))
 
-    def _load(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None) -> tuple[int, int]:
-        sorts: list[_Items] = []
-
-        def begin() -> PackedReads | None:
-            sorts.append(self._sorted(items))
-            packed = self._packed(sorts[0].tensors, object_records())
+    def _read(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None) -> tuple[int, int]:
+        def begin() -> tuple[PackedReads | None, list[Record]]:
+            self._sort(items)
+            self._check_coverage(items)
+            packed = self._packed() if self._targets.are_views else None
             description = None if packed is None else packed.description
-            self._filling.begin(description, getattr(self.planner, "state_dict", None))
-            return packed
+            self._load.begin(description, getattr(self.planner, "state_dict", None))
+            return packed, [record for _, record in self._objects]
 
-        def object_records() -> list[Record]:
-            return [self._record(item, info) for item, info in sorts[0].objects]
-
-        packed, known = read_by_broadcast(self._filling, broadcast, begin, object_records)
-        (of,) = sorts
-        read = self._records.objects(object_records(), known)
-        for (item, _), (_, data) in zip(of.objects, read, strict=True):
+        packed, contents = begin_reading(self._load, begin, broadcast)
+        for (item, _), (_, data) in zip(self._objects, contents, strict=True):
             self.put_object(item, data)
         if packed is not None:
-            fill_packed(self._filling, packed)
+            fill_packed(self._load, packed)
         else:
-            self._filling.fill(self._target(item, info) for item, info in of.tensors)
-        if of.transformed:
-            self._read_transformed(of.transformed)
+            self._load.fill(self._target(item, record) for item, record in self._tensors)
+        if self._transformed:
+            self._read_transformed(self._transformed)
         tensors = sum(item.type == LoadItemType.TENSOR for item in items)
         return tensors, len(items) - tensors
 
-    def _sorted(self, items: Sequence[ReadItem]) -> _Items:
-        of = _Items()
+    def _sort(self, items: Sequence[ReadItem]) -> None:
         for item in items:
-            info = self._contents.location(item.storage_index)
-            self._records.look_at(info.relative_path, item.storage_index.fqn)
+            key, info = item.storage_index.fqn, self._contents.location(item.storage_index)
+            record = Record(key, self._load.file(info.relative_path, key), info.offset, info.length, crc_of(info))
             if info.transform_descriptors:
-                of.transformed.append(item)
+                self._transformed.append(item)
             elif item.type == LoadItemType.BYTE_IO:
-                of.objects.append((item, info))
+                self._objects.append((item, record))
             else:
-                of.tensors.append((item, info))
-        self._check_coverage(items)
-        return of
+                record.dtype, record.sizes = self._contents.chunk(item.storage_index)
+                self._tensors.append((item, record))
 
     def _check_coverage(self, items: Sequence[ReadItem]) -> None:
         """Checks that the items fill the tensors: stock planners do not notice a chunk that metadata lacks."""
@@ -136,30 +129,24 @@ class ItemLoad:
     def put_object(self, item: ReadItem, data: bytes) -> None:
         """Unpickles an object and gives it to the planner."""
         key, put = item.storage_index.fqn, self._targets.put_object
-        if not self._options.weights_only and put is None:
+        if not self._load.options.weights_only and put is None:
             self.planner.load_bytes(item, io.BytesIO(data))
             return
-        value = objects.load(data, weights_only=self._options.weights_only, key=key)
+        value = objects.load(data, weights_only=self._load.options.weights_only, key=key)
         if put is not None:
             put(item, value)
         else:
             # Stock planners unpickle bytes without restriction: they get a pickle that was made here.
             self.planner.load_bytes(item, io.BytesIO(objects.dump(value, key, tells=False)))
 
-    def _record(self, item: ReadItem, info: StorageInfo) -> Record:
-        key = item.storage_index.fqn
-        return Record(key, self._records.file(info.relative_path, key), info.offset, info.length, crc_of(info))
-
     # --- Tensors
 
-    def _packed(self, tensors: Sequence[tuple[ReadItem, StorageInfo]], objects: Sequence[Record]) -> PackedReads | None:
+    def _packed(self) -> PackedReads | None:
         """The items as tables, which other ranks can read for. Tensors and objects are each numbered from 0.
 
-        None if the planner's tensors are no views of its state, or if one cannot be described.
+        None if one cannot be described.
         """
-        if not self._targets.are_views:
-            return None
-        placed = [(item, *self._resolved(item, info)) for item, info in tensors]
+        placed = [(item, record, self.resolve(item, record.dtype)) for item, record in self._tensors]
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
         description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
         if description.other or len(description.names) != len(placed):
@@ -171,33 +158,24 @@ class ItemLoad:
             table.extend(of.sizes)
             table.extend((*item.storage_offsets, *item.lengths, *[0] * ndim))
         object_table = int_table()
-        for number, of in enumerate(objects):
+        for number, (_, of) in enumerate(self._objects):
             object_table.extend((number, of.file, of.offset, of.length, of.crc))
         description = replace(description, names=[record.key for _, record, _ in placed])
-        plan = _ItemPlan(table.tobytes(), object_table.tobytes(), list(self._records.file_numbers))
+        plan = _ItemPlan(table.tobytes(), object_table.tobytes(), list(self._load.file_numbers))
         return PackedReads(self.planner, description, plan)
-
-    def _resolved(self, item: ReadItem, info: StorageInfo) -> tuple[Record, torch.Tensor]:
-        record = self._record(item, info)
-        record.dtype, record.sizes = self._contents.chunk(item.storage_index)
-        return record, self.resolve(item, record.dtype)
 
     def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
         """The planner's tensor for an item. Raises `IncompatibleStateError` if what is stored does not fit it."""
         tensor = self.planner.resolve_tensor(item).detach()
-        check_fits(item.dest_index.fqn, tensor, item.lengths, dtype, self._options.allow_cast)
+        check_fits(item.dest_index.fqn, tensor, item.lengths, dtype, self._load.options.allow_cast)
         return tensor
 
-    def _target(self, item: ReadItem, info: StorageInfo) -> Target:
-        record, tensor = self._resolved(item, info)
+    def _target(self, item: ReadItem, record: Record) -> Target:
+        tensor = self.resolve(item, record.dtype)
         if overlapping([tensor]):
             raise overlaps_itself(record.key)
         bump_versions([tensor])
-
-        def commit(filled: torch.Tensor) -> None:
-            self.planner.commit_tensor(item, filled)
-
-        return self._filling.target(record, item.storage_offsets, item.lengths, tensor, item.dest_index.fqn, commit)
+        return self._load.target(record, item.storage_offsets, tensor, partial(self.planner.commit_tensor, item))
 
     # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
 
@@ -218,7 +196,7 @@ class ItemLoad:
     def resolve_transformed(self, item: ReadItem) -> torch.Tensor:
         dtype, _ = self._contents.chunk(item.storage_index)
         tensor = self.resolve(item, dtype)
-        self._records.bytes += tensor.nbytes
+        self._load.bytes += tensor.nbytes
         return tensor
 
 

@@ -24,8 +24,8 @@ from .._storage.directory import check_relative
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 from .contents import Contents
+from .load import Record
 from .non_contiguous_records import wrong_form
-from .records import Record
 
 
 @dataclass
@@ -129,50 +129,46 @@ def check_records(listing: Listing, missing: Collection[str], report: VerifyRepo
     options = engine_options(None, direct_io_setting("auto"))
     reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
 
-    def check(group: _Group) -> tuple[list[tuple[int, int, str]], list[int], int] | CheckpointError:
-        first = paths[group.records[0].file]
+    def check(
+        group: tuple[list[Record], array[int]],
+    ) -> tuple[list[tuple[int, int, str]], list[int], int] | CheckpointError:
+        records, table = group
         try:
-            with named_errors(lambda row: group.records[row].key, listing.root if reads is None else first):
+            where = listing.root if reads is None else paths[records[0].file]
+            with named_errors(lambda row: records[row].key, where):
                 if reads is None:
-                    return _C.check_tensors(paths, group.table, options)
-                return reads.check_tensors(paths, group.table)
+                    return _C.check_tensors(paths, table, options)
+                return reads.check_tensors(paths, table)
         except CheckpointError as error:  # a file cannot be read, or was replaced since its records were listed
             return error
 
-    for group, found in overlap(_groups(tensors, by_file=listing.safetensors), check):
+    for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
         if isinstance(found, CheckpointError):
-            report.damaged.append(as_damage(found, paths[group.records[0].file]))
+            report.damaged.append(as_damage(found, paths[group[0].file]))
             continue
         damaged, unread, unverified = found
         report.unverified_bytes += unverified
         for row, offset, reason in damaged:
-            record = group.records[row]
+            record = group[row]
             report.damaged.append(Damage(record.key, paths[record.file], offset, reason))
-        archives += [(group.records[row], True) for row in unread]
+        archives += [(group[row], True) for row in unread]
     for record, of_tensor in archives:
         _check_archive(record, paths[record.file], of_tensor, report)
 
 
-@dataclass
-class _Group:
+def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Record], array[int]]]:
     """Tensors that are checked together, and their rows in the engine's table."""
-
-    records: list[Record]
-    table: array[int] = field(default_factory=int_table)
-
-
-def _groups(records: list[Record], *, by_file: bool) -> Iterator[_Group]:
     # In the order of the files, so that neighbouring records are read together.
     records = sorted(records, key=lambda record: (record.file, record.offset))
     for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
         together = list(of_file)
         for first in range(0, len(together), GROUP_TENSORS):
-            group = _Group(together[first : first + GROUP_TENSORS])
-            for record in group.records:
+            group, table = together[first : first + GROUP_TENSORS], int_table()
+            for record in group:
                 code = dtype_code(record.dtype, record.key)
-                group.table.extend((record.file, record.offset, record.length, record.crc, code))
-                group.table.extend((len(record.sizes), *record.sizes))
-            yield group
+                table.extend((record.file, record.offset, record.length, record.crc, code))
+                table.extend((len(record.sizes), *record.sizes))
+            yield group, table
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:

@@ -18,7 +18,7 @@ from .._engine.torch_private import StorageInfo
 from .._hf import contents as hf_contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
-from .._native.names import INDEX_NAME, METADATA_NAME, checked_location
+from .._native.names import INDEX_NAME, METADATA_NAME, checked_location, is_metadata_file
 from .._ranks.message import pack, unpack
 from .._storage.directory import directory_at, is_file
 from ..errors import CorruptCheckpointError
@@ -110,7 +110,7 @@ def is_safetensors(path: str) -> bool:
         return False
     try:
         names = directory_at(path).names()
-        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not metadata_file.metadata_ranks(path)
+        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not any(map(is_metadata_file, names))
     except NotADirectoryError:
         return is_file(path)
     except OSError:

@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 import torch
 
 from .._engine import _C
+from .._storage.directory import directory_at
 
 
 def _crc_of_values(tensor: torch.Tensor) -> int:
@@ -41,9 +42,8 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
     `crc`: the CRC-32 of its elements. They are read only if it is known (not -1).
     """
     try:
-        with open(path, "rb") as file:
-            record = cast(IO[bytes], _Slice(file, offset, length))
-            tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
+        record = cast(IO[bytes], _Slice(path, offset, length))
+        tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -56,8 +56,10 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
 class _Slice(io.RawIOBase):
     """A range of a file's bytes, as a file."""
 
-    def __init__(self, file: io.BufferedReader, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+    def __init__(self, path: str, begin: int, length: int) -> None:
+        directory, self._name = os.path.split(path)
+        self._directory = directory_at(directory)
+        self._begin, self._length, self._at = begin, length, 0
 
     def readable(self) -> bool:
         return True
@@ -75,7 +77,8 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        self._file.seek(self._begin + self._at)
-        count = self._file.readinto(view[: max(0, min(len(view), self._length - self._at))])
-        self._at += count
-        return count
+        wanted = max(0, min(len(view), self._length - self._at))
+        _, data = self._directory.read_range(self._name, self._begin + self._at, wanted)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -11,17 +11,15 @@ from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolved
 from .._ranks.node import ranks_of_this_node
 from .._share.begin import BroadcastLoad
-from .._share.rounds import Outcome
 from .._state import objects
 from ..reports import LoadStats
-from .filling import FailedElsewhereError, Filling, Target
-from .records import Record
+from .load import Load, Record, Target
 
 _LEAST_OVERLAP = 1.5
 
 
 def load_packed(
-    filling: Filling,
+    load: Load,
     reads: PackedReads,
     state: object,
     put_object: Callable[[str, Any], None],
@@ -31,69 +29,59 @@ def load_packed(
 
     With `broadcast`, other ranks, which call this together, read some of it.
     """
-    records = filling.records
     names = reads.description.names
+    of_objects = [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
 
-    def begin() -> PackedReads:
+    def begin() -> tuple[PackedReads, list[Record]]:
         for name in reads.plan.files:
-            records.file(name, records.where)
-        filling.begin(reads.description, state)
-        return reads
+            load.file(name, load.where)
+        load.begin(reads.description, state)
+        return reads, of_objects
 
-    def object_records() -> list[Record]:
-        return [Record(names[row.item], row.file, row.offset, row.length, row.crc) for row in reads.objects()]
-
-    def load() -> tuple[int, int]:
-        own, known = read_by_broadcast(filling, broadcast, begin, object_records)
-        of_objects = object_records()
-        for record, data in records.objects(of_objects, known):
-            put_object(record.key, objects.load(data, weights_only=records.options.weights_only, key=record.key))
+    def work() -> tuple[int, int]:
+        own, contents = begin_reading(load, begin, broadcast)
+        for record, data in contents:
+            put_object(record.key, objects.load(data, weights_only=load.options.weights_only, key=record.key))
         if own is not None:
-            fill_packed(filling, own)
+            fill_packed(load, own)
         return reads.count_tensors(), len(of_objects)
 
-    return filling.run(load)
+    return load.run(work)
 
 
-def read_by_broadcast(
-    filling: Filling,
-    broadcast: BroadcastLoad | None,
-    begin: Callable[[], PackedReads | None],
-    object_records: Callable[[], list[Record]],
-) -> tuple[PackedReads | None, dict[int, bytes]]:
+def begin_reading(
+    load: Load, begin: Callable[[], tuple[PackedReads | None, list[Record]]], broadcast: BroadcastLoad | None
+) -> tuple[PackedReads | None, Iterator[tuple[Record, bytes]]]:
     """Lets ranks read for each other, if there is `broadcast`.
 
-    `begin` returns what this rank needs (None: nothing in tables). Returns what of that this rank still has to read
-    itself, and the objects that were read for all ranks, by row of `object_records`. Raises `FailedElsewhereError`.
+    `begin` returns what this rank needs: tensors (None: none in tables), and objects. Returns the tensors that this
+    rank still has to read itself, and all objects with their bytes. Raises `FailedElsewhereError`.
     """
     if broadcast is None:
-        return begin(), {}
-    records = filling.records
-    contents = records.contents
+        reads, records = begin()
+        return reads, load.objects(records, {})
+    records = []
 
-    def read_objects(rows: list[int]) -> list[bytes]:
-        of_objects = object_records()
-        return records.read_whole([of_objects[row] for row in rows])
+    def needs() -> tuple[PackedReads | None, str, int]:
+        reads, records[:] = begin()
+        return reads, load.contents.save_id, load.contents.stored_bytes()
 
-    reads, routed = broadcast.begin(begin, lambda: (contents.save_id, contents.stored_bytes()), filling.options.verify)
+    reads, routed = broadcast.begin(needs, load.options.verify)
     if routed is None:
-        return reads, {}
-    known = routed.objects(read_objects)
-    outcome = routed.deliver(filling, reads)
-    if outcome is Outcome.failed_elsewhere:
-        raise FailedElsewhereError
-    if outcome is Outcome.delivered:
-        records.bytes = records.shared_bytes = routed.routes.shared_bytes
+        return reads, load.objects(records, {})
+    known = routed.objects(lambda rows: load.read_whole([records[row] for row in rows]))
+    if routed.deliver(load, reads):
+        load.bytes = load.shared_bytes = routed.routes.shared_bytes
         reads = None if reads is None else reads.only(routed.routes.own)
-    return reads, known
+    return reads, load.objects(records, known)
 
 
-def fill_packed(filling: Filling, reads: PackedReads) -> None:
+def fill_packed(load: Load, reads: PackedReads) -> None:
     """Reads the tensors of this rank. If the ranks of a node need the same bytes, each reads through the page cache:
     with direct I/O the storage would read them once for each rank."""
-    through_cache = filling.options.direct_io == "auto" and _overlap(filling, reads) > _LEAST_OVERLAP
-    if not reads.description.all_ready or filling.options.allow_cast:
-        filling.fill((_target(filling, reads, row) for row in reads.rows()), through_cache=through_cache)
+    through_cache = load.options.direct_io == "auto" and _overlap(load, reads) > _LEAST_OVERLAP
+    if not reads.description.all_ready or load.options.allow_cast:
+        load.fill((_target(load, reads, row) for row in reads.rows()), through_cache=through_cache)
         return
     names = reads.description.names
     rows: list[ReadRow] = []
@@ -103,25 +91,24 @@ def fill_packed(filling: Filling, reads: PackedReads) -> None:
             rows.extend(reads.rows())
         return rows[number]
 
-    report = filling.records.read_tensors(
+    report = load.read_tensors(
         reads.read_table(), lambda number: names[row_at(number).item], through_cache=through_cache
     )
-    filling.records.count(report)
+    load.count(report)
     for number in report["unread"]:
-        filling.fill_from_archive(_target(filling, reads, row_at(number)))
+        load.fill_from_archive(_target(load, reads, row_at(number)))
 
 
-def _overlap(filling: Filling, reads: PackedReads) -> float:
+def _overlap(load: Load, reads: PackedReads) -> float:
     """How often the ranks of this node read each stored byte, if the others need as many bytes as this one."""
     group = resolved(None)
     ranks = ranks_of_this_node(1 if group is None else dist.get_world_size(group))
     if ranks == 1:
         return 1
-    return ranks * reads.bytes_read_alone(filling.options.verify) / max(1, filling.records.contents.stored_bytes())
+    return ranks * reads.bytes_read_alone(load.options.verify) / max(1, load.contents.stored_bytes())
 
 
-def _target(filling: Filling, reads: PackedReads, row: ReadRow) -> Target:
+def _target(load: Load, reads: PackedReads, row: ReadRow) -> Target:
     name = reads.description.names[row.item]
     record = Record(name, row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size)
-    tensor = reads.target(row.item, row.dest_offset, row.lengths).detach()
-    return filling.target(record, row.storage_offset, row.lengths, tensor, name)
+    return load.target(record, row.storage_offset, reads.target(row.item, row.dest_offset, row.lengths).detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 
 from .. import settings
 from .._engine import _C
@@ -61,13 +62,21 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
 
 def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport) -> None:
-    ends = _ends_by_index(directory, rank, report)
-    if report.quick and ends is not None:
+    path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
+    index = metadata_file.read_index(directory, rank)
+    data = metadata_file.metadata_bytes(directory, rank)
+    ends = None
+    if index is not None:
+        metadata_file.check(data, path)  # against its checksum, which the index holds too
+        with suppress(_C.EngineError):  # a damaged index is harmless: the metadata has all that it has
+            names_and_ends = zip(index.files, index.file_ends(), strict=True)
+            ends = {check_relative(name, directory): end for name, end in names_and_ends}
+            report.indexed = True
+    if index is not None and ends is not None and report.quick:
+        report.keys += len(index)
         report.files += len(ends)
         _check_files(directory, ends, report)
         return
-    data = metadata_file.metadata_bytes(directory, rank)
-    path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
     if not metadata_file.has_checksum(data):
         report.unchecked.append(f"{path} has no checksum: that it makes sense is all that is known")
     metadata = metadata_file.loads(data, path)
@@ -86,27 +95,6 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         check_records(listing, missing, report)
         _check_index(index_path, report)
         check_tables(listing, missing, report)
-
-
-def _ends_by_index(directory: str, rank: int | None, report: VerifyReport) -> dict[str, int] | None:
-    """The least length of each data file, from the index. Checks the metadata against its checksum.
-
-    None if there is no sound index: then the metadata has to be built.
-    """
-    index = metadata_file.read_index(directory, rank)
-    if index is None:
-        return None
-    path = os.path.join(directory, metadata_name(rank))
-    data = metadata_file.metadata_bytes(directory, rank)
-    metadata_file.check(data, path)  # against its checksum, which the index holds too
-    try:
-        files, ends = index.files, index.file_ends()
-    except _C.EngineError:  # a damaged index is harmless: the metadata has all that it has
-        return None
-    report.indexed = True
-    if report.quick:
-        report.keys += len(index)
-    return {check_relative(name, directory): end for name, end in zip(files, ends, strict=True)}
 
 
 def _check_index(path: str, report: VerifyReport) -> None:

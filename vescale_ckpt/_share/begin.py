@@ -26,19 +26,18 @@ class BroadcastLoad:
     phase: str
 
     def begin(
-        self, reads_of: Callable[[], PackedReads | None], save_of: Callable[[], tuple[str, int]], verify: bool
+        self, needs_of: Callable[[], tuple[PackedReads | None, str, int]], verify: bool
     ) -> tuple[PackedReads | None, RoutedRead | None]:
         """Agrees with all ranks on who reads what.
 
-        `reads_of` returns what this rank needs (None: nothing that other ranks may read). `save_of` returns the id of
-        the save that this rank loads, and its stored bytes: ranks that load different saves share nothing. Returns the
-        result of `reads_of`, and the routes; None in their place if each rank reads all that it needs itself. Raises on
-        all ranks if it fails on one.
+        `needs_of` returns what this rank needs (None: nothing that other ranks may read), the id of the save that it
+        loads, and the bytes that are stored of that: ranks that load different saves share nothing. Returns what this
+        rank needs, and the routes; None in their place if each rank reads all that it needs itself. Raises on all ranks
+        if it fails on one.
         """
         reads, needs, device, error, wanted, stored_bytes, node = None, None, None, None, 0, 0, 0
         try:
-            reads = reads_of()
-            save, stored_bytes = save_of()
+            reads, save, stored_bytes = needs_of()
             needs = Reads.of(None, b"", "") if reads is None else Reads.of(reads.plan, reads.reads, save)
             if reads is not None:
                 wanted = reads.bytes_read_alone(verify)

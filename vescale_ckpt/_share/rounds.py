@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,12 +48,8 @@ class PieceReader(Protocol):
         and dtype code of a record that `read_pieces` left unread."""
 
 
-class Outcome(enum.Enum):
-    """The result of `deliver`, the same on all ranks that have no error of their own."""
-
-    delivered = enum.auto()  #: this rank has what several ranks need, unless the rank that read it raises an error
-    stood_down = enum.auto()  #: each rank reads all that it needs itself
-    failed_elsewhere = enum.auto()  #: another rank raises an error
+class FailedElsewhereError(Exception):
+    """Another rank raises an error, so this rank's load ends early."""
 
 
 class RoutedRead:
@@ -75,27 +70,33 @@ class RoutedRead:
         self._own_only = own_only
         self._error: BaseException | None = None
 
-    def deliver(self, reader: PieceReader, reads: PackedReads | None) -> Outcome:
-        """Runs all rounds. `reads`: what this rank's routes were planned from (None: nothing). Raises its own error."""
+    def deliver(self, reader: PieceReader, reads: PackedReads | None) -> bool:
+        """Runs all rounds. `reads`: what this rank's routes were planned from (None: nothing).
+
+        Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
+        on all ranks: each rank reads all that it needs itself. Raises its own error, or `FailedElsewhereError`.
+        """
         if self._own_only:
-            return Outcome.stood_down
+            return False
         rounds = self.routes.rounds
         if not rounds:
-            return Outcome.delivered
+            return True
         self._reader, self._reads = reader, reads
         sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
         memory = self._take_buffer(sizes)
         if memory is None:
-            return Outcome.stood_down
+            return False
         self._memory = memory
         try:
             with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
-                outcome = self._run(pool, len(rounds))
+                is_complete = self._run(pool, len(rounds))
         finally:
             memory.release()
         if self._error is not None:
             raise self._error
-        return outcome
+        if not is_complete:
+            raise FailedElsewhereError
+        return True
 
     def objects(self, read: Callable[[list[int]], list[bytes]]) -> dict[int, bytes]:
         """The objects that all ranks need, by row of `Reads.objects`: the coordinator reads them. Raises on all ranks
@@ -130,7 +131,8 @@ class RoutedRead:
             memory.release()
         return None
 
-    def _run(self, pool: ThreadPoolExecutor, count: int) -> Outcome:
+    def _run(self, pool: ThreadPoolExecutor, count: int) -> bool:
+        """Runs the rounds, until all are done or one rank has failed: then it returns False."""
         start = 0
         read = {0: pool.submit(self._read, 0)}
         placed: dict[int, Future[None]] = {}
@@ -148,9 +150,9 @@ class RoutedRead:
                     self._send(peers, number)
                     placed[number] = pool.submit(self._place, number)
             if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
-                return Outcome.failed_elsewhere
+                return False
             start = stop
-        return Outcome.delivered  # leaving the pool waits for the last copies to targets
+        return True  # leaving the pool waits for the last copies to targets
 
     def _peers(self, first: int, last: int) -> AbstractContextManager[Connections]:
         # With the plan's number in it, two loads that cross, against the rules, fail and do not mix their bytes.

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._engine import torch_private
 from .._engine.torch_private import DTensorLayout
@@ -39,19 +39,12 @@ class _Cut(NamedTuple):
 _Run = tuple[int, int]  # start in the whole dimension, length > 0
 
 
-def boxes_of(dtensor: DTensor) -> tuple[ShardBox, ...]:
-    """The boxes that this rank's local tensor consists of. There are none if the rank is not in the mesh.
+def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
+    """The boxes that the local tensor of the rank at `coordinate` of the mesh consists of.
 
     A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for unknown
     placements.
     """
-    (layout,) = torch_private.dtensor_layouts([dtensor])
-    coordinate = layout.mesh.get_coordinate()
-    return () if coordinate is None else boxes_at(layout, tuple(layout.mesh.shape), tuple(coordinate))
-
-
-def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
-    """The same as `boxes_of`, for any coordinate of the mesh."""
     cuts: list[list[_Cut]] = [[] for _ in layout.shape]
     for mesh_dim in _mesh_dims_in_order(layout):
         placement = layout.placements[mesh_dim]

@@ -1,4 +1,4 @@
-"""`Directory` is the interface to a storage for checkpoints, exports and managers; `LocalDirectory` implements it.
+"""`Directory` is the storage of checkpoints, exports and managers.
 
 A storage must give names in any order, files that appear whole, and reads that see all earlier writes. Its users do not
 rename or lock anything themselves. The engine reads and writes large files by their paths.
@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -56,147 +55,24 @@ class Stat(NamedTuple):
         return cls(found.st_size, found.st_mtime_ns, identity, found.st_ctime_ns, is_file, is_folder)
 
 
-class Directory(ABC):
-    """A directory, which need not exist. Any thread may call its methods.
+class Directory:
+    """A directory on a file system that this machine has mounted. It need not exist. Any thread may call its methods.
 
     Unless a method says otherwise, it raises OSError (FileNotFoundError for a missing file), and `_C.EngineError` if it
     writes through the engine.
     """
 
-    path: str  #: as messages name it, and the engine takes it
+    def __init__(self, path: str) -> None:
+        self.path = path  #: as messages name it, and the engine takes it
 
     # --- What is there
 
-    @abstractmethod
     def names(self) -> list[str]:
         """The names of files and folders, in any order."""
-
-    @abstractmethod
-    def folders(self) -> list[str]:
-        """The names of folders, without links. Empty if the directory is missing."""
-
-    @abstractmethod
-    def has(self, name: str) -> bool:
-        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing."""
-
-    @abstractmethod
-    def stat(self, name: str = "") -> Stat:
-        """The `Stat` of a file; without a name, that of `path` itself."""
-
-    # --- Small files
-
-    @abstractmethod
-    def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
-        """The content of a file. Raises OSError also if it is no regular file.
-
-        `check` gets the beginning and the size of a large file before memory for the rest is allocated. Raises what
-        `check` raises, and then `UntrustedCheckpointError` if the file has holes.
-        """
-
-    @abstractmethod
-    def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
-        """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
-        end. Fewer bytes if the file is shorter."""
-
-    @abstractmethod
-    def write(self, name: str, content: bytes) -> None:
-        """Writes a whole file, atomically and durably. Replaces a file of that name."""
-
-    @abstractmethod
-    def remove(self, name: str) -> bool:
-        """Removes a file. Returns whether it was there."""
-
-    @abstractmethod
-    def add_name(self, name: str, other: str) -> None:
-        """Gives a file a second name, which must be free. Raises if the storage cannot do that."""
-
-    # --- Whether ranks use one directory
-
-    @abstractmethod
-    def leave_mark(self, name: str) -> None:
-        """Makes an empty file, which must be missing before. It is not durable."""
-
-    @abstractmethod
-    def sees_mark(self, name: str) -> bool:
-        """Whether the directory holds the file now, without what a client may have cached. Raises nothing."""
-
-    # --- The directory itself
-
-    @abstractmethod
-    def make(self) -> None:
-        """Makes the directory and those above it durably, if they are missing. Raises `CheckpointError`."""
-
-    @abstractmethod
-    def make_durable(self, holds_one: bool) -> None:
-        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether it holds a
-        checkpoint; then it is synced only once in a process."""
-
-    @abstractmethod
-    def sync(self) -> None:
-        """Makes the names in the directory durable."""
-
-    # --- Others who use it
-
-    @abstractmethod
-    def share(self, name: str = LOCK_NAME) -> FileLock | None:
-        """A lock that keeps the directory from being removed while the file `name` is read. Without a name, it is the
-        lock of a save: then the directory is made if it is missing.
-
-        None if the storage has no locks, or there is no such file. For a save it raises `CheckpointError`.
-        """
-
-    @abstractmethod
-    def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
-        """A context that gives whether nobody else uses the directory; None if the storage has no locks. While it
-        lasts, no new use begins. `held`: the files that loads lock; `tested`: those that saves lock."""
-
-    # --- Folders in it
-
-    @abstractmethod
-    def set_aside(self, name: str) -> None:
-        """Begins the removal of a folder: takes away its name, at once."""
-
-    @abstractmethod
-    def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
-        """Removes all folders that were set aside, by any process, and whose names satisfy `is_one`. The file `first`
-        is removed before all others, durably: an interrupted removal leaves a whole folder or one without `first`.
-        Failures are logged."""
-
-
-def directory_at(path: str) -> Directory:
-    """The directory at a path that `local_path` returned."""
-    return LocalDirectory(path)
-
-
-def stat_of(path: str) -> Stat:
-    """The `Stat` of one file or directory. Raises OSError."""
-    return directory_at(path).stat()
-
-
-def is_folder(path: str) -> bool:
-    try:
-        return stat_of(path).is_folder
-    except OSError:
-        return False
-
-
-def is_file(path: str) -> bool:
-    try:
-        return stat_of(path).is_file
-    except OSError:
-        return False
-
-
-class LocalDirectory(Directory):
-    """A directory on a file system that this machine has mounted."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def names(self) -> list[str]:
         return os.listdir(self.path)
 
     def folders(self) -> list[str]:
+        """The names of folders, without links. Empty if the directory is missing."""
         try:
             with os.scandir(self.path) as entries:
                 return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -204,12 +80,21 @@ class LocalDirectory(Directory):
             return []
 
     def has(self, name: str) -> bool:
+        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing."""
         return os.path.lexists(self._at(name))
 
     def stat(self, name: str = "") -> Stat:
+        """The `Stat` of a file; without a name, that of `path` itself."""
         return Stat.of(os.stat(self._at(name) if name else self.path))
 
+    # --- Small files
+
     def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
+        """The content of a file. Raises OSError also if it is no regular file.
+
+        `check` gets the beginning and the size of a large file before memory for the rest is allocated. Raises what
+        `check` raises, and then `UntrustedCheckpointError` if the file has holes.
+        """
         path = self._at(name)
         with open(os.open(path, READ), "rb") as file:
             size = _checked(os.fstat(file.fileno()), path).size
@@ -220,6 +105,8 @@ class LocalDirectory(Directory):
             return file.read()
 
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
+        """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
+        end. Fewer bytes if the file is shorter."""
         path = self._at(name)
         with open(os.open(path, READ), "rb", buffering=0) as file:
             found = _checked(os.fstat(file.fileno()), path)
@@ -227,18 +114,25 @@ class LocalDirectory(Directory):
             return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
 
     def write(self, name: str, content: bytes) -> None:
+        """Writes a whole file, atomically and durably. Replaces a file of that name."""
         _C.commit_file(self.path, name, content)
 
     def remove(self, name: str) -> bool:
+        """Removes a file. Returns whether it was there."""
         return _C.remove_file(self._at(name))
 
     def add_name(self, name: str, other: str) -> None:
+        """Gives a file a second name, which must be free. Raises if the storage cannot do that."""
         _C.link_file(self._at(name), self._at(other))
 
+    # --- Whether ranks use one directory
+
     def leave_mark(self, name: str) -> None:
+        """Makes an empty file, which must be missing before. It is not durable."""
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def sees_mark(self, name: str) -> bool:
+        """Whether the directory holds the file now, without what a client may have cached. Raises nothing."""
         # Each look opens the directory: then the client of a network file system asks its server about it again.
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -253,7 +147,10 @@ class LocalDirectory(Directory):
         finally:
             os.close(descriptor)
 
+    # --- The directory itself
+
     def make(self) -> None:
+        """Makes the directory and those above it durably, if they are missing. Raises `CheckpointError`."""
         if os.path.isdir(self.path):
             return
         made = [self.path]
@@ -265,6 +162,8 @@ class LocalDirectory(Directory):
                 _sync_name(level)
 
     def make_durable(self, holds_one: bool) -> None:
+        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether it holds a
+        checkpoint; then it is synced only once in a process."""
         # A directory without a checkpoint may have been removed and made anew by another process. On many file systems
         # it then has the same inode number.
         status = os.stat(self.path)
@@ -272,20 +171,36 @@ class LocalDirectory(Directory):
             _sync_name(self.path)
 
     def sync(self) -> None:
+        """Makes the names in the directory durable."""
         _C.sync_directory(self.path)
 
+    # --- Others who use it
+
     def share(self, name: str = LOCK_NAME) -> FileLock | None:
+        """A lock that keeps the directory from being removed while the file `name` is read. Without a name, it is the
+        lock of a save: then the directory is made if it is missing.
+
+        None if the storage has no locks, or there is no such file. For a save it raises `CheckpointError`.
+        """
         path = self._at(name)
         return locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)
 
     def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
+        """A context that gives whether nobody else uses the directory; None if the storage has no locks. While it
+        lasts, no new use begins. `held`: the files that loads lock; `tested`: those that saves lock."""
         return locks.alone(self.path, held, tested)
 
+    # --- Folders in it
+
     def set_aside(self, name: str) -> None:
+        """Begins the removal of a folder: takes away its name, at once."""
         # By a rename: at every instant the folder is whole under its name, or has lost the name.
         os.rename(self._at(name), self._at(name + _SET_ASIDE))
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
+        """Removes all folders that were set aside, by any process, and whose names satisfy `is_one`. The file `first`
+        is removed before all others, durably: an interrupted removal leaves a whole folder or one without `first`.
+        Failures are logged."""
         found = [name for name in self.folders() if name.endswith(_SET_ASIDE)]
         found = [self._at(name) for name in found if is_one(name.removesuffix(_SET_ASIDE))]
         if not found:
@@ -307,6 +222,30 @@ class LocalDirectory(Directory):
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+
+def directory_at(path: str) -> Directory:
+    """The directory at a path that `local_path` returned."""
+    return Directory(path)
+
+
+def stat_of(path: str) -> Stat:
+    """The `Stat` of one file or directory. Raises OSError."""
+    return directory_at(path).stat()
+
+
+def is_folder(path: str) -> bool:
+    try:
+        return stat_of(path).is_folder
+    except OSError:
+        return False
+
+
+def is_file(path: str) -> bool:
+    try:
+        return stat_of(path).is_file
+    except OSError:
+        return False
 
 
 def _checked(status: os.stat_result, path: str) -> Stat:

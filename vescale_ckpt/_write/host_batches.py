@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -17,17 +16,17 @@ from .. import settings
 from .._engine import _C
 from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.errors import named_errors
+from .._engine.options import threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import NO_LIMIT, int_table, words
 from .._engine.tensor_checks import as_host_tensor
 from .._plan.save_plan import PackedItems
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
-from .rank_files import RankFile
+from .rank_save import RankSave, SaveOptions
 
 
-@dataclass
-class _Batch:
+class _Batch(NamedTuple):
     """Rows of a rank's part that are written together."""
 
     rows: Sequence[int]
@@ -35,12 +34,11 @@ class _Batch:
     memory: _C.Snapshot | list[torch.Tensor] | None  #: holds the memory of the table; None if it is the state's own
 
 
-@dataclass
-class ItemBatch:
+class ItemBatch(NamedTuple):
     """DCP's items that are written together, and their tensors in host memory."""
 
-    items: list[WriteItem] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    items: list[WriteItem]
+    tensors: list[torch.Tensor]
 
 
 def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
@@ -62,25 +60,23 @@ def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
     return table
 
 
-def write_rows(
-    file: RankFile, items: PackedItems, rows: Sequence[int], threads: int
-) -> Iterator[tuple[Sequence[int], list[int]]]:
+def write_rows(save: RankSave, items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[int]]]:
     """Writes `rows` of a rank's part, in host memory or on devices. Yields some rows at a time, with offset, length and
     CRC-32 of each. At most two batches are in memory. They share `VESCALE_CKPT_ARENA_BYTES` unless one tensor needs
     more."""
 
     def write(batch: _Batch) -> list[int]:
         try:
-            return file.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
+            return save.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
         finally:
             if isinstance(batch.memory, _C.Snapshot):
                 batch.memory.release()
 
-    for batch, placed in overlap(_batches(file, items, rows, threads), write):
+    for batch, placed in overlap(_batches(save.options, items, rows), write):
         yield batch.rows, placed
 
 
-def _batches(file: RankFile, items: PackedItems, rows: Sequence[int], threads: int) -> Iterator[_Batch]:
+def _batches(options: SaveOptions, items: PackedItems, rows: Sequence[int]) -> Iterator[_Batch]:
     if items.description.all_ready:
         on_host, on_devices, not_ready = rows, [], []
     else:
@@ -91,8 +87,8 @@ def _batches(file: RankFile, items: PackedItems, rows: Sequence[int], threads: i
     if on_host:
         yield _Batch(on_host, items.write_table(on_host), None)
     for some in _bounded(on_devices, items) if on_devices else ():
-        with named_errors(items.key, file.path):
-            snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads)
+        with named_errors(items.key, options.path):
+            snapshot = new_snapshot(*items.copy_table(some), NO_LIMIT, threads_of(options.thread_count))
             if snapshot.first:
                 raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
             snapshot.copy()
@@ -126,7 +122,7 @@ def item_batches(
     count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
     written, two batches at a time."""
     budget = settings.number("arena_bytes") // 2
-    batch, held = ItemBatch(), 0
+    batch, held = ItemBatch([], []), 0
     for item in items:
         tensor, own_memory = _in_host_memory(item, resolve(item))
         dtype_code(tensor.dtype, item.index.fqn)  # raises for those that cannot be stored
@@ -136,7 +132,7 @@ def item_batches(
             held += tensor.nbytes
         if held >= budget or len(batch.items) == GROUP_TENSORS:
             yield batch
-            batch, held = ItemBatch(), 0
+            batch, held = ItemBatch([], []), 0
     if batch.items:
         yield batch
 

@@ -1,47 +1,48 @@
-"""`NativeSave` checks, cleans up and commits the directory of a save in DCP's own layout, for one rank."""
+"""`NativeSave` writes the data files of one rank for a save in DCP's own layout, and commits the metadata."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from .._engine.errors import named_system_errors
+from .._engine import _C
+from .._engine.errors import check_space, named_errors, named_system_errors
+from .._engine.options import engine_options, used_paths
+from .._engine.rows import words
 from .._native import commit
 from .._native.metadata_file import has_metadata
+from .._native.names import data_name
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
-from .._storage.locks import drop_dead_locks
+from .._storage.locks import FileLock, drop_dead_locks
+from .._storage.pending import make_locked, new_token
 from ..errors import CheckpointError
-from .data_files import DataFiles
-from .rank_files import FileOptions
+from ..reports import SaveStats
+from .rank_save import RankSave, SaveOptions
 
 
-def new_save_id() -> str:
-    return uuid.uuid4().hex
+class NativeSave(RankSave):
+    """A `RankSave` in DCP's own layout. Each rank writes files of its own, which are locked until the save ends."""
 
-
-class NativeSave:
-    """One rank's save. The order of calls: `begin` on each rank; `clean_up` on the coordinator before any rank writes;
-    `files` on each rank; `commit` on the coordinator after all ranks have written; `end` on each rank, also after a
-    failure.
-
-    Args:
-        alone: whether ranks save without collectives, each with metadata of its own.
-    """
-
-    def __init__(self, options: FileOptions, *, overwrite: bool = True, alone: bool = False) -> None:
-        self.options = options
-        self.metadata_rank = options.rank if alone else None  #: None: one metadata file for all ranks
-        self._overwrite = overwrite
+    def __init__(self, options: SaveOptions) -> None:
+        super().__init__(options)
+        self.metadata_rank = options.rank if options.alone else None  #: None: one metadata file for all ranks
         self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
-        self._files: DataFiles | None = None  # locked while this save goes on
+        self._names: list[str] = []
+        self._token = ""
+        self._lock: FileLock | None = None  # on the first file; it marks all files as those of a running save
+        self._file: _C.FileWriter | None = None
+        self._needed = 0  # bytes, for the open file
+        self._tensor_bytes = self._file_bytes = 0
+        self._stats_of_files: list[dict[str, int]] = []
 
     def begin(self) -> None:
-        """Raises `CheckpointError` if the directory must not be written to."""
         path = self.options.path
         drop_dead_locks(path)
         directory_at(path).make()
-        if not self._overwrite and has_metadata(path, self.metadata_rank):
+        if not self.options.overwrite and has_metadata(path, self.metadata_rank):
             raise CheckpointError(f"{path} holds a checkpoint already and overwrite=False", path=path)
         if self.metadata_rank is not None and has_metadata(path, None):
             raise CheckpointError(
@@ -51,15 +52,87 @@ class NativeSave:
             )
 
     def clean_up(self) -> None:
-        """Removes files that no metadata names. They are left from a save that died, and this save may need the
-        space."""
+        """Removes files that no metadata names."""
         self._superseded = commit.named_files(self.options.path, self.metadata_rank)
         commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
-    def files(self) -> DataFiles:
-        """The files that this rank writes. Called once."""
-        self._files = DataFiles(self.options)
-        return self._files
+    # --- Data files
+
+    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        self._finish_file()
+        options, self._needed = self.options, _C.expected_bytes(body_bytes)
+
+        def make() -> tuple[str, _C.FileWriter]:
+            if not self._names:
+                self._token = new_token()
+            self.name = data_name(options.rank, self._token, part)
+            with named_errors(str, options.path, self._needed):
+                check_space(options.path, self._needed)
+                for_engine = engine_options(options.thread_count, options.direct_io, in_background)
+                return self._path, _C.FileWriter(self._path, body_bytes, for_engine, options.checksums)
+
+        if self._names:
+            _, self._file = make()
+        else:
+            self._file, self._lock = make_locked(make)
+        self._names.append(self.name)
+        self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self.options.path, self.name)
+
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+        assert self._file is not None
+        with named_errors(key_of, self.options.path, self._needed):
+            return words(self._file.write_tensors(table)).tolist()
+
+    def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
+        if not contents:
+            return []
+        assert self._file is not None
+        needed = self._needed + sum(map(len, contents))
+        with named_errors(keys.__getitem__, self.options.path, needed):
+            return words(self._file.write_objects(contents)).tolist()
+
+    def _finish_file(self) -> None:
+        """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
+        if (file := self._file) is None:
+            return
+        with named_errors(str, self.options.path, self._needed):
+            length = file.finish(self.options.sync_files)
+        stats = file.stats()
+        self._file = None
+        self._file_bytes += length
+        self._stats_of_files.append(stats)
+        if self.options.direct_io is True and stats["uncached_bytes"] + stats["buffered_bytes"]:
+            raise CheckpointError(
+                f"direct_io=True, but {self._path} could not be written past the page cache ({used_paths(stats)})"
+            )
+
+    def finish(self, tensors: int, objects: int) -> SaveStats:
+        self._finish_file()
+        if self.options.sync_files and self._names:
+            with named_errors(str, self.options.path):
+                directory_at(self.options.path).sync()  # makes the names durable, too
+        return self._stats(tensors, objects, self._tensor_bytes, self._file_bytes, self._stats_of_files)
+
+    def progress(self) -> int:
+        file = self._file
+        return self._file_bytes + (0 if file is None else file.progress())
+
+    def cancel(self) -> None:
+        if (file := self._file) is not None:
+            file.cancel()
+
+    def discard(self) -> None:
+        self.end()
+        self._file = None  # an unfinished file removes itself
+        for name in self._names:
+            with contextlib.suppress(_C.EngineError):  # the error that led here is raised
+                directory_at(self.options.path).remove(name)
+
+    # --- The commit
 
     def check_shared_directory(self, names: Sequence[Iterable[str]]) -> None:
         """Call it before the commit. Raises `CheckpointError` if files that ranks have written, `names` by rank, are
@@ -87,6 +160,7 @@ class NativeSave:
         self._superseded = set()
 
     def end(self) -> None:
-        """Ends this save, committed or not. May be called again."""
-        if self._files is not None:
-            self._files.release()
+        """Releases the lock: from now on, files that no metadata names are leftovers."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None

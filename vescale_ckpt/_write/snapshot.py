@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import Any
 
 from .._engine import _C
 from .._engine.errors import named_errors
@@ -19,19 +19,11 @@ from ..reports import SaveStats
 from . import snapshot_budget
 from .host_batches import converted, new_snapshot, write_rows, write_table
 from .optimizer_gate import Gate, GatedCopy
-from .rank_files import RankFile, RankFiles
+from .rank_save import RankSave
 
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
-
-
-@dataclass
-class _Copy:
-    """Some rows of the rank's part, and the snapshot that holds them."""
-
-    rows: Sequence[int]
-    snapshot: _C.Snapshot
 
 
 class StagedPlan:
@@ -43,25 +35,24 @@ class StagedPlan:
     The training thread makes it. Then one thread calls `write`, once.
     """
 
-    def __init__(self, files: RankFiles, items: PackedItems, gate: Gate | None) -> None:
+    def __init__(self, save: RankSave, items: PackedItems, gate: Gate | None) -> None:
         self.staged: Future[None] = Future()
         self._guarded: _C.Snapshot | None = None  # filled in the background, after the constructor has returned
-        self._gate = (
-            None if gate is None else GatedCopy(gate)
-        )  # keeps the copied tensors alive; so it must outlive the copying
-        self._files = files
-        self._threads = threads_of(files.options.thread_count)
+        # It keeps the copied tensors alive; so it must outlive the copying.
+        self._gate = None if gate is None else GatedCopy(gate)
+        self._save = save
+        self._is_open = False
+        self._threads = threads_of(save.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
         self._part, self._names = words(items.part), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the part, and what holds them
         self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
-        self._file: RankFile | None = None
-        with self._files:
+        with self._save:
             try:
                 self._copy_all(items)
             except BaseException as error:
@@ -73,20 +64,15 @@ class StagedPlan:
                     "%.0f MiB of %.0f MiB were written before training went on: snapshots may take %.0f MiB in this "
                     "process (VESCALE_CKPT_SNAPSHOT_BYTES)",
                     self._early_bytes / MiB,
-                    self.total_bytes / MiB,
+                    self.progress()[1] / MiB,
                     self._budget / MiB,
                 )
         if self._guarded is None:
             self.staged.set_result(None)
 
-    @property
-    def total_bytes(self) -> int:
-        """The bytes of the tensors in this rank's part."""
-        return sum(words(self._body_bytes))
-
-    @property
-    def written_bytes(self) -> int:
-        return 0 if self._file is None else self._file.progress()
+    def progress(self) -> tuple[int, int]:
+        """The bytes that were written, and those of all tensors in this rank's part."""
+        return self._save.progress(), sum(words(self._body_bytes))
 
     def write(self) -> tuple[PackedResults, SaveStats]:
         """Writes the content of the snapshots, and the objects. Raises as `write_packed` does."""
@@ -97,37 +83,33 @@ class StagedPlan:
 
     def _release(self) -> None:
         """Frees the snapshots, which the traceback of an error would keep alive."""
-        for copy in self._copies:
-            copy.snapshot.release()
+        for _, snapshot in self._copies:
+            snapshot.release()
         self._copies.clear()
 
     def _write(self) -> tuple[PackedResults, SaveStats]:
-        with self._files:
+        with self._save as save:
             try:
                 self._wait_until_copied()
             except BaseException as error:
                 self.staged.set_exception(error)
                 raise
             if not self._part:
-                return PackedResults(b"", []), self._files.finish(0, 0)
-            file = self._open(in_background=True)
+                return PackedResults(b"", []), save.finish(0, 0)
+            self._open(in_background=True)
             while self._copies:  # each snapshot is freed when it is written
-                copy = self._copies.pop(0)
-                self._keep(copy.rows, file.write_table(copy.snapshot.table(), self._key_of(copy.rows), copy.rows))
-                copy.snapshot.release()
+                rows, snapshot = self._copies.pop(0)
+                self._write_rows(rows, snapshot.table())
+                snapshot.release()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
-            placed += file.write_contents(self._objects, self._object_keys)
-            file.finish()
-            return PackedResults(in_first_file(placed), [file.name]), self._files.finish(
-                self._tensors, len(self._objects)
-            )
+            placed += save.write_contents(self._objects, self._object_keys)
+            return PackedResults(in_first_file(placed), [save.name]), save.finish(self._tensors, len(self._objects))
 
     def cancel(self) -> None:
         """Makes a `write` that runs in another thread fail soon."""
         if self._guarded is not None:
             self._guarded.cancel()
-        if (file := self._file) is not None:
-            file.cancel()
+        self._save.cancel()
 
     # --- Copying
 
@@ -159,9 +141,9 @@ class StagedPlan:
         table, devices = (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
-        early = rows[: snapshot.first]
-        if early:
-            for some, placed in write_rows(self._open(in_background=False), items, early, self._threads):
+        if early := rows[: snapshot.first]:
+            self._open(in_background=False)
+            for some, placed in write_rows(self._save, items, early):
                 self._keep(some, placed)
         self._add(snapshot, rows)
         return snapshot
@@ -170,10 +152,9 @@ class StagedPlan:
         """Copies rows of which neither the engine nor a snapshot can read the memory directly."""
         for some, tensors in converted(items, rows):
             snapshot = new_snapshot(write_table(tensors), b"", self._budget, self._threads)
-            early = some[: snapshot.first]
-            if early:
-                table = write_table(tensors[: len(early)])
-                self._keep(early, self._open(in_background=False).write_table(table, self._key_of(early), early))
+            if early := some[: snapshot.first]:
+                self._open(in_background=False)
+                self._write_rows(early, write_table(tensors[: len(early)]))
             self._add(snapshot, some)
             snapshot.copy()
 
@@ -181,7 +162,7 @@ class StagedPlan:
         """Keeps a snapshot of the rows. The first `snapshot.first` rows are not in it: they were written at once."""
         sizes = words(self._body_bytes)
         self._early_bytes += sum(sizes[row] for row in rows[: snapshot.first])
-        self._copies.append(_Copy(rows[snapshot.first :], snapshot))
+        self._copies.append((rows[snapshot.first :], snapshot))
 
     def _wait_until_copied(self) -> None:
         if self._guarded is not None:
@@ -192,15 +173,18 @@ class StagedPlan:
             self.staged.set_result(None)
 
     def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
-        return named_errors(self._key_of(rows), self._files.options.path)
+        return named_errors(self._key_of(rows), self._save.options.path)
 
     # --- Writing
 
-    def _open(self, *, in_background: bool) -> RankFile:
-        """The file. `in_background` counts at the first call: writes that training waits for run at full speed."""
-        if self._file is None:
-            self._file = self._files.open(self._body_bytes, in_background=in_background)
-        return self._file
+    def _open(self, *, in_background: bool) -> None:
+        """Opens the file. Only the first call counts: writes that training waits for run at full speed."""
+        if not self._is_open:
+            self._save.open(self._body_bytes, in_background=in_background)
+        self._is_open = True
+
+    def _write_rows(self, rows: Sequence[int], table: Any) -> None:
+        self._keep(rows, self._save.write_table(table, self._key_of(rows), rows))
 
     def _keep(self, rows: Sequence[int], placed: list[int]) -> None:
         for number, row in enumerate(rows):

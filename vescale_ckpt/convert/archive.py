@@ -1,4 +1,4 @@
-"""Reads and lays out the zip archives of torch.save and numpy for their sources and sinks."""
+"""Reads and lays out the zip archives of torch.save and numpy, for conversions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._engine import _C
 from ..errors import CheckpointError, CorruptCheckpointError
 from .pipeline import Piece
 from .plan import Output
-from .streamed_file import Body
+from .streamed_file import Layout
 
 #: What zipfile and its decompressors raise for damage. RuntimeError, which `damage_named` adds, means encryption.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, zlib.error, lzma.LZMAError, ValueError)
@@ -71,21 +71,20 @@ class Member:
     output: Output | None = None
 
 
-class ArchiveLayout:
+class ArchiveLayout(Layout):
     """The layout of an uncompressed archive. The checksums of tensors are added while the tensors are written."""
 
     def __init__(self, root: str, members: Sequence[Member]) -> None:
-        self._members = list(members)
-        self.bodies: list[Body] = []
+        bodies = []
         at = 0
-        for content, output in _FormatBytes(root, self._members, lambda output: 0):
+        for content, output in _format_bytes(root, members, lambda output: 0):
             at += len(content)
             if output is not None:
-                self.bodies.append(Body(output, at))
+                bodies.append((output, at))
                 at += output.bytes
-        self.length = at
+        self.bodies, self.length = bodies, at
         self._crcs: list[tuple[Output, int]] = []
-        self._stream = iter(_FormatBytes(root, self._members, self._crc))
+        self._stream = _format_bytes(root, members, self._crc)
         self._current = b""
         self._number = -1
 
@@ -102,33 +101,24 @@ class ArchiveLayout:
             self._number += 1
         return self._current
 
-    def head(self) -> bytes:
-        return b""
-
     def _crc(self, output: Output) -> int:
         of, crc = self._crcs.pop(0)
         assert of is output
         return crc
 
 
-class _FormatBytes:
-    """Iterates over the archive's own bytes, each with the tensor that follows them, or None at the end."""
-
-    def __init__(self, root: str, members: Sequence[Member], crc_of: Callable[[Output], int]) -> None:
-        self._archive = _C.ArchiveWriter(root)
-        self._members = members
-        self._crc_of = crc_of
-
-    def __iter__(self) -> Iterator[tuple[bytes, Output | None]]:
-        archive = self._archive
-        for member in self._members:
-            output = member.output
-            if output is None:
-                archive.add(member.name, member.head)
-                continue
-            archive.begin(member.name, len(member.head) + output.bytes)
-            yield archive.take() + member.head, output
-            crc = self._crc_of(output)
-            archive.end(_C.crc32_combine(_C.crc32(member.head), crc, output.bytes))
-        archive.finish()
-        yield archive.take(), None
+def _format_bytes(
+    root: str, members: Sequence[Member], crc_of: Callable[[Output], int]
+) -> Iterator[tuple[bytes, Output | None]]:
+    """The archive's own bytes, each with the tensor that follows them, or None at the end."""
+    archive = _C.ArchiveWriter(root)
+    for member in members:
+        output = member.output
+        if output is None:
+            archive.add(member.name, member.head)
+            continue
+        archive.begin(member.name, len(member.head) + output.bytes)
+        yield archive.take() + member.head, output
+        archive.end(_C.crc32_combine(_C.crc32(member.head), crc_of(output), output.bytes))
+    archive.finish()
+    yield archive.take(), None

@@ -1,30 +1,25 @@
-"""Chooses the source and the sink for a conversion from formats, and checks what the result may replace."""
+"""Chooses the source and the files of a conversion by their formats, and checks what the result may replace."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from .._engine.errors import named_errors
 from .._native.metadata_file import has_metadata
-from .._state.structure import Path
 from .._storage.directory import directory_at, stat_of
 from .._storage.directory import is_folder as is_directory
 from .._storage.file_kinds import kind_of_file
 from ..errors import CheckpointError
 from .archive import entries
-from .dcp_source import DcpSource
-from .plan import Output
-from .safetensors_sink import SafetensorsLayout, shards, write_index
-from .safetensors_source import SafetensorsSource
+from .dcp_files import DcpSource
+from .plan import Plan
+from .safetensors_files import SafetensorsSource, safetensors_files
 from .source import Source
-from .streamed_file import Layout
-from .torch_sink import torch_layout
-from .torch_source import TorchSource
+from .streamed_file import Files, OutputFile
+from .torch_files import TorchSource, torch_layout
 
 Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
 _SUFFIXES: dict[str, Format] = {
@@ -116,13 +111,13 @@ def open_source(path: str) -> Source:
 
 
 def _numpy_source(path: str) -> Source:
-    with numpy_needed():
-        from .numpy_source import NumpySource
+    with _numpy_needed():
+        from .numpy_files import NumpySource
     return NumpySource(path)
 
 
 @contextmanager
-def numpy_needed() -> Iterator[None]:
+def _numpy_needed() -> Iterator[None]:
     """A context for importing a module that needs numpy. Raises `CheckpointError` if numpy is not installed. Only
     numpy's own formats need it."""
     try:
@@ -138,68 +133,17 @@ def numpy_needed() -> Iterator[None]:
 # --- What is written
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """A file to write."""
-
-    name: str  #: in its folder; empty if the destination is one file
-    bytes: int  #: of its tensors
-    layout: Callable[[], Layout]
-
-
-@dataclass(frozen=True)
-class Files:
-    """All files of a conversion, and a last step in their folder after they are written."""
-
-    files: list[OutputFile]
-    finish: Callable[[str], None] | None = None  #: called with the folder; None if the destination is one file
-
-
-def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
-    if not in_folder:
-        return _one(outputs, lambda: SafetensorsLayout(outputs))
-    parts = shards(outputs, most_bytes)
-    layouts = {name: SafetensorsLayout(part) for name, part in parts}  # made now: raises before writing
-    files = [OutputFile(name, _bytes(part), lambda name=name: layouts[name]) for name, part in parts]  # type: ignore[misc]
-    return Files(files, lambda directory: write_index(directory, parts) if len(parts) > 1 else None)
-
-
-def torch_file(
-    outputs: Sequence[Output], values: Mapping[str, Any], paths: Mapping[str, Path], structure: str | None
-) -> Files:
-    return _one(outputs, lambda: torch_layout(outputs, values, paths, structure))
-
-
-def npz_file(outputs: Sequence[Output]) -> Files:
-    with numpy_needed():
-        from .numpy_sink import npz_layout
-    return _one(outputs, lambda: npz_layout(outputs))
-
-
-def npy_files(outputs: Sequence[Output]) -> Files:
-    with numpy_needed():
-        from .numpy_sink import NpyLayout, dtypes_to_tell, file_name
-        from .numpy_source import DTYPES_NAME
-    files = [
-        OutputFile(file_name(output.name), output.bytes, lambda output=output: NpyLayout(output))  # type: ignore[misc]
-        for output in outputs
-    ]
-    dtypes = dtypes_to_tell(outputs)
-
-    def finish(directory: str) -> None:
-        if dtypes:
-            with named_errors(str, directory, len(dtypes)):
-                directory_at(directory).write(DTYPES_NAME, dtypes)
-
-    return Files(files, finish)
-
-
-def _one(outputs: Sequence[Output], layout: Callable[[], Layout]) -> Files:
-    return Files([OutputFile("", _bytes(outputs), layout)])
-
-
-def _bytes(outputs: Sequence[Output]) -> int:
-    return sum(output.bytes for output in outputs)
+def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, most_bytes: int) -> Files | None:
+    """The files to write. None for DCP, of which each rank writes one."""
+    if format == "dcp":
+        return None
+    if format == "safetensors":
+        return safetensors_files(plan.outputs, is_folder(path, format), most_bytes)
+    if format == "torch":
+        return Files.one(plan.outputs, lambda: torch_layout(plan.outputs, objects, plan.paths, plan.structure))
+    with _numpy_needed():
+        from .numpy_files import npy_files, npz_file
+    return npz_file(plan.outputs) if format == "npz" else npy_files(plan.outputs)
 
 
 def rank_of_each(files: Sequence[OutputFile], ranks: int) -> list[int]:

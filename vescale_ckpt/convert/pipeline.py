@@ -1,4 +1,4 @@
-"""Moves tensors from a source to a file in batches, for all sinks: reading, converting and writing overlap."""
+"""Moves tensors from a source to a file in batches, for all formats: reading, converting and writing overlap."""
 
 from __future__ import annotations
 

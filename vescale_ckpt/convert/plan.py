@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from .._state.key_selection import Rename, Selection, renamed, renaming
-from .._state.structure import Path, Structure
+from .._state.structure import Path
 from ..errors import CheckpointError, MissingKeysError
 from .source import Read, Source
 
@@ -104,7 +104,7 @@ def plan(
 
 
 def _structure(source: Source, selection: Selection, with_other_names: bool) -> str | None:
-    structure: Structure | None = getattr(source, "structure", None)  # formats of flat names have none
+    structure = source.structure
     if structure is None:
         return None
     empty = {path for path in structure.empty if not with_other_names and ".".join(map(str, path)) in selection}

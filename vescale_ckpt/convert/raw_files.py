@@ -13,6 +13,7 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._read.seen_files import SeenFiles
+from .._state.tensor_table import narrowed
 from ..errors import CorruptCheckpointError
 from .source import Read, TensorInfo
 
@@ -66,7 +67,7 @@ class RawFiles:
                 continue
             if tensor.mapped is not None:
                 self.verify(area, read.key)
-                read.target.copy_(_box(tensor.mapped, read))
+                read.target.copy_(narrowed(tensor.mapped, read.offsets, read.target.shape).detach())
                 continue
             offset = tensor.offset + byte_offset(tensor.info, read.offsets)
             if (offset, length) != (area.offset, area.bytes):
@@ -115,9 +116,3 @@ def byte_offset(info: TensorInfo, offsets: Sequence[int]) -> int:
     """Bytes before the element at `offsets`."""
     elements = sum(offset * prod(info.shape[dim + 1 :]) for dim, offset in enumerate(offsets))
     return elements * info.dtype.itemsize
-
-
-def _box(tensor: torch.Tensor, read: Read) -> torch.Tensor:
-    for dim, (start, length) in enumerate(zip(read.offsets, read.target.shape, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor.detach()

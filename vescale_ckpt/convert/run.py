@@ -21,12 +21,12 @@ from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
-from .dcp_sink import DcpRankFiles, pieces_of_rank
-from .formats import Files, Format, open_source
+from .dcp_files import DcpRankFiles, pieces_of_rank
+from .formats import Format, open_source
 from .pipeline import Buffers
 from .plan import DTypes, Plan, RenameRules, Stack, plan
 from .source import Source
-from .streamed_file import write_file_in, write_whole_file
+from .streamed_file import Files, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class _Conversion:
             self._check_objects(on_objects)
             mine = self._exchange.is_coordinator and not self.left_out  # one rank writes all objects
             self._values = self._objects() if mine else {}
-            self._files = self._files_of(most_bytes)
+            self._files = formats.files_of(self.made, self._values, self._path, self._format, most_bytes)
             return most_bytes
 
         def repair() -> None:
@@ -176,16 +176,6 @@ class _Conversion:
         loaded = self._source.objects(self.made.objects.values())
         return {name: loaded[key] for name, key in self.made.objects.items()}
 
-    def _files_of(self, most_bytes: int) -> Files | None:
-        outputs = self.made.outputs
-        if self._format == "safetensors":
-            return formats.safetensors_files(outputs, formats.is_folder(self._path, self._format), most_bytes)
-        if self._format == "torch":
-            return formats.torch_file(outputs, self._values, self.made.paths, self.made.structure)
-        if self._format == "npz":
-            return formats.npz_file(outputs)
-        return formats.npy_files(outputs) if self._format == "npy" else None
-
     def write(self) -> int:
         """Writes and commits. Returns how many files hold tensors."""
         in_place = self._together(lambda: formats.goes_into_place(self._path, self._format), "look")
@@ -210,12 +200,8 @@ class _Conversion:
 
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
-                if rank != self._exchange.rank:
-                    continue
-                if file.name:
-                    write_file_in(directory, file.name, file.layout(), self._source, self._buffers)
-                else:
-                    write_whole_file(directory, file.layout(), self._source, self._buffers)
+                if rank == self._exchange.rank:
+                    write_file(file, directory, self._source, self._buffers)
 
         self._together(write, "write")
         if files.finish is not None:

@@ -1,14 +1,17 @@
-"""Defines what a conversion needs from a checkpoint of any format: the protocol `Source`."""
+"""Defines what a conversion needs from a checkpoint of any format: `Source`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from .._state.structure import Path
+from .._read.match import not_all_there
+from .._state.structure import Path, Structure
+from .._state.tensor_table import narrowed
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,10 @@ def parts_of(
     chunks: Sequence[tuple[Sequence[int], Sequence[int]]], read: Read
 ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
     """For each chunk (offsets and sizes in the tensor) that overlaps the box: its number, the overlap's offsets in the
-    chunk, and the part of the target to fill. Stops when the box is complete; chunks must not overlap each other."""
+    chunk, and the part of the target to fill. Stops when the box is complete; chunks must not overlap each other.
+
+    Raises `CorruptCheckpointError` if they do not hold all of the box.
+    """
     wanted = read.target.numel()
     for number, (offsets, sizes) in enumerate(chunks):
         if not wanted:
@@ -45,33 +51,31 @@ def parts_of(
         lengths = [min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, begin, strict=True)]
         if any(length <= 0 for length in lengths):
             continue
-        target = read.target
-        for dim, (start, origin, length) in enumerate(zip(begin, read.offsets, lengths, strict=True)):
-            target = target.narrow(dim, start - origin, length)
+        inside = [start - origin for start, origin in zip(begin, read.offsets, strict=True)]
+        target = narrowed(read.target, inside, lengths)
         wanted -= target.numel()
         yield number, [start - origin for start, origin in zip(begin, offsets, strict=True)], target
+    if wanted:
+        raise not_all_there(read.key)
 
 
-class Source(Protocol):
-    """An open checkpoint."""
+class Source:
+    """An open checkpoint, a base class. Formats of tensors alone, with flat names, have only `tensors` and `read`."""
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def object_names(self) -> Sequence[str]: ...
-
-    @property
-    def paths(self) -> Mapping[str, Path]:
-        """Paths in the nested state, by name. Names of the top level are left out."""
+    tensors: dict[str, TensorInfo]
+    object_names: Sequence[str] = ()
+    paths: Mapping[str, Path] = MappingProxyType({})  #: in the nested state, by name; none for names of the top level
+    structure: Structure | None = None  #: what paths do not contain; None: unknown
 
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""
+        return {}
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fills the targets, and compares data with its checksums where the file has any.
 
         Raises `CorruptCheckpointError`, `UntrustedCheckpointError`, `CheckpointError`.
         """
+        raise NotImplementedError
 
     def close(self) -> None: ...

@@ -1,11 +1,10 @@
-"""Writes one file from begin to end for a sink: tensors at known offsets, and format bytes between them."""
+"""Writes one file from begin to end by its layout: tensors at known offsets, and format bytes between them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from .._engine import _C
 from .._engine.errors import check_space, named_errors
@@ -18,24 +17,11 @@ from .source import Source
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
 
 
-@dataclass(frozen=True)
-class Body:
-    """A tensor in the file."""
+class Layout:
+    """Describes a file for its format, a base class."""
 
-    output: Output
-    file_offset: int
-
-
-class Layout(Protocol):
-    """Describes a file for its format."""
-
-    @property
-    def bodies(self) -> Sequence[Body]:
-        """All tensors, in the order of their offsets."""
-
-    @property
-    def length(self) -> int:
-        """Bytes of the file."""
+    bodies: Sequence[tuple[Output, int]]  #: all tensors, and the offsets of their first bytes, in rising order
+    length: int  #: bytes of the file
 
     def add_checksum(self, piece: Piece, address: int) -> None:
         """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
@@ -43,25 +29,48 @@ class Layout(Protocol):
     def format_bytes(self, number: int) -> bytes:
         """The bytes before the body `number`; after the last body, those at the end. Called after `add_checksum` of
         all pieces before them."""
+        raise NotImplementedError
 
     def head(self) -> bytes:
         """The first bytes of the file, called last. They replace those that `format_bytes` gave."""
+        return b""
 
 
-def write_whole_file(path: str, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """Writes a file that appears under its name when it is complete and durable, or not at all."""
-    with PendingFile(path) as file:
-        write_file(file.directory, file.create, layout, source, buffers)
-        file.commit()
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to write."""
+
+    name: str  #: in its folder; empty if the destination is one file
+    bytes: int  #: of its tensors
+    layout: Callable[[], Layout]
 
 
-def write_file_in(directory: str, name: str, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """Writes a file into a pending folder. Its content is durable, its directory entry is not yet."""
-    write_file(directory, lambda make: make(os.path.join(directory, name)), layout, source, buffers)
+@dataclass(frozen=True)
+class Files:
+    """All files of a conversion, and a last step in their folder after they are written."""
+
+    files: list[OutputFile]
+    finish: Callable[[str], None] | None = None  #: called with the folder; None if there is nothing more to do
+
+    @classmethod
+    def one(cls, outputs: Sequence[Output], layout: Callable[[], Layout]) -> Files:
+        """The destination is one file."""
+        return cls([OutputFile("", sum(output.bytes for output in outputs), layout)])
 
 
-def write_file(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
-    """Writes a file. `create` calls the function that it gets with the file's path."""
+def write_file(file: OutputFile, path: str, source: Source, buffers: Buffers) -> None:
+    """Writes a file into the pending folder `path`: its content is durable, its directory entry is not yet. A file
+    without a name appears as `path` when it is complete and durable, or not at all."""
+    if file.name:
+        _write(path, lambda make: make(os.path.join(path, file.name)), file.layout(), source, buffers)
+        return
+    with PendingFile(path) as pending:
+        _write(pending.directory, pending.create, file.layout(), source, buffers)
+        pending.commit()
+
+
+def _write(directory: str, create: Create, layout: Layout, source: Source, buffers: Buffers) -> None:
+    """`create` calls the function that it gets with the file's path."""
     with named_errors(str, directory, layout.length):
         check_space(directory, layout.length)
         options = engine_options(None, direct_io_setting("auto"))
@@ -72,10 +81,10 @@ def write_file(directory: str, create: Create, layout: Layout, source: Source, b
 
 def _segments(layout: Layout, most_bytes: int) -> Iterator[Segment]:
     at = 0
-    for number, body in enumerate(layout.bodies):
-        yield from _format_bytes(number, at, body.file_offset, most_bytes)
-        yield from pieces_of(body.output, most_bytes, body.file_offset)
-        at = body.file_offset + body.output.bytes
+    for number, (output, offset) in enumerate(layout.bodies):
+        yield from _format_bytes(number, at, offset, most_bytes)
+        yield from pieces_of(output, most_bytes, offset)
+        at = offset + output.bytes
     yield from _format_bytes(len(layout.bodies), at, layout.length, most_bytes)
 
 

@@ -67,7 +67,6 @@ VESCALE_CKPT_SAME(context_retain, cuDevicePrimaryCtxRetain);
 VESCALE_CKPT_SAME(context_release, cuDevicePrimaryCtxRelease);
 VESCALE_CKPT_SAME(context_push, cuCtxPushCurrent);
 VESCALE_CKPT_SAME(context_pop, cuCtxPopCurrent);
-VESCALE_CKPT_SAME(pointer_attribute, cuPointerGetAttribute);
 VESCALE_CKPT_SAME(module_load, cuModuleLoadData);
 VESCALE_CKPT_SAME(module_function, cuModuleGetFunction);
 VESCALE_CKPT_SAME(module_unload, cuModuleUnload);
@@ -103,8 +102,6 @@ static_assert(kStreamNonBlocking == cudaStreamNonBlocking && kHostPortable == cu
 static_assert(kHostPortable == cudaHostAllocPortable);
 static_assert(kEventBlockingSync == cudaEventBlockingSync && kEventDisableTiming == cudaEventDisableTiming);
 static_assert(kCaptureRelaxed == cudaStreamCaptureModeRelaxed);
-static_assert(kPointerMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE && kMemoryDevice == CU_MEMORYTYPE_DEVICE);
-static_assert(kPointerOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 
 // The check itself sees a parameter too many, one of another size, and a pointer in place of a number.
 static_assert(!SameCall<int (*)(void*, size_t), decltype(&::cudaFree)>::value);

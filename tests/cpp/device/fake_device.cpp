@@ -165,35 +165,29 @@ class FakeStream final : public CopyStream {
     static_cast<FakeEvent&>(event).record_on(queue_);
   }
 
-  void copy(Direction direction, std::span<const FlatCopy> copies) override {
+  void copy(std::span<const FlatCopy> copies) override {
     runtime_.maybe_fail(Fault::copy, "copy");
     for (const FlatCopy& copy : copies) {
-      std::byte* device = runtime_.memory(device_, copy.device, copy.bytes, "copy");
+      const std::byte* device = runtime_.memory(device_, copy.device, copy.bytes, "copy");
       check_host(copy.host, copy.bytes);
-      on_device([=] {
-        direction == Direction::to_host ? std::memcpy(copy.host, device, copy.bytes)
-                                        : std::memcpy(device, copy.host, copy.bytes);
-      });
+      on_device([=] { std::memcpy(copy.host, device, copy.bytes); });
     }
   }
 
-  void copy(Direction direction, const PitchedCopy& copy) override {
+  void copy(const PitchedCopy& copy) override {
     runtime_.maybe_fail(Fault::copy_pitched, "copy runs");
     if (copy.width > copy.device_pitch || copy.width > copy.host_pitch) refuse("copy runs");
-    std::byte* device =
+    const std::byte* device =
         runtime_.memory(device_, copy.device, (copy.height - 1) * copy.device_pitch + copy.width, "copy runs");
     check_host(copy.host, (copy.height - 1) * copy.host_pitch + copy.width);
     on_device([=] {
       for (uint64_t i = 0; i < copy.height; ++i) {
-        std::byte* host_run = copy.host + i * copy.host_pitch;
-        std::byte* device_run = device + i * copy.device_pitch;
-        direction == Direction::to_host ? std::memcpy(host_run, device_run, copy.width)
-                                        : std::memcpy(device_run, host_run, copy.width);
+        std::memcpy(copy.host + i * copy.host_pitch, device + i * copy.device_pitch, copy.width);
       }
     });
   }
 
-  void pack(Direction direction, Slab& slab, const PackTable& table) override {
+  void pack(Slab& slab, const PackTable& table) override {
     runtime_.maybe_fail(Fault::pack, "pack");
     auto& fake = static_cast<FakeSlab&>(slab);
     if (table.bytes > fake.bytes() || table.rows.size() > kPackRows || table.dims.size() > kPackDims) refuse("pack");
@@ -206,14 +200,12 @@ class FakeStream final : public CopyStream {
     }
     if (end != table.bytes) refuse("pack");
     auto* data = reinterpret_cast<char*>(runtime_.memory(device_, fake.address(), fake.bytes(), "pack"));
-    on_device([direction, data, &fake] {
+    on_device([data, &fake] {
       const PackTable& table = fake.table;
       const auto row_count = static_cast<uint32_t>(table.rows.size());
       for (uint32_t piece = 0; piece * kPackPieceBytes < table.bytes; ++piece) {
         for (uint32_t lane = 0; lane < kPackLanes; ++lane) {
-          direction == Direction::to_host
-              ? copy_piece<true>(data, table.rows.data(), row_count, table.dims.data(), table.bytes, piece, lane)
-              : copy_piece<false>(data, table.rows.data(), row_count, table.dims.data(), table.bytes, piece, lane);
+          copy_piece(data, table.rows.data(), row_count, table.dims.data(), table.bytes, piece, lane);
         }
       }
     });
@@ -317,7 +309,7 @@ Accelerator& FakeRuntime::accelerator(int device) {
   return *devices_.at(static_cast<size_t>(device));
 }
 
-std::optional<int> FakeRuntime::device_of(DeviceAddress address) {
+std::optional<int> FakeRuntime::device_of(DeviceAddress address) const {
   if (address >> 60 != kTag >> 60) return std::nullopt;
   return static_cast<int>(address >> kDeviceShift & 0xFFF);
 }

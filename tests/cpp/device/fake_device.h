@@ -65,7 +65,6 @@ class FakeRuntime final : public DeviceRuntime {
 
   int device_count() override { return static_cast<int>(devices_.size()); }
   Accelerator& accelerator(int device) override;
-  std::optional<int> device_of(DeviceAddress address) override;
 
   // Device memory, filled with `fill`; given back with the runtime.
   DeviceAddress allocate(int device, uint64_t bytes, std::byte fill = std::byte{0});
@@ -92,6 +91,8 @@ class FakeRuntime final : public DeviceRuntime {
   friend class FakeStream;
   friend class FakeEvent;
   friend class FakeSlab;
+
+  std::optional<int> device_of(DeviceAddress address) const;  // nullopt: host memory
 
   const bool kernels_;
   std::vector<std::unique_ptr<Accelerator>> devices_;

@@ -72,18 +72,16 @@ class Rows {
     }
   }
 
-  // Every element is equal on both sides, and on the device nothing else has changed.
-  void expect_copied(Direction direction) const {
+  // Every element is equal on both sides, and on the device nothing has changed.
+  void expect_copied() const {
     for (size_t i = 0; i < shapes_.size(); ++i) {
       const std::byte* device = runtime_.memory(allocations_[i], shapes_[i].extent);
-      std::vector<std::byte> expected = before_[i];
       const std::byte* dense = base_ + places_[i];
       for (const uint64_t place : elements_[i]) {
-        if (direction == Direction::to_device) std::memcpy(expected.data() + place, dense, shapes_[i].item_bytes);
         ASSERT_EQ(std::memcmp(dense, device + place, shapes_[i].item_bytes), 0) << "row " << i << " at " << place;
         dense += shapes_[i].item_bytes;
       }
-      ASSERT_EQ(std::memcmp(expected.data(), device, expected.size()), 0) << "row " << i << ", around its elements";
+      ASSERT_EQ(std::memcmp(before_[i].data(), device, before_[i].size()), 0) << "row " << i << ", around its elements";
     }
   }
 
@@ -166,13 +164,13 @@ std::vector<Rows::Shape> all_kinds(unsigned seed, size_t count) {
   return shapes;
 }
 
-bool copy_all(Pipeline& pipeline, const Rows& rows, StreamHandle producer = 0, const HostLayout& layout = {}) {
-  pipeline.start(rows.rows(), {&producer, 1}, layout);
+bool copy_all(Pipeline& pipeline, const Rows& rows, const HostLayout& layout = {}, CopyControl* control = nullptr) {
+  const StreamHandle producer = 0;
+  pipeline.start(rows.rows(), {&producer, 1}, layout, control);
   return pipeline.wait(kLong);
 }
 
 struct Way {
-  Direction direction;
   bool kernels;
   uint64_t slab_bytes;
   uint64_t alignment;
@@ -185,49 +183,46 @@ TEST_P(PipelineWays, CopiesEveryByteOfRowsOfAllKinds) {
   FakeRuntime runtime(1, way.kernels);
   Accelerator& accelerator = runtime.accelerator(0);
   const CopyLimits limits{.slab_bytes = way.slab_bytes, .small_bytes = 2000, .group_bytes = 50'000, .group_copies = 40};
-  Pipeline pipeline(accelerator, way.direction, limits);
+  Pipeline pipeline(accelerator, limits);
   for (unsigned seed = 0; seed < 3; ++seed) {
     Rows rows(runtime, 0, all_kinds(seed, 120), way.alignment, seed);
     constexpr uint64_t kPiece = 5 * kBlock;
     const uint64_t locked = align_down(rows.bytes(), kPiece);
     for (uint64_t at = 0; at < locked; at += kPiece) accelerator.page_lock({rows.base() + at, kPiece});
     const HostLayout layout{reinterpret_cast<uintptr_t>(rows.base()), kPiece, way.alignment};
-    ASSERT_TRUE(copy_all(pipeline, rows, 0, layout));
-    rows.expect_copied(way.direction);
-    EXPECT_EQ(pipeline.copied_bytes(), pipeline.total_bytes());
-    EXPECT_NE(pipeline.total_bytes(), 0u);
+    CopyControl control;
+    ASSERT_TRUE(copy_all(pipeline, rows, layout, &control));
+    rows.expect_copied();
+    uint64_t bytes = 0;
+    for (const DeviceRow& row : rows.rows()) bytes += row.bytes;
+    EXPECT_EQ(control.copied_bytes, bytes);
     EXPECT_EQ(runtime.calls(Fault::pack) != 0, way.kernels && way.slab_bytes != 0);
     for (uint64_t at = 0; at < locked; at += kPiece) accelerator.page_unlock(rows.base() + at);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    , PipelineWays,
-    ::testing::Values(Way{Direction::to_host, true, 4096, 64}, Way{Direction::to_host, true, 1 << 20, 1},
-                      Way{Direction::to_host, true, 0, 64}, Way{Direction::to_host, false, 4096, 8},
-                      Way{Direction::to_device, true, 4096, 64}, Way{Direction::to_device, true, 1 << 20, 1},
-                      Way{Direction::to_device, false, 4096, 8}));
+INSTANTIATE_TEST_SUITE_P(, PipelineWays,
+                         ::testing::Values(Way{true, 4096, 64}, Way{true, 1 << 20, 1}, Way{true, 0, 64},
+                                           Way{false, 4096, 8}));
 
 // Many slabs, one after the other: a slab that is packed again too early holds the wrong bytes.
 TEST(Pipeline, SlabsAreUsedAgain) {
-  for (const Direction direction : {Direction::to_host, Direction::to_device}) {
-    FakeRuntime runtime(1);
-    Pipeline pipeline(runtime.accelerator(0), direction, {.slab_bytes = 1024});
-    Rows rows(runtime, 0, std::vector<Rows::Shape>(600, contiguous(100)), 1, 1);
-    const uint64_t objects = runtime.live_objects();
-    ASSERT_TRUE(copy_all(pipeline, rows));
-    rows.expect_copied(direction);
-    EXPECT_GE(runtime.calls(Fault::pack), 58u);
-    EXPECT_EQ(runtime.live_objects(), objects + 3);  // the slabs; no event for each group
-    ASSERT_TRUE(copy_all(pipeline, rows));
-    EXPECT_EQ(runtime.live_objects(), objects + 3);
-  }
+  FakeRuntime runtime(1);
+  Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 1024});
+  Rows rows(runtime, 0, std::vector<Rows::Shape>(600, contiguous(100)), 1, 1);
+  const uint64_t objects = runtime.live_objects();
+  ASSERT_TRUE(copy_all(pipeline, rows));
+  rows.expect_copied();
+  EXPECT_GE(runtime.calls(Fault::pack), 58u);
+  EXPECT_EQ(runtime.live_objects(), objects + 3);  // the slabs; no event for each group
+  ASSERT_TRUE(copy_all(pipeline, rows));
+  EXPECT_EQ(runtime.live_objects(), objects + 3);
 }
 
 TEST(Pipeline, CopiesWhatTheProducersHadQueued) {
   FakeRuntime runtime(1);
   const StreamHandle first = runtime.make_producer(), second = runtime.make_producer();
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_host, {.slab_bytes = 4096});
+  Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 4096});
   Rows rows(runtime, 0, {contiguous(100), contiguous(200), contiguous(300'000)}, 1, 1);
   for (int round = 0; round < 3; ++round) {
     rows.fill();
@@ -240,38 +235,17 @@ TEST(Pipeline, CopiesWhatTheProducersHadQueued) {
     runtime.producer(0, first).push([&] { write(0), write(1); });
     runtime.producer(0, second).push([&] { write(2); });
     const std::vector<StreamHandle> producers = {first, second};
-    pipeline.start(rows.rows(), producers);
+    CopyControl control;
+    pipeline.start(rows.rows(), producers, {}, &control);
     runtime.producer(0, first).release();
     runtime.producer(0, first).drain();
     EXPECT_FALSE(pipeline.wait(1ms));
-    EXPECT_EQ(pipeline.copied_bytes(), 0u);
+    EXPECT_EQ(control.copied_bytes, 0u);
     runtime.producer(0, second).release();
     ASSERT_TRUE(pipeline.wait(kLong));
-    EXPECT_EQ(pipeline.copied_bytes(), 300'300u);
+    EXPECT_EQ(control.copied_bytes, 300'300u);
     for (uint64_t i = 0; i < 300'300; ++i) ASSERT_EQ(rows.base()[i], static_cast<std::byte>(40 + round)) << i;
   }
-}
-
-// A target is not overwritten before its last reader is done with it.
-TEST(Pipeline, TargetsAreWrittenAfterTheirReaders) {
-  FakeRuntime runtime(1);
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_device, {.slab_bytes = 4096});
-  Rows rows(runtime, 0, {contiguous(100), contiguous(200), contiguous(300'000)}, 1, 1);
-  std::atomic<int> unchanged{0};
-  runtime.producer(0, 0).hold();
-  runtime.producer(0, 0).push([&] {
-    for (size_t row = 0; row < 3; ++row) {
-      const std::byte* data = runtime.memory(rows.allocation(row), rows.shapes()[row].extent);
-      unchanged += std::memcmp(data, rows.base() + (row == 0 ? 0 : row == 1 ? 100 : 300), 100) != 0;
-    }
-  });
-  const StreamHandle producer = 0;
-  pipeline.start(rows.rows(), {&producer, 1});
-  EXPECT_FALSE(pipeline.wait(1ms));
-  runtime.producer(0, 0).release();
-  ASSERT_TRUE(pipeline.wait(kLong));
-  EXPECT_EQ(unchanged, 3);
-  rows.expect_copied(Direction::to_device);
 }
 
 TEST(Pipeline, TwoDevicesAtOnce) {
@@ -279,65 +253,61 @@ TEST(Pipeline, TwoDevicesAtOnce) {
   const StreamHandle producer = runtime.make_producer();
   Rows left(runtime, 0, all_kinds(1, 60), 64, 1), right(runtime, 1, all_kinds(2, 60), 64, 2);
   const CopyLimits limits{.slab_bytes = 4096, .group_bytes = 10'000};
-  Pipeline from_left(runtime.accelerator(0), Direction::to_host, limits);
-  Pipeline to_right(runtime.accelerator(1), Direction::to_device, limits);
+  Pipeline from_left(runtime.accelerator(0), limits);
+  Pipeline from_right(runtime.accelerator(1), limits);
   runtime.producer(0, producer).hold();
-  from_left.start(left.rows(), {&producer, 1});
-  ASSERT_TRUE(copy_all(to_right, right));  // not held up by the other
-  right.expect_copied(Direction::to_device);
-  EXPECT_EQ(from_left.copied_bytes(), 0u);
+  CopyControl control;
+  from_left.start(left.rows(), {&producer, 1}, {}, &control);
+  ASSERT_TRUE(copy_all(from_right, right));  // not held up by the other
+  right.expect_copied();
+  EXPECT_EQ(control.copied_bytes, 0u);
   runtime.producer(0, producer).release();
   ASSERT_TRUE(from_left.wait(kLong));
-  left.expect_copied(Direction::to_host);
-  EXPECT_EQ(runtime.device_of(left.allocation(0)), 0);
-  EXPECT_EQ(runtime.device_of(right.allocation(0)), 1);
-  EXPECT_EQ(runtime.device_of(reinterpret_cast<DeviceAddress>(left.base())), std::nullopt);
+  left.expect_copied();
 }
 
 // Every call of every kind fails once; each time the error says so, nothing goes on, and the next transfer is whole.
 TEST(Pipeline, EveryCallMayFail) {
-  for (const Direction direction : {Direction::to_host, Direction::to_device}) {
-    for (size_t kind = 0; kind < kFaults; ++kind) {
-      const auto fault = static_cast<Fault>(kind);
-      if (fault == Fault::page_lock || fault == Fault::make_slab || fault == Fault::drain) continue;  // below
-      uint64_t failures = 0;
-      for (uint64_t skip = 0;; skip += 1 + skip) {
-        FakeRuntime runtime(1);
-        std::vector<Rows::Shape> shapes(20, contiguous(60));
-        shapes.push_back(contiguous(70'000));
-        shapes.push_back({1000, {12, 5}, {6, 1}, 0, 12 * 6000});
-        Rows rows(runtime, 0, shapes, 1, 1);
-        runtime.fail(fault, skip);
-        std::string text;
-        std::unique_ptr<Pipeline> pipeline;
-        const CopyLimits limits{.slab_bytes = 256, .small_bytes = 2000, .pitched_run = 500, .group_bytes = 30'000};
-        try {
-          pipeline = std::make_unique<Pipeline>(runtime.accelerator(0), direction, limits);
-          copy_all(*pipeline, rows);
-        } catch (const Error& error) {
-          EXPECT_EQ(error.kind, Error::Kind::device);
-          text = error.what();
-        }
-        if (!runtime.fault_happened()) break;
-        ++failures;
-        EXPECT_NE(text.find(fault == Fault::on_device ? "fake: the device failed (2)" : "fake: injected (7)"),
-                  std::string::npos)
-            << kind << " " << skip << ": " << text;
-        EXPECT_EQ(runtime.copies_in_flight(), 0u) << kind << " " << skip;
-        runtime.clear_faults();
-        if (!pipeline) pipeline = std::make_unique<Pipeline>(runtime.accelerator(0), direction, limits);
-        rows.fill();
-        ASSERT_TRUE(copy_all(*pipeline, rows));
-        rows.expect_copied(direction);
+  for (size_t kind = 0; kind < kFaults; ++kind) {
+    const auto fault = static_cast<Fault>(kind);
+    if (fault == Fault::page_lock || fault == Fault::make_slab || fault == Fault::drain) continue;  // below
+    uint64_t failures = 0;
+    for (uint64_t skip = 0;; skip += 1 + skip) {
+      FakeRuntime runtime(1);
+      std::vector<Rows::Shape> shapes(20, contiguous(60));
+      shapes.push_back(contiguous(70'000));
+      shapes.push_back({1000, {12, 5}, {6, 1}, 0, 12 * 6000});
+      Rows rows(runtime, 0, shapes, 1, 1);
+      runtime.fail(fault, skip);
+      std::string text;
+      std::unique_ptr<Pipeline> pipeline;
+      const CopyLimits limits{.slab_bytes = 256, .small_bytes = 2000, .pitched_run = 500, .group_bytes = 30'000};
+      try {
+        pipeline = std::make_unique<Pipeline>(runtime.accelerator(0), limits);
+        copy_all(*pipeline, rows);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind, Error::Kind::device);
+        text = error.what();
       }
-      EXPECT_NE(failures, 0u) << kind;
+      if (!runtime.fault_happened()) break;
+      ++failures;
+      EXPECT_NE(text.find(fault == Fault::on_device ? "fake: the device failed (2)" : "fake: injected (7)"),
+                std::string::npos)
+          << kind << " " << skip << ": " << text;
+      EXPECT_EQ(runtime.copies_in_flight(), 0u) << kind << " " << skip;
+      runtime.clear_faults();
+      if (!pipeline) pipeline = std::make_unique<Pipeline>(runtime.accelerator(0), limits);
+      rows.fill();
+      ASSERT_TRUE(copy_all(*pipeline, rows));
+      rows.expect_copied();
     }
+    EXPECT_NE(failures, 0u) << kind;
   }
 }
 
 TEST(Pipeline, AFailureWhileEndingAfterAFailureIsNotTheOneReported) {
   FakeRuntime runtime(1);
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_host, {.slab_bytes = 1024});
+  Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 1024});
   Rows rows(runtime, 0, std::vector<Rows::Shape>(100, contiguous(100)), 1, 1);
   runtime.fail(Fault::pack, 3);
   runtime.fail(Fault::drain);
@@ -353,15 +323,15 @@ TEST(Pipeline, AFailureWhileEndingAfterAFailureIsNotTheOneReported) {
 
 TEST(Pipeline, DoesWithoutSlabsWhereTheDeviceIsFull) {
   FakeRuntime runtime(1);
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_host, {.slab_bytes = 1024});
+  Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 1024});
   Rows rows(runtime, 0, all_kinds(3, 60), 1, 1);
   runtime.fail(Fault::make_slab, 1);
   ASSERT_TRUE(copy_all(pipeline, rows));
-  rows.expect_copied(Direction::to_host);
+  rows.expect_copied();
   EXPECT_EQ(runtime.calls(Fault::pack), 0u);
   rows.fill();
   ASSERT_TRUE(copy_all(pipeline, rows));  // there is memory again
-  rows.expect_copied(Direction::to_host);
+  rows.expect_copied();
   EXPECT_NE(runtime.calls(Fault::pack), 0u);
 }
 
@@ -371,7 +341,7 @@ TEST(Pipeline, WhoLeavesWaitsForWhatIsInFlight) {
   Rows rows(runtime, 0, std::vector<Rows::Shape>(100, contiguous(1000)), 1, 1);
   std::atomic<bool> released{false};
   {
-    Pipeline pipeline(runtime.accelerator(0), Direction::to_host, {.slab_bytes = 1024});
+    Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 1024});
     runtime.producer(0, producer).hold();
     pipeline.start(rows.rows(), {&producer, 1});
     // The stop is asked for before the producer goes on: the destructor has to wait for it.
@@ -388,7 +358,7 @@ TEST(Pipeline, OneTransferAtATime) {
   FakeRuntime runtime(1);
   const StreamHandle producer = runtime.make_producer();
   Rows rows(runtime, 0, {contiguous(10)}, 1, 1);
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_host);
+  Pipeline pipeline(runtime.accelerator(0));
   runtime.producer(0, producer).hold();
   pipeline.start(rows.rows(), {&producer, 1});
   EXPECT_THROW(pipeline.start(rows.rows(), {&producer, 1}), Error);
@@ -397,20 +367,19 @@ TEST(Pipeline, OneTransferAtATime) {
   EXPECT_TRUE(pipeline.wait(0ms));  // still true
   pipeline.start({}, {});
   EXPECT_TRUE(pipeline.wait(kLong));
-  EXPECT_EQ(pipeline.total_bytes(), 0u);
 }
 
 TEST(Pipeline, LimitsHaveToMakeSense) {
   FakeRuntime runtime(1);
   for (const CopyLimits& limits : {CopyLimits{.group_bytes = 0}, CopyLimits{.group_copies = 0},
                                    CopyLimits{.slab_bytes = 100}, CopyLimits{.slab_bytes = kMaxSlabBytes / 2}}) {
-    EXPECT_THROW(Pipeline(runtime.accelerator(0), Direction::to_host, limits), Error);
+    EXPECT_THROW(Pipeline(runtime.accelerator(0), limits), Error);
   }
 }
 
 TEST(Pipeline, RowsOutsideOfDeviceMemoryAreRefused) {
   FakeRuntime runtime(2);
-  Pipeline pipeline(runtime.accelerator(0), Direction::to_host);
+  Pipeline pipeline(runtime.accelerator(0));
   Rows elsewhere(runtime, 1, {contiguous(1000)}, 1, 1);
   EXPECT_THROW(copy_all(pipeline, elsewhere), Error);
   EXPECT_EQ(runtime.copies_in_flight(), 0u);

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <fstream>
 
-#include "base/error.h"
 #include "data_files.h"
+#include "tables.h"
 
 namespace vescale_ckpt::hf {
 namespace {
@@ -35,13 +35,11 @@ class SafetensorsReadsTest : public ScratchTest {
                            const Memory& target) const {
     const auto opened = SafetensorsFile::open(file, options_, true);
     const SafetensorsHeader::Tensor& tensor = opened->header.tensors()[1];
-    const auto u8 =
-        std::ranges::find(format::dtypes(), std::string_view("uint8"), &format::DType::name) - format::dtypes().begin();
     return {number,
             static_cast<int64_t>(tensor.begin),
             static_cast<int64_t>(tensor.end - tensor.begin),
             int64_t{opened->head_crc},
-            u8,
+            code_of("uint8"),
             2,
             kRows,
             kColumns,
@@ -49,7 +47,7 @@ class SafetensorsReadsTest : public ScratchTest {
             kLeft,
             rows,
             kWidth,
-            static_cast<int64_t>(reinterpret_cast<uintptr_t>(target.data())),
+            address(target),
             kWidth,
             1};
   }
@@ -63,13 +61,7 @@ class SafetensorsReadsTest : public ScratchTest {
 
   template <typename Act>
   static void expect_error(Error::Kind kind, int64_t item, const Act& act) {
-    try {
-      act();
-      ADD_FAILURE() << "no error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind, kind) << error.what();
-      EXPECT_EQ(error.item, item) << error.what();
-    }
+    EXPECT_EQ(row_of_error(act, kind), item);
   }
 
   const io::EngineOptions options_ = small_options(io::Access::direct);

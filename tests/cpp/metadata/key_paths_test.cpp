@@ -28,7 +28,7 @@ std::string block(const std::vector<std::pair<std::string, std::vector<std::stri
 std::string path_text(const KeyPaths& paths, std::string_view name) {
   std::string result;
   KeyPaths::visit(
-      paths.paths().at(paths.find(name)), [&](std::string_view part) { result.append(part).append("/"); },
+      paths.paths().at(paths.find(name).value()), [&](std::string_view part) { result.append(part).append("/"); },
       [&](int64_t part) { result += std::to_string(part) + "/"; });
   return result;
 }
@@ -42,7 +42,7 @@ TEST(KeyPaths, TheFirstRankWins) {
   EXPECT_EQ(path_text(paths, ""), "-7/");
   EXPECT_EQ(path_text(paths, "b"), "y/-7/");
   EXPECT_EQ(paths.paths()[2].name, "b");
-  EXPECT_EQ(paths.find("c"), ViewTable::kNone);
+  EXPECT_EQ(paths.find("c"), std::nullopt);
 }
 
 TEST(KeyPaths, EmptyBlocksSayNothing) {

@@ -5,9 +5,8 @@
 #include <limits>
 #include <random>
 
-#include "base/error.h"
 #include "io/box_copy.h"
-#include "tensors.h"
+#include "tables.h"
 #include "write/table.h"
 
 namespace vescale_ckpt::read {
@@ -15,26 +14,11 @@ namespace {
 
 using Table = std::vector<int64_t>;
 
-int64_t address(const std::byte* data) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
-}
-
-int64_t row_of_error(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind, Error::Kind::invalid) << error.what();
-    return error.item;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return -2;
-}
-
 TEST(WriteTable, HoldsTensors) {
   const Memory memory(1000);
-  const int64_t at = address(memory.data());
-  const auto float32 = static_cast<int64_t>(dtype_code("float32"));
-  const auto int8 = static_cast<int64_t>(dtype_code("int8"));
+  const int64_t at = address(memory);
+  const int64_t float32 = code_of("float32");
+  const int64_t int8 = code_of("int8");
   const Table table = {float32, at, 0,                       // a scalar
                        int8,    at, 2, 3, 4, 4, 1,           // contiguous
                        int8,    at, 2, 3, 4, 1, 3,           // transposed
@@ -72,8 +56,8 @@ TEST(WriteTable, NamesTheRowThatMakesNoSense) {
 
 TEST(ReadTable, HoldsBoxes) {
   const Memory memory(1000);
-  const auto float32 = static_cast<int64_t>(dtype_code("float32"));
-  const int64_t at = address(memory.data());
+  const int64_t float32 = code_of("float32");
+  const int64_t at = address(memory);
   const Table table = {7, 4096, 5000, 0xFFFFFFFF, float32, 2, 10, 20, 3, 5, 4, 6, at, 6, 1,  //
                        0, 0,    1600, -1,         float32, 0, at};
   const std::vector<ReadItem> items = parse_read_table(table);

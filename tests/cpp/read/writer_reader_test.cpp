@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "data_files.h"
 #include "format/archive.h"
+#include "read/ranges.h"
 
 namespace vescale_ckpt::read {
 namespace {

@@ -61,13 +61,13 @@ class DeviceSnapshot : public ::testing::Test {
     for (const auto& [address, bytes] : on_devices_) std::memset(runtime_.memory(address, bytes), 0xEE, bytes);
   }
 
-  void add_some_of_everything() {
+  void add_some_of_everything(int64_t scale = 10) {
     add(0, "float32", {});
     add(-1, "bfloat16", {3, 5});
     for (int64_t size = 0; size < 300; ++size) add(static_cast<int>(size % 2), "uint8", {size});
-    add(1, "float32", {700, 1001});
-    add(-1, "float32", {700, 1001});
-    add(0, "uint8", {3'000'001});
+    add(1, "float32", {70 * scale, 1001});
+    add(-1, "float32", {70 * scale, 1001});
+    add(0, "uint8", {300'000 * scale + 1});
     const uint64_t matrix = memory(0, 4 * 350 * 400);
     add_view(0, "float32", matrix, {400, 350}, {1, 400});
     add_view(0, "float32", matrix, {400, 350}, {1, 400});
@@ -191,7 +191,7 @@ TEST_F(DeviceSnapshot, SnapshotsTakeTurnsOnADevice) {
 }
 
 TEST_F(DeviceSnapshot, SurfacesWhatTheDeviceSaid) {
-  add_some_of_everything();
+  add_some_of_everything(1);
   const device::Fault faults[] = {
       device::Fault::make_stream, device::Fault::make_event, device::Fault::record_producer, device::Fault::after,
       device::Fault::record,      device::Fault::copy,       device::Fault::copy_pitched,    device::Fault::pack,

@@ -13,7 +13,7 @@
 #include "base/error.h"
 #include "base/system.h"
 #include "scratch.h"
-#include "tensors.h"
+#include "tables.h"
 #include "write/table.h"
 
 namespace vescale_ckpt::stage {
@@ -30,8 +30,7 @@ class State {
   // Any view of memory; strides in elements.
   void add_view(std::string_view dtype, const std::byte* data, const Sizes& sizes, const Sizes& strides) {
     const uint32_t code = dtype_code(dtype);
-    table_.insert(table_.end(),
-                  {code, static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)), static_cast<int64_t>(sizes.size())});
+    table_.insert(table_.end(), {code, address(data), static_cast<int64_t>(sizes.size())});
     table_.insert(table_.end(), sizes.begin(), sizes.end());
     table_.insert(table_.end(), strides.begin(), strides.end());
     const io::Box box(format::dtypes()[code].item_bytes, sizes, Sizes(sizes.size(), 0), sizes, strides);

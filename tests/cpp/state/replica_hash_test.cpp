@@ -6,17 +6,12 @@
 #include <bit>
 #include <numeric>
 
-#include "base/error.h"
-#include "tensors.h"
+#include "tables.h"
 
 namespace vescale_ckpt::state {
 namespace {
 
 using Words = std::vector<int64_t>;
-
-int64_t code_of(std::string_view name) {
-  return static_cast<int64_t>(dtype_code(name));
-}
 
 constexpr std::array<uint64_t, 8> kFactors = {3, 5, 7, 11, 13, 17, 19, 23};
 

@@ -2,13 +2,11 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <limits>
 #include <random>
 
-#include "base/error.h"
 #include "read/table.h"
-#include "tensors.h"
+#include "tables.h"
 #include "write/table.h"
 
 namespace vescale_ckpt::state {
@@ -17,10 +15,6 @@ namespace {
 using Words = std::vector<int64_t>;
 
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
-
-int64_t code_of(std::string_view name) {
-  return static_cast<int64_t>(dtype_code(name));
-}
 
 // A state of three items: a box [4, 3] at (2, 1) of a local tensor [8, 5] of int16, an object, a float64 scalar.
 struct State {
@@ -42,17 +36,6 @@ struct State {
   Words write(const Words& part) const { return make_write_table(tables(), part); }
   Words read(const Words& reads) const { return make_read_table(tables(), reads); }
 };
-
-// The row that an error names; -2 if there was none.
-int64_t row_of_error(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind, Error::Kind::invalid) << error.what();
-    return error.item;
-  }
-  return -2;
-}
 
 TEST(TensorTable, HoldsTensors) {
   const Words words = {7, 0, 1, 2, 3, 4, 4, 1, -1, -1, -1, 0};
@@ -355,15 +338,14 @@ TEST(MakeTables, SurviveRandomNumbers) {
 TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   State state;
   const Memory own(100), of_peer(50);
-  const auto at = [](const Memory& memory) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data())); };
-  const Words memories = {-1, at(own), 100, 7, at(of_peer), 50};
+  const Words memories = {-1, address(own), 100, 7, address(of_peer), 50};
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
   // Box [2, 1] at (1, 2) of a piece [3, 3], to (1, 0) of the item's box; the scalar.
   const Words places = {-1, 10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 7, 40, 2, float64, 0};
   const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
   const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);
-  EXPECT_EQ(make(places).copies, (Words{int16, at(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
-                                        float64, at(of_peer) + 40, 0, 5000}));
+  EXPECT_EQ(make(places).copies, (Words{int16, address(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
+                                        float64, address(of_peer) + 40, 0, 5000}));
   EXPECT_TRUE(make(places).rest.empty());
 
   Words other = places;

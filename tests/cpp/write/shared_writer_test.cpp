@@ -9,6 +9,7 @@
 #include "access_test.h"
 #include "base/error.h"
 #include "data_files.h"
+#include "tables.h"
 
 namespace vescale_ckpt::write {
 namespace {
@@ -57,8 +58,8 @@ class SharedWriterTest : public AccessTest {
     };
     add({3, 5}, 0, {1, 2, 0});  // small ones that share blocks
     add({1}, 0, {0, 1, 0});
-    add({2000, 1001}, 0, {700, 1, 1299});         // rows: long, and less than a block
-    add({900, 1003}, 1, {400, 3, 600});           // columns: short runs
+    add({600, 1001}, 0, {200, 1, 399});           // rows: long, and less than a block
+    add({200, 1003}, 1, {400, 3, 600});           // columns: short runs
     add({3, 700'001}, 1, {300'000, 400'001, 0});  // columns: long runs
     add({40, 30, 11}, 1, {7, 20, 3});             // in the middle
     add({0, 4}, 1, {1, 1, 2});
@@ -107,9 +108,7 @@ class SharedWriterTest : public AccessTest {
       memory.emplace_back(place.bytes(), writer == 0 ? kTorchPlace : 4);
       place.scatter(content_->data() + whole->begin, 0, UINT64_MAX, memory.back().data());
       rows.push_back(static_cast<int64_t>(rows.size()));
-      table.insert(table.end(),
-                   {int64_t{dtype_}, static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.back().data())),
-                    static_cast<int64_t>(size.size())});
+      table.insert(table.end(), {int64_t{dtype_}, address(memory.back()), static_cast<int64_t>(size.size())});
       table.insert(table.end(), size.begin(), size.end());
       table.insert(table.end(), strides.begin(), strides.end());
     }
@@ -200,9 +199,8 @@ TEST_P(SharedWriterTest, SendsOnlyEdgesAndShortPiecesThroughThePageCache) {
   const std::vector<int64_t> layout = {0, 64,      int64_t{dtype_}, 1, kItems, 0, kItems,  // then one of three numbers
                                        0, 8 << 20, int64_t{dtype_}, 1, 3,      0, 3};
   const Memory large(kItems * kItem), small(3 * kItem);
-  const auto at = [](const Memory& memory) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data())); };
   SharedWriter writer({path("file")}, layout, options_);
-  writer.write(std::vector<int64_t>{dtype_, at(large), 1, kItems, 1, dtype_, at(small), 1, 3, 1},
+  writer.write(std::vector<int64_t>{dtype_, address(large), 1, kItems, 1, dtype_, address(small), 1, 3, 1},
                std::vector<int64_t>{0, 1});
   writer.finish(false);
   EXPECT_EQ(writer.stats().bytes(), (kItems + 3) * kItem);
@@ -241,8 +239,8 @@ TEST_P(SharedWriterTest, RefusesTablesThatMakeNoSense) {
   }
   SharedWriter writer({path("file")}, fine, options_);
   const Memory memory(400);
-  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()));
-  const std::vector<int64_t> row = {int64_t{dtype_}, address, 1, 3, 1}, other = {int64_t{dtype_}, address, 1, 4, 1};
+  const std::vector<int64_t> row = {int64_t{dtype_}, address(memory), 1, 3, 1},
+                             other = {int64_t{dtype_}, address(memory), 1, 4, 1};
   EXPECT_THROW(writer.write(other, std::vector<int64_t>{0}), Error);
   EXPECT_THROW(writer.write(row, std::vector<int64_t>{1}), Error);
   EXPECT_THROW(writer.write(row, std::vector<int64_t>{}), Error);

@@ -1,4 +1,4 @@
-"""Reads numpy files for conversions: an archive `.npz`, or a folder of `.npy`.
+"""Reads and lays out numpy files for conversions: an archive `.npz`, or a folder of `.npy`.
 
 Tensors of dtypes that numpy does not have (bfloat16, float8, ...) are stored as unsigned integers of the same size. The
 file `torch_dtypes.json` in the same archive or folder maps their names to torch's dtypes: `{"model.norm": "bfloat16"}`.
@@ -6,31 +6,36 @@ file `torch_dtypes.json` in the same archive or folder maps their names to torch
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import IO, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
 
 from .._engine import _C
+from .._engine.errors import named_errors
 from .._state.structure import Path
 from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError
-from .archive import Entry, damage_named, entries
+from .archive import ArchiveLayout, Entry, Member, damage_named, entries
+from .plan import Output
 from .raw_files import Area, RawFiles, RawTensor, byte_offset
-from .source import Read, TensorInfo
+from .source import Read, Source, TensorInfo
+from .streamed_file import Files, Layout, OutputFile
 
-SUFFIX = ".npy"
-DTYPES_NAME = "torch_dtypes.json"
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SUFFIX = ".npy"
+_DTYPES_NAME = "torch_dtypes.json"
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _MOST_ELEMENTS = 1 << 59  # of any dtype, fewer bytes than a signed 64-bit integer counts
 _CHUNK_BYTES = 4 << 20  # decompressed at a time
+_LONGEST_NAME = 255  # bytes, of files
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class _Header:
         return self.fortran and sum(size != 1 for size in self.shape) > 1 and self.data_bytes > 0
 
 
-class NumpySource:
+class NumpySource(Source):
     """The arrays of an archive or folder.
 
     Arrays in C's order are read from the file, arrays in Fortran's order are mapped to memory. Compressed members of an
@@ -71,18 +76,18 @@ class NumpySource:
         self._files = self._open_folder() if is_folder(path) else self._open_archive()
 
     def _open_folder(self) -> RawFiles:
-        names = sorted(name for name in directory_at(self._path).names() if name.endswith(SUFFIX))
+        names = sorted(name for name in directory_at(self._path).names() if name.endswith(_SUFFIX))
         files = RawFiles([os.path.join(self._path, name) for name in names], self._path)
         dtypes: dict[str, str] = {}
-        beside = os.path.join(self._path, DTYPES_NAME)
-        if directory_at(self._path).has(DTYPES_NAME):
-            dtypes = _loaded_dtypes(directory_at(self._path).read(DTYPES_NAME), beside)
+        beside = os.path.join(self._path, _DTYPES_NAME)
+        if directory_at(self._path).has(_DTYPES_NAME):
+            dtypes = _loaded_dtypes(directory_at(self._path).read(_DTYPES_NAME), beside)
         for number, (name, path) in enumerate(zip(names, files.paths, strict=True)):
             with open(path, "rb") as file:
                 header = _header(file, path)
                 length = file.seek(0, os.SEEK_END)
             entry = Entry(name, 0, length, 0, True)
-            self._add(unquote(name.removesuffix(SUFFIX)), number, path, header, entry, dtypes)
+            self._add(unquote(name.removesuffix(_SUFFIX)), number, path, header, entry, dtypes)
         return files
 
     def _open_archive(self) -> RawFiles:
@@ -90,14 +95,14 @@ class NumpySource:
         found = entries(self._path)
         with damage_named(self._path):
             archive = self._archive = zipfile.ZipFile(self._path)
-            has_dtypes = any(entry.name == DTYPES_NAME for entry in found)
-            dtypes = _loaded_dtypes(archive.read(DTYPES_NAME), self._path) if has_dtypes else {}
+            has_dtypes = any(entry.name == _DTYPES_NAME for entry in found)
+            dtypes = _loaded_dtypes(archive.read(_DTYPES_NAME), self._path) if has_dtypes else {}
             for entry in found:
-                if not entry.name.endswith(SUFFIX):
+                if not entry.name.endswith(_SUFFIX):
                     continue
                 with archive.open(entry.name) as file:
                     header = _header(file, f"{entry.name} in {self._path}")
-                self._add(entry.name.removesuffix(SUFFIX), 0, self._path, header, entry, dtypes)
+                self._add(entry.name.removesuffix(_SUFFIX), 0, self._path, header, entry, dtypes)
         return files
 
     def _add(self, key: str, file: int, path: str, header: _Header, entry: Entry, dtypes: dict[str, str]) -> None:
@@ -129,9 +134,6 @@ class NumpySource:
         self._raw = {}
         if self._archive is not None:
             self._archive.close()
-
-    def objects(self, names: Iterable[str]) -> dict[str, Any]:
-        return {}
 
     def read(self, reads: Sequence[Read]) -> None:
         self._files.read([read for read in reads if read.key in self._raw], self._raw.__getitem__)
@@ -180,7 +182,7 @@ def _torch_dtype(dtype: np.dtype[Any], name: str, dtypes: Mapping[str, str]) -> 
     said = dtypes.get(name)
     if said is not None:
         found = getattr(torch, said, None)
-        stored = UNSIGNED.get(dtype.itemsize)
+        stored = _UNSIGNED.get(dtype.itemsize)
         if not isinstance(found, torch.dtype) or found.itemsize != dtype.itemsize or stored is None or dtype != stored:
             raise CheckpointError(f"{name}: its dtype should be {said}, which {dtype} cannot be", key=name)
         return found
@@ -198,3 +200,82 @@ def _loaded_dtypes(data: bytes, path: str) -> dict[str, str]:
     if not isinstance(dtypes, dict) or not all(isinstance(value, str) for value in dtypes.values()):
         raise CorruptCheckpointError(f"{path} does not name dtypes", key=None, file=path)
     return dtypes
+
+
+# --- Writing
+
+
+def npz_file(outputs: Sequence[Output]) -> Files:
+    """The archive that `numpy.savez` writes, with each array's bytes at a multiple of 64."""
+
+    def layout() -> Layout:
+        members = [Member(output.name + _SUFFIX, _npy_header(output), output) for output in outputs]
+        dtypes = _dtypes_to_tell(outputs)
+        return ArchiveLayout("", [*members, Member(_DTYPES_NAME, dtypes)] if dtypes else members)
+
+    return Files.one(outputs, layout)
+
+
+def npy_files(outputs: Sequence[Output]) -> Files:
+    """The files that `numpy.save` writes, one for each tensor."""
+    files = [
+        OutputFile(_file_name(output.name), output.bytes, lambda output=output: _NpyLayout(output))  # type: ignore[misc]
+        for output in outputs
+    ]
+    dtypes = _dtypes_to_tell(outputs)
+
+    def write_dtypes(directory: str) -> None:
+        with named_errors(str, directory, len(dtypes)):
+            directory_at(directory).write(_DTYPES_NAME, dtypes)
+
+    return Files(files, write_dtypes if dtypes else None)
+
+
+class _NpyLayout(Layout):
+    def __init__(self, output: Output) -> None:
+        self._header = _npy_header(output)
+        self.bodies = [(output, len(self._header))]
+        self.length = len(self._header) + output.bytes
+
+    def format_bytes(self, number: int) -> bytes:
+        return self._header
+
+
+def _npy_header(output: Output) -> bytes:
+    dtype, _ = _numpy_dtype(output.dtype, output.name)
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": output.shape}
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, fields)
+    return text.getvalue()
+
+
+def _dtypes_to_tell(outputs: Sequence[Output]) -> bytes:
+    """The JSON text with the dtypes that numpy does not have, by tensor. Empty if there are none."""
+    dtypes = {output.name: output.dtype for output in outputs if not _numpy_dtype(output.dtype, output.name)[1]}
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return (json.dumps(names, indent=1, ensure_ascii=False) + "\n").encode() if names else b""
+
+
+def _numpy_dtype(dtype: torch.dtype, name: str) -> tuple[np.dtype[Any], bool]:
+    """The numpy dtype that stores a torch dtype, and whether it is the same dtype. Raises `CheckpointError` if numpy
+    has no dtype of that size."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, True
+    except (TypeError, RuntimeError):
+        pass
+    if dtype.itemsize not in _UNSIGNED:
+        raise CheckpointError(f"{name}: numpy has no place for {dtype}", key=name)
+    return np.dtype(_UNSIGNED[dtype.itemsize]), False
+
+
+def _file_name(name: str) -> str:
+    """The file name of a tensor in a folder: its name, percent-encoded where a file name cannot hold a character.
+
+    Raises `CheckpointError` if it is too long.
+    """
+    quoted = quote(name, safe=" !#$&'()+,;=@[]{}^~`*:<>?|\"\\")
+    if quoted.startswith("."):
+        quoted = "%2E" + quoted[1:]
+    if len(quoted) + len(_SUFFIX) > _LONGEST_NAME:
+        raise CheckpointError(f"{name}: its name is too long for a file's: save an .npz, or rename it", key=name)
+    return quoted + _SUFFIX

@@ -1,14 +1,14 @@
-#include "plan/key_names.h"
+#include "base/numbered_strings.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-namespace vescale_ckpt::plan {
+namespace vescale_ckpt {
 namespace {
 
-TEST(KeyNames, NumbersInOrderOfFirstAppearance) {
-  KeyNames names;
+TEST(NumberedStrings, NumbersInOrderOfFirstAppearance) {
+  NumberedStrings names;
   EXPECT_EQ(names.add("b"), std::pair(0u, true));
   EXPECT_EQ(names.add(""), std::pair(1u, true));
   EXPECT_EQ(names.add("a"), std::pair(2u, true));
@@ -22,8 +22,8 @@ TEST(KeyNames, NumbersInOrderOfFirstAppearance) {
   EXPECT_EQ(names.text(), "ba");
 }
 
-TEST(KeyNames, Grow) {
-  KeyNames names;
+TEST(NumberedStrings, Grow) {
+  NumberedStrings names;
   for (uint32_t i = 0; i < 10000; ++i) EXPECT_EQ(names.add(std::to_string(i)), std::pair(i, true));
   for (uint32_t i = 0; i < 10000; ++i) {
     EXPECT_EQ(names.find(std::to_string(i)), i);
@@ -32,4 +32,4 @@ TEST(KeyNames, Grow) {
 }
 
 }  // namespace
-}  // namespace vescale_ckpt::plan
+}  // namespace vescale_ckpt

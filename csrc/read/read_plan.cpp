@@ -1,0 +1,308 @@
+#include "read/read_plan.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "io/transfer.h"
+#include "read/archive_file.h"
+
+namespace vescale_ckpt::read {
+namespace {
+
+// Smaller tensors are read with their neighbours through a slot.
+constexpr uint64_t kInPlaceBytes = 1 << 20;
+// From the page cache: pieces small enough that their checksum finds them in the processor's cache.
+constexpr uint64_t kCachedPiece = 1 << 20;
+
+}  // namespace
+
+const format::ChecksumTable::Row* DataFile::row_of(const Record& record) {
+  if (!table_looked_for_) {
+    table_looked_for_ = true;
+    load_table();
+  }
+  const format::ChecksumTable::Row* row = table_ ? table_->find(record.offset) : nullptr;
+  const bool fits = row != nullptr && row->body_offset == record.body_offset && row->body_bytes == record.body_bytes;
+  return fits ? row : nullptr;
+}
+
+void DataFile::load_table() {
+  constexpr uint64_t kFooter = format::ChecksumTable::kFooterBytes;
+  if (file->size() < kFooter) return;
+  std::byte last[kFooter];
+  io::read_exactly(*file, file->size() - kFooter, last);
+  const auto footer = format::ChecksumTable::parse_footer(last, file->size());
+  if (!footer) return;
+  std::vector<std::byte> bytes(footer->table_bytes);
+  io::read_exactly(*file, footer->table_offset, bytes);
+  table_ = format::ChecksumTable::parse(bytes, *footer);
+}
+
+void note_damage(Record& record, const Error& error, ReadReport& report) {
+  record.concluded = true;
+  for (const uint32_t item : record.items) report.damaged.push_back({item, error.offset, error.what()});
+}
+
+Error replaced_record(const Record& record, const std::string& path) {
+  return Error::corrupt("the record at offset " + std::to_string(record.offset) + " of " + path +
+                            " is not the one that was saved: the file was replaced or is from another save",
+                        path, record.offset, record.items[0]);
+}
+
+ReadPlan::ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::span<const uint32_t> rows,
+                   Purpose purpose, const io::EngineOptions& options, ReadReport& report)
+    : open_(open),
+      items_(items),
+      verify_(purpose != Purpose::deliver),
+      check_only_(purpose == Purpose::check),
+      options_(options),
+      report_(report) {
+  group_items(rows);
+  for (uint32_t index = 0; index < records.size(); ++index) {
+    try {
+      plan_record(index);
+    } catch (const Error& error) {
+      if (!check_only_) throw;
+      note_damage(records[index], error, report_);
+    }
+  }
+  pack_extents();
+}
+
+DataFile& ReadPlan::opened(uint32_t index, uint32_t row) {
+  DataFile& data = files[index];
+  try {
+    if (!data.file) data.file = open_(index);
+  } catch (const Error& error) {
+    throw Error(error.kind, error.what(), error.path, error.offset, error.code, row);
+  }
+  return data;
+}
+
+void ReadPlan::group_items(std::span<const uint32_t> rows) {  // in the order of their records
+  const auto key = [this](uint32_t row) { return std::tuple(items_[row].file, items_[row].record_offset); };
+  for (const uint32_t row : rows) {
+    if (items_[row].bare && items_[row].record_length == 0) continue;  // it is where the next one is
+    if (records.empty() || key(row) != key(records.back().items[0])) records.emplace_back();
+    records.back().items.push_back(row);
+  }
+}
+
+void ReadPlan::plan_record(uint32_t index) {
+  Record& record = records[index];
+  const uint32_t row = record.items[0];
+  const ReadItem& first = items_[row];
+  record.file = first.file;
+  record.offset = first.record_offset;
+  record.length = first.record_length;
+  record.expected_crc = first.crc;
+  try {
+    if (!first.bare) record.framing = framings_.get(first.dtype, first.chunk_sizes);
+  } catch (const Error& error) {
+    throw Error::invalid(error.what(), row);
+  }
+  record.body_bytes = first.bare ? record.length : record.framing->body_bytes();
+  bool whole = false;
+  for (const uint32_t item : record.items) {
+    if (items_[item].record_length != record.length || items_[item].dtype != first.dtype ||
+        items_[item].chunk_sizes != first.chunk_sizes) {
+      throw Error::invalid("two rows disagree about the record at offset " + std::to_string(record.offset), item);
+    }
+    whole = whole || items_[item].box.whole();
+    report_.needed_bytes += items_[item].box.bytes();
+  }
+  DataFile& data = opened(record.file, row);
+  if (record.offset > data.file->size() || record.length > data.file->size() - record.offset) {
+    throw Error::corrupt("file " + data.file->path() + " is truncated: it has " + std::to_string(data.file->size()) +
+                             " bytes, the record at offset " + std::to_string(record.offset) + " needs " +
+                             std::to_string(record.length),
+                         data.file->path(), record.offset, row);
+  }
+  if (!locate_body(record, data, whole)) {
+    record.unread = record.concluded = true;
+    return;
+  }
+  if (record.body_bytes == 0 && record.check != Record::Check::frame) {
+    record.concluded = true;
+    return;
+  }
+  choose_extents(index, record, data);
+}
+
+// Where the bytes are and how they will be checked. False if the record has to be left to the caller.
+bool ReadPlan::locate_body(Record& record, DataFile& data, bool whole) {
+  if (items_[record.items[0]].bare) {
+    locate_bare(record, whole);
+    return true;
+  }
+  record.body_offset = record.offset + record.framing->prologue().size();
+  if (record.length != record.framing->total_bytes()) {
+    const auto body = find_tensor(*data.file, record.offset, record.length, *record.framing);
+    if (!body) return false;
+    record.body_offset = body->offset;
+    record.crc = body->crc;
+    // The checksum was found with the bytes; parts of such records are not verifiable but by reading all.
+    record.check = verify_ ? Record::Check::crc : Record::Check::none;
+    return true;
+  }
+  if (!whole) {
+    if (const format::ChecksumTable::Row* row = data.row_of(record)) {
+      if (verify_ && record.expected_crc != kUnknownCrc && record.expected_crc != row->crc) {
+        throw replaced_record(record, data.file->path());
+      }
+      record.check = verify_ ? Record::Check::blocks : Record::Check::none;
+      record.blocks = data.blocks(*row);
+      record.check_prologue = true;  // equal sizes do not make equal dtypes
+      return true;
+    }
+    if (!verify_) {
+      record.check = Record::Check::none;
+      record.check_prologue = true;  // equal lengths do not make equal strides
+      return true;
+    }
+  }
+  record.check = Record::Check::frame;
+  record.check_prologue = true;
+  return true;
+}
+
+void ReadPlan::locate_bare(Record& record, bool whole) {
+  record.body_offset = record.offset;
+  record.blocks = items_[record.items[0]].blocks;
+  record.check = Record::Check::none;
+  if (!verify_) return;
+  if (!record.blocks.empty()) {
+    record.check = whole ? Record::Check::crc : Record::Check::blocks;
+    if (whole) record.crc = format::joined_crc(record.body_offset, record.body_end(), record.blocks);
+    return;
+  }
+  for (const uint32_t row : record.items) report_.unverified_bytes += items_[row].box.bytes();
+}
+
+void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
+  const uint64_t begin = record.offset, end = record.offset + record.length;
+  switch (record.check) {
+    case Record::Check::frame:
+      add_range(index, begin, end, data, record.body_offset, record.body_end());
+      break;
+    case Record::Check::crc:
+      add_range(index, record.body_offset, record.body_end(), data, record.body_offset, record.body_end());
+      break;
+    case Record::Check::blocks:
+    case Record::Check::none: {
+      if (record.check_prologue) add_range(index, begin, record.body_offset, data, 0, 0);
+      // What the boxes need, cells rounded up where they are checked, merged over all items.
+      std::vector<std::pair<uint64_t, uint64_t>> wanted;
+      const bool cells_only = record.check == Record::Check::blocks;
+      for (const uint32_t item : record.items) {
+        items_[item].box.ranges(cells_only ? format::kChecksumBlock : io::kReadGap, [&](uint64_t from, uint64_t to) {
+          from += record.body_offset;
+          to += record.body_offset;
+          if (cells_only) {
+            from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
+            to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
+          }
+          wanted.emplace_back(from, to);
+        });
+      }
+      std::sort(wanted.begin(), wanted.end());
+      for (size_t i = 0; i < wanted.size();) {
+        auto [from, to] = wanted[i];
+        for (++i; i < wanted.size() && wanted[i].first <= to; ++i) to = std::max(to, wanted[i].second);
+        add_range(index, from, to, data, from, to);
+      }
+      break;
+    }
+  }
+}
+
+// Queues the file range [begin, end) of a record; what lies in [inner_begin, inner_end) may go in place.
+void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile& data, uint64_t inner_begin,
+                         uint64_t inner_end) {
+  Record& record = records[index];
+  auto [from, to] = in_place_range(record, data, inner_begin, inner_end);
+  if (to <= from || to - from < kInPlaceBytes) {
+    extents_.push_back({index, begin, end, nullptr});
+    return;
+  }
+  if (from > begin) extents_.push_back({index, begin, from, nullptr});
+  const ReadItem& item = items_[record.items[0]];
+  const bool cached = data.file->access() == io::Access::buffered;
+  const uint64_t piece = cached ? std::min(kCachedPiece, options_.slot_bytes) : options_.slot_bytes;
+  for (uint64_t at = from; at < to;) {
+    const uint64_t next = std::min(to, align_down(at, piece) + piece);
+    extents_.push_back({index, at, next, item.memory + (at - record.body_offset - item.box.begin())});
+    at = next;
+  }
+  if (to < end) extents_.push_back({index, to, end, nullptr});
+}
+
+// The part of [begin, end) that can be read straight into the target: empty if it is strided, wanted more than once,
+// or not congruent with the file.
+std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, DataFile& data, uint64_t begin,
+                                                       uint64_t end) const {
+  const ReadItem& item = items_[record.items[0]];
+  if (check_only_ || record.items.size() != 1 || !item.box.dense()) return {0, 0};
+  begin = std::max(begin, record.body_offset + item.box.begin());
+  end = std::min(end, record.body_offset + item.box.end());
+  const bool direct = data.file->access() == io::Access::direct;
+  const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
+  if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
+  // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
+  const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
+  return {align_up(begin, grain), align_down(end, grain)};
+}
+
+// Extents come in file order; neighbours share a slot.
+void ReadPlan::pack_extents() {
+  std::stable_sort(extents_.begin(), extents_.end(), [this](const Extent& a, const Extent& b) {
+    return std::tuple(records[a.record].file, a.begin) < std::tuple(records[b.record].file, b.begin);
+  });
+  Segment packed;
+  const auto flush = [&] {
+    if (!packed.parts.empty()) segments.push_back(std::move(packed));
+    packed = {};
+  };
+  for (const Extent& extent : extents_) {
+    const uint32_t file = records[extent.record].file;
+    if (extent.in_place != nullptr) {
+      segments.push_back({file, extent.begin, extent.end, {}, extent.in_place});
+      segments.back().parts.push_back(part(extent.record, extent.begin, extent.end));
+      continue;
+    }
+    for (uint64_t at = extent.begin; at < extent.end;) {
+      const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + io::kReadGap;
+      const uint64_t start = near ? packed.begin : align_down(at, kBlock);
+      const uint64_t limit = align_down(start + options_.slot_bytes, kBlock);
+      // A record that fits a slot is not cut; one that does not is cut on cells.
+      const bool fits = extent.end <= limit;
+      const bool would_fit = extent.end - align_down(at, kBlock) <= options_.slot_bytes;
+      if (near && !fits && would_fit) {
+        flush();
+        continue;
+      }
+      const uint64_t end = fits ? extent.end : align_down(limit, format::kChecksumBlock);
+      if (!near || end <= at) {
+        flush();
+        packed.file = file;
+        packed.begin = align_down(at, kBlock);
+        if (end <= at) continue;
+      }
+      packed.parts.push_back(part(extent.record, at, end));
+      packed.end = std::max(packed.end, end);  // rows may claim overlapping ranges
+      at = end;
+    }
+  }
+  flush();
+}
+
+Part ReadPlan::part(uint32_t index, uint64_t begin, uint64_t end) {
+  Record& record = records[index];
+  record.pending.fetch_add(1, std::memory_order_relaxed);
+  Part part{index, begin, end, static_cast<uint32_t>(record.sums.size())};
+  if (std::max(begin, record.body_offset) < std::min(end, record.body_end())) record.sums.push_back({});
+  return part;
+}
+
+}  // namespace vescale_ckpt::read

@@ -1,0 +1,48 @@
+"""`Steps` takes the steps of a save on one rank, so that all ranks take each step or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from .._ranks.exchange import Exchange
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Steps:
+    """A rank with an error keeps it, and takes no more steps, until the next exchange, where all ranks raise.
+
+    Args:
+        doing: names the save in errors and phases; equal on all ranks.
+    """
+
+    def __init__(self, exchange: Exchange, doing: str) -> None:
+        self.exchange = exchange
+        self.error: BaseException | None = None
+        self._doing = doing
+
+    def phase(self, step: str) -> str:
+        return f"{self._doing}: {step}"
+
+    def take(
+        self, step: Callable[_Arguments, _Result], *arguments: _Arguments.args, **options: _Arguments.kwargs
+    ) -> _Result | None:
+        """The result of a step of this rank. None if it or an earlier one has failed."""
+        if self.error is None:
+            try:
+                return step(*arguments, **options)
+            except Exception as error:
+                self.error = error
+        return None
+
+    def gather(self, step: Callable[[], bytes], phase: str) -> list[bytes] | None:
+        """Takes a step, whose result must not be empty. Returns the results of all ranks on the coordinator; None on
+        other ranks, and if a rank has an error."""
+        gathered = self.exchange.gather(self.take(step) or b"", self.phase(phase))
+        return gathered if gathered is not None and all(gathered) else None
+
+    def raise_together(self, phase: str) -> None:
+        """Raises on all ranks if one has an error."""
+        self.exchange.fail_together(self.error, self.phase(phase))

@@ -1,0 +1,346 @@
+"""Reads and checks the records of a checkpoint, native or safetensors, and fills tensors from them, for one load."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .. import settings
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES, dtype_code
+from .._engine.errors import named_errors
+from .._engine.options import engine_options, threads_of, used_paths
+from .._engine.overlap import GROUP_TENSORS, overlap
+from .._engine.rows import int_table
+from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, overlapping
+from .._engine.torch_private import bump_versions
+from .._share.rounds import FailedElsewhereError
+from .._state.describe import Description
+from .._state.tensor_table import narrowed
+from .._storage.directory import check_relative, stat_of
+from .._write.optimizer_gate import wait_until_copied
+from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
+from ..reports import LoadStats
+from ..settings import DirectIO
+from .contents import Contents
+from .non_contiguous_records import tensor_in_archive
+from .seen_files import SeenFiles
+
+_PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a load reads."""
+
+    thread_count: int | None = None  #: None: the setting's
+    verify: bool = True  #: False skips checksums
+    weights_only: bool = True  #: False lets objects run code
+    direct_io: DirectIO = "auto"
+    allow_cast: bool = False  #: converts to the dtypes of the tensors that are filled
+    timeout: float | None = None  #: seconds to wait until a save has copied the tensors to fill; None: the setting's
+
+
+@dataclass(slots=True)
+class Record:
+    """The record location of a tensor's chunk or an object, its CRC-32, dtype and shape."""
+
+    key: str
+    file: int  #: index into `Load.paths`
+    offset: int
+    length: int
+    crc: int  #: CRC-32 of the tensor's bytes or of the whole object, -1 if metadata has none
+    dtype: torch.dtype = torch.uint8
+    sizes: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Target:
+    """A tensor to fill with the values at `storage_offset` of a record's chunk."""
+
+    record: Record
+    storage_offset: Sequence[int]
+    tensor: torch.Tensor
+    host: torch.Tensor  #: the memory that the engine fills, the tensor itself where it can
+    commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
+
+
+@dataclass
+class _Group:
+    """Tensors that are read together, and their rows in the engine's table."""
+
+    targets: list[Target] = field(default_factory=list)
+    table: array[int] = field(default_factory=int_table)
+
+
+class Load:
+    """One load of this rank: the files that it reads, the tensors that it fills, and its statistics.
+
+    Only `read_tensors` may be called on any thread, but on one at a time.
+    """
+
+    def __init__(self, contents: Contents, options: ReadOptions, seen: SeenFiles) -> None:
+        self.contents = contents
+        self.options = options
+        self.where = contents.path
+        self.paths: list[str] = []
+        self.file_numbers: dict[str, int] = {}  #: by name in metadata
+        self._seen = seen
+        self._filled: list[torch.Tensor] = []
+        # By whether the page cache is used in any case.
+        self._engine_options = {
+            cached: engine_options(options.thread_count, False if cached else options.direct_io)
+            for cached in (False, True)
+        }
+        self._safetensors = {
+            cached: _C.SafetensorsReads(options.verify, of_engine)
+            for cached, of_engine in self._engine_options.items()
+            if contents.safetensors
+        }
+        self._totals = dict.fromkeys(_PATHS, 0)
+        self.bytes = 0  #: that this load needed
+        self.shared_bytes = 0  #: of `bytes`, those that several ranks needed and one of them read
+        self._unverified = 0
+        self._fallbacks = 0
+
+    def run(self, work: Callable[[], tuple[int, int]]) -> LoadStats:
+        """Runs `work`, which does all of a load and returns how many tensors and objects it read.
+
+        If it raises `FailedElsewhereError`, this returns without an error, with an incomplete load: the rank that
+        failed raises. Raises `CheckpointError` if a file changed after `file`, or direct I/O was required but not
+        possible.
+        """
+        started = time.perf_counter()
+        tensors = objects = 0
+        try:
+            with suppress(FailedElsewhereError):
+                tensors, objects = work()
+                self._seen.check(self.paths)
+        finally:
+            filled, self._filled = self._filled, []
+            bump_versions(filled)
+        if self.options.direct_io is True and self._totals["uncached_bytes"] + self._totals["buffered_bytes"]:
+            raise CheckpointError(
+                f"direct_io=True, but {self.where} could not be read past the page cache ({used_paths(self._totals)})"
+            )
+        return LoadStats(
+            seconds=time.perf_counter() - started,
+            tensors=tensors,
+            objects=objects,
+            bytes=self.bytes,
+            io_path=used_paths(self._totals),
+            verified=self.options.verify,
+            unverified_bytes=self._unverified,
+            fallback_tensors=self._fallbacks,
+            shared_bytes=self.shared_bytes,
+            **self._totals,
+        )
+
+    def begin(self, description: Description | None, state: object) -> None:
+        """Prepares the description's tensors and the DTensors of `state`. Called before the first byte is loaded.
+
+        Torch's version counters of the tensors are raised now and at the load's end, so that code that compares them
+        notices the change. Waits until an asynchronous save has copied the tensors.
+        """
+        tensors = [] if description is None else description.tensors
+        if description is not None and (bad := overlapping(tensors)):
+            items = range(len(description.names))
+            raise overlaps_itself(
+                next(description.names[item] for item in items if description.tensor_number(item) == bad[0])
+            )
+        phase = f"loading {self.where}: wait until a save has copied the state"
+        wait_until_copied(phase, settings.timeout(self.options.timeout))
+        self._filled += tensors
+        if isinstance(state, dict) and holds_any(state, DTensor):  # a DTensor has a version counter of its own
+            self._filled += [value for value in state.values() if isinstance(value, DTensor)]
+        bump_versions(self._filled)
+
+    def file(self, name: str, key: str) -> int:
+        """The number of a data file, whose identity is recorded before it is read. Raises `UntrustedCheckpointError`,
+        naming `key`, if its name leaves the root."""
+        number = self.file_numbers.get(name)
+        if number is None:
+            path = os.path.join(self.contents.root, check_relative(name, key))
+            self._seen.look(path)
+            number = self.file_numbers[name] = len(self.paths)
+            self.paths.append(path)
+        return number
+
+    # --- Objects
+
+    def objects(self, records: list[Record], known: dict[int, bytes]) -> Iterator[tuple[Record, bytes]]:
+        """Each object's bytes, checked. `known`: objects that were read for all ranks, by row of `records`."""
+        own = iter(self.read_whole([record for row, record in enumerate(records) if row not in known]))
+        for row, record in enumerate(records):
+            data = known[row] if row in known else next(own)
+            self._check_archive(data, record, whole=True)
+            yield record, data
+
+    def read_whole(self, records: list[Record]) -> list[bytes]:
+        if not records:
+            return []
+        self._check_ranges(records)
+        table = int_table()
+        for record in records:
+            table.extend((record.file, record.offset, record.length))
+        with named_errors(lambda row: records[row].key, self.where):
+            return _C.read_objects(self.paths, table, self._engine_options[False])
+
+    def _check_ranges(self, records: list[Record]) -> None:
+        """Checks that the records lie in their files, before memory is allocated for them."""
+        sizes: dict[str, int] = {}
+        for record in records:
+            path = self.paths[record.file]
+            if path not in sizes:
+                try:
+                    sizes[path] = stat_of(path).size
+                except OSError as error:
+                    raise CorruptCheckpointError(
+                        f"{record.key}: data file is missing: {error}", key=record.key, file=path
+                    ) from error
+            if record.offset + record.length > sizes[path]:
+                raise self._corrupt(
+                    record,
+                    f"file {path} is truncated: it has {sizes[path]} bytes, the object at offset {record.offset} needs "
+                    f"{record.length}",
+                )
+
+    def _check_archive(self, data: bytes, record: Record, *, whole: bool) -> None:
+        """Checks that an archive is sound; with `whole`, also the CRC-32 in metadata, which is of the whole archive."""
+        damage = _C.check_archive(data, self.options.verify)
+        if not damage and whole and self.options.verify and record.crc not in (-1, _C.crc32(data)):
+            damage = "it is not the object that was saved"
+        if damage:
+            place = f"record of {record.length} bytes at offset {record.offset} of {self.paths[record.file]}"
+            raise self._corrupt(record, f"{damage} ({place})")
+
+    def _corrupt(self, record: Record, reason: str) -> CorruptCheckpointError:
+        path = self.paths[record.file]
+        return CorruptCheckpointError(f"{record.key}: {reason}", key=record.key, file=path, offset=record.offset)
+
+    # --- Tensors
+
+    def target(
+        self,
+        record: Record,
+        storage_offset: Sequence[int],
+        tensor: torch.Tensor,
+        commit: Callable[[torch.Tensor], object] | None = None,
+    ) -> Target:
+        host = tensor
+        if tensor.dtype != record.dtype or not is_host_memory(tensor):
+            if not can_be_filled(tensor):
+                raise CheckpointError(
+                    f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
+                )
+            host = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
+        return Target(record, storage_offset, tensor, host, commit)
+
+    def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
+        """Fills the targets in groups: while the engine reads one, the next is prepared."""
+
+        def read(group: _Group) -> dict[str, Any]:
+            return self.read_tensors(
+                group.table, lambda row: group.targets[row].record.key, through_cache=through_cache
+            )
+
+        for group, report in overlap(_groups(targets), read):
+            self.count(report)
+            for row in report["unread"]:
+                self.fill_from_archive(group.targets[row])
+            for target in group.targets:
+                if target.host is not target.tensor:
+                    target.tensor.copy_(target.host)
+                if target.commit is not None:
+                    target.commit(target.tensor)
+            bump_versions([target.tensor for target in group.targets])
+
+    def read_tensors(
+        self, table: bytes | array[int], key_of: Callable[[int], str], *, through_cache: bool = False
+    ) -> dict[str, Any]:
+        """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
+        records that `fill_from_archive` has to read. `key_of` names a row in errors."""
+        with named_errors(key_of, self.where):
+            if self._safetensors:
+                return self._safetensors[through_cache].read_tensors(self.paths, table)
+            return _C.read_tensors(self.paths, table, self.options.verify, self._engine_options[through_cache])
+
+    def count(self, report: dict[str, Any], *, for_others: bool = False) -> None:
+        for name in self._totals:
+            self._totals[name] += report[name]
+        self._unverified += report["unverified_bytes"]
+        if not for_others:
+            self.bytes += report["needed_bytes"]
+
+    def fill_from_archive(self, target: Target) -> None:
+        """Fills a target's host memory from a record that the engine left unread: its tensor is not contiguous."""
+        record = target.record
+        self._fallbacks += 1
+        (data,) = self.read_whole([record])
+        if not _C.archive_has_checksums(data):
+            self._unverified += target.host.nbytes
+        self._check_archive(data, record, whole=False)  # also without `verify`: the record has an unexpected form
+        try:
+            tensor = tensor_in_archive(data, record.sizes, record.crc if self.options.verify else -1)
+        except ValueError as error:
+            place = f"the record at offset {record.offset} of {self.paths[record.file]}"
+            raise self._corrupt(record, f"{place} {error}") from error.__cause__
+        if tensor.dtype != record.dtype and not self.options.allow_cast:
+            raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
+        target.host.copy_(narrowed(tensor, target.storage_offset, target.host.shape))
+
+    # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.options.thread_count)
+
+    def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
+        report = self.read_tensors(table, key_of)
+        self.count(report, for_others=True)
+        return list(report["unread"])
+
+    def read_piece_from_archive(
+        self, key: str, record: Sequence[int], sizes: Sequence[int], start: Sequence[int], piece: torch.Tensor
+    ) -> None:
+        file, offset, length, crc, code = record
+        stored = Record(key, file, offset, length, crc, CODE_DTYPES[code], sizes)
+        self.fill_from_archive(Target(stored, start, piece, piece))
+
+
+def overlaps_itself(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: several elements of the tensor to load into are the same memory (it is expanded, or overlaps itself): "
+        "load into a clone of it",
+        key=key,
+    )
+
+
+def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
+    """Cuts the targets into groups, by number, and by the bytes of host memory for targets that are not filled in
+    place. Two groups hold such memory at a time."""
+    budget = settings.number("arena_bytes") // 2
+    group, held = _Group(), 0
+    for target in targets:
+        record, host = target.record, target.host
+        code = dtype_code(record.dtype, record.key)
+        group.table.extend(
+            (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
+        )
+        group.table.extend((*target.storage_offset, *host.shape, host.data_ptr(), *host.stride()))
+        group.targets.append(target)
+        if host is not target.tensor:
+            held += host.nbytes
+        if held >= budget or len(group.targets) == GROUP_TENSORS:
+            yield group
+            group, held = _Group(), 0
+    if group.targets:
+        yield group

@@ -1,0 +1,155 @@
+"""`ExportSave` writes Hugging Face's safetensors files, for one rank of a save.
+
+All ranks write the same files at the same time, each rank its part of the plan at its final offsets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._engine import _C
+from .._engine.errors import named_errors
+from .._engine.options import engine_options
+from .._engine.rows import int_table
+from .._hf.folder import ExportFolder
+from .._hf.header import with_ties
+from .._hf.names import file_names, holds_export, temporary_name
+from .._plan.save_plan import GlobalSavePlan
+from .._ranks.shared_directory import separate_directories
+from .._storage.directory import directory_at
+from ..errors import CheckpointError
+from ..reports import SaveStats
+from .rank_save import RankSave, SaveOptions
+
+_NOT_PLACED = (0, 0, -1)  # in place of offset, length and CRC-32 of a tensor, which exports do not need
+
+
+class ExportSave(RankSave):
+    """A `RankSave` as safetensors files. Before any rank writes, the coordinator calls `make_files`, and then each rank
+    `write_to`."""
+
+    def __init__(self, options: SaveOptions) -> None:
+        super().__init__(options)
+        self.blocks = b""  #: this rank's contribution to the checksums of the files, known after it has written
+        # The offsets of the tensors in all files, and the folder. Set only on the coordinator, from the plan on.
+        self._layout: _C.ExportLayout | None = None
+        self._folder: ExportFolder | None = None
+        self._paths: list[str] = []
+        self._targets = b""
+        self._files: _C.SharedWriter | None = None
+        self._written = 0
+
+    @property
+    def wanted(self) -> tuple[Any, ...]:
+        """What a layout depends on, except the plan."""
+        return self.options.most_file_bytes, tuple(self.options.texts)
+
+    def begin(self) -> None:
+        path = self.options.path
+        if self.options.alone:
+            raise CheckpointError("safetensors files are written by all ranks together", path=path)
+        directory_at(path).make()
+        if not self.options.overwrite and holds_export(path):
+            raise CheckpointError(f"{path} holds a model already and overwrite=False", path=path)
+
+    def clean_up(self) -> None:
+        """Does nothing: `make_files` removes files of exports that died."""
+
+    # --- The files of all ranks
+
+    def layout_of(
+        self,
+        planned: GlobalSavePlan,
+        ties: dict[str, str],
+        more_texts: Sequence[tuple[str, str]] = (),
+        most_file_bytes: int | None = None,
+    ) -> _C.ExportLayout:
+        """The layout of the plan. `ties`: for names that are not stored, the name of the tensor that has their value.
+        Raises `CheckpointError` for values that no safetensors file can hold."""
+        limit = self.options.most_file_bytes if most_file_bytes is None else most_file_bytes
+        try:
+            texts = [*with_ties(self.options.texts, ties), *more_texts]
+            return _C.ExportLayout(planned.catalog(), limit, texts, list(ties.items()))
+        except _C.EngineError as error:
+            raise CheckpointError(str(error)) from None
+
+    def make_files(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
+        """Makes the files. Returns the end of their temporary names."""
+        self._layout = made
+        self._folder = ExportFolder(self.options.path, made.file_bytes, names)
+        return self._folder.token
+
+    def write_to(self, names: int | list[str], token: str, table: bytes) -> None:
+        """Sets what this rank will write to: `names` of files, or the number of a model's files; the end of their
+        temporary names; and for each tensor of the rank's part a row in the form of `_C.SharedWriter`."""
+        names = file_names(names) if isinstance(names, int) else names
+        self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in names]
+        self._targets = table
+
+    @property
+    def folder(self) -> ExportFolder:
+        assert self._folder is not None
+        return self._folder
+
+    # --- This rank's boxes in them
+
+    def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        options, paths = self.options, self._paths
+        for_engine = engine_options(options.thread_count, options.direct_io, in_background)
+        # The coordinator made all of them.
+        if paths and not directory_at(options.path).has(os.path.basename(paths[0])):
+            raise separate_directories(options.path, [options.rank])
+        with named_errors(str, options.path):
+            self._files = _C.SharedWriter(paths, self._targets, for_engine)
+
+    def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+        assert self._files is not None
+        with named_errors(key_of, self.options.path):
+            self._files.write(table, int_table(rows))
+        return list(_NOT_PLACED) * len(rows)
+
+    def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
+        assert not contents, "a layout has tensors only"
+        return []
+
+    def finish(self, tensors: int, objects: int) -> SaveStats:
+        files, stats = self._files, []
+        if files is not None:
+            with named_errors(str, self.options.path):
+                self.blocks = files.finish(self.options.sync_files)
+            self._written, stats = files.progress(), [files.stats()]
+        self.discard()
+        written = sum(of_all["in_place_bytes"] + of_all["slot_bytes"] for of_all in stats)
+        return self._stats(tensors, objects, written, written, stats)
+
+    def progress(self) -> int:
+        files = self._files
+        return self._written if files is None else files.progress()
+
+    def cancel(self) -> None:
+        if (files := self._files) is not None:
+            files.cancel()
+
+    def discard(self) -> None:
+        """Closes the files. The coordinator removes them when the save ends."""
+        self._files = None
+
+    # --- The commit
+
+    def heads(self, blocks: list[bytes]) -> list[bytes]:
+        """The head of each file. `blocks`: those of each rank."""
+        assert self._layout is not None
+        return self._layout.heads(blocks)
+
+    def commit(self, blocks: list[bytes]) -> None:
+        """Commits what all ranks have written. `blocks`: those of each rank."""
+        assert self._layout is not None
+        self.folder.commit(self.heads(blocks), self._layout.index, self.options.sync_files)
+
+    def end(self) -> None:
+        """Removes the files if they were not committed."""
+        if self._folder is not None:
+            self._folder.discard()
+        self._folder = self._layout = None
