@@ -35,20 +35,13 @@ def test_number_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("text", ["", "x", "1.5", "8M", "-1", "0x10"])
-def test_number_that_makes_no_sense_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_that_makes_no_sense_or_is_too_small_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = settings.SETTINGS[name]
-    monkeypatch.setenv(setting.variable, text)
-    with pytest.raises(ValueError, match=setting.variable):
-        settings.value(name)
-
-
-@pytest.mark.parametrize("name", [name for name in NUMBERS if settings.SETTINGS[name].least > 0])
-def test_number_that_is_too_small_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = settings.SETTINGS[name]
-    monkeypatch.setenv(setting.variable, str(setting.least - 1))
-    with pytest.raises(ValueError, match=f"{setting.variable}.*{setting.least}"):
-        settings.value(name)
+    for text in ("", "x", "1.5", "8M", "-1", "0x10", str(setting.least - 1)):
+        monkeypatch.setenv(setting.variable, text)
+        with pytest.raises(ValueError, match=setting.variable) as raised:
+            settings.value(name)
+    assert str(setting.least) in str(raised.value) or not setting.least
 
 
 @pytest.mark.parametrize("name", CHOICES)

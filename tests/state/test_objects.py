@@ -169,9 +169,9 @@ def test_a_small_object_cannot_take_all_memory(call: Calling) -> None:
         objects.load(buffer.getvalue(), weights_only=True, key="key")
 
 
-@pytest.mark.parametrize("name", PLAIN | HARMLESS | CODE)
+@pytest.mark.parametrize("name", HARMLESS | CODE)  # of plain ones the bytes are torch's
 def test_torch_loads_what_we_dump(name: str) -> None:
-    value = (PLAIN | HARMLESS | CODE)[name]
+    value = (HARMLESS | CODE)[name]
     loaded = torch.load(io.BytesIO(objects.dump(value, "key")), weights_only=False)
     if isinstance(value, torch.Tensor):
         assert torch.equal(loaded, value)
