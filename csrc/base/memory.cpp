@@ -41,7 +41,7 @@ Arena::Arena(uint64_t slot_bytes, uint64_t budget_bytes)
     : slot_bytes_(align_up(slot_bytes, kBlock)), limit_(std::max<uint64_t>(1, budget_bytes / slot_bytes_)) {}
 
 Arena::~Arena() {
-  trim();
+  for (std::byte* data : free_) ::munmap(data, align_up(slot_bytes_, kHugePage));
 }
 
 uint64_t Arena::allocated_bytes() const {
@@ -81,13 +81,6 @@ void Arena::release(std::byte* data) {
     free_.push_back(data);
   }
   freed_.notify_one();
-}
-
-void Arena::trim() {
-  const std::lock_guard lock(mutex_);
-  for (std::byte* data : free_) ::munmap(data, align_up(slot_bytes_, kHugePage));
-  allocated_ -= free_.size();
-  free_.clear();
 }
 
 Arena& shared_arena(uint64_t slot_bytes, uint64_t budget_bytes) {

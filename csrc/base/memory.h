@@ -49,7 +49,7 @@ class Arena {
  public:
   // `budget_bytes` is rounded down to whole slots, but one slot is always allowed.
   Arena(uint64_t slot_bytes, uint64_t budget_bytes);
-  ~Arena();
+  ~Arena();  // no slot may be out
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
@@ -59,7 +59,6 @@ class Arena {
 
   Slot acquire();                     // waits for a free one; throws std::bad_alloc if the system has no memory
   std::optional<Slot> try_acquire();  // nullopt instead of waiting
-  void trim();                        // gives free slots back to the system
 
  private:
   friend class Slot;

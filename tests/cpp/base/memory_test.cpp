@@ -70,21 +70,6 @@ TEST(Arena, KeepsMemoryBetweenUses) {
   EXPECT_EQ(arena.allocated_bytes(), kSlot);
 }
 
-TEST(Arena, TrimsFreeSlotsOnly) {
-  Arena arena(kSlot, 4 * kSlot);
-  const Slot kept = arena.acquire();
-  {
-    const Slot freed = arena.acquire();
-  }
-  EXPECT_EQ(arena.allocated_bytes(), 2 * kSlot);
-  arena.trim();
-  EXPECT_EQ(arena.allocated_bytes(), kSlot);
-  std::memset(kept.data(), 2, kSlot);
-  std::vector<Slot> rest;
-  for (int i = 0; i < 3; ++i) rest.push_back(arena.acquire());
-  EXPECT_FALSE(arena.try_acquire());
-}
-
 TEST(Arena, WaitsForASlot) {
   Arena arena(kSlot, kSlot);
   std::optional<Slot> held = arena.acquire();
