@@ -63,7 +63,8 @@ void bind_export(py::module_& module) {
                                }
                                return bytes;
                              })
-      .def("places", [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.places(rank)); })
+      .def("record_locations",
+           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.record_locations(rank)); })
       .def("heads", &heads)
       .def("index", [](const hf::ExportLayout& layout, const std::vector<std::string>& names) {
         return py::bytes(layout.index(names));
@@ -96,11 +97,11 @@ void bind_export(py::module_& module) {
 
   module.def(
       "export_targets",
-      [](const py::bytes& inventory, const py::buffer& part, const py::buffer& places) {
-        return packed(
-            hf::make_export_targets(state::Inventory(view(inventory)), Table(part).values(), Table(places).values()));
+      [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations) {
+        return packed(hf::make_export_targets(state::Inventory(view(inventory)), Table(local_plan).values(),
+                                              Table(record_locations).values()));
       },
-      py::arg("inventory"), py::arg("part"), py::arg("places"));
+      py::arg("inventory"), py::arg("local_plan"), py::arg("record_locations"));
   module.def(
       "items_that_share_memory",
       [](const py::bytes& inventory, const py::buffer& sources, const py::buffer& tensors, const py::bytes& ready) {

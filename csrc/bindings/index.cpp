@@ -81,12 +81,13 @@ py::bytes pack_paths(const std::vector<py::str>& names, const std::vector<py::tu
   return py::bytes(builder.pack());
 }
 
-std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalog, const std::vector<py::bytes>& places,
+std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalog,
+                                                 const std::vector<py::bytes>& record_locations,
                                                  const std::vector<std::vector<std::string>>& files,
                                                  const std::vector<py::bytes>& paths, const py::str& checkpoint_id,
                                                  const py::str& save_id, const std::optional<py::str>& structure) {
   std::vector<std::span<const int64_t>> tables;
-  for (const py::bytes& table : places) tables.push_back(words(table));
+  for (const py::bytes& table : record_locations) tables.push_back(words(table));
   std::vector<std::span<const std::byte>> blocks;
   for (const py::bytes& block : paths) blocks.push_back(view(block));
   const py::bytes checkpoint_text = encoded(checkpoint_id), save_text = encoded(save_id);
@@ -112,10 +113,10 @@ std::pair<py::bytes, py::bytes> checkpoint_files(const metadata::Catalog& catalo
   return {std::move(metadata), std::move(index)};
 }
 
-std::unique_ptr<metadata::Index> from_rows(const py::bytes& inventory, const py::bytes& places,
+std::unique_ptr<metadata::Index> from_rows(const py::bytes& inventory, const py::bytes& record_locations,
                                            const std::vector<std::string>& files, const std::string& save_id) {
   const auto rows = view(inventory);
-  const auto table = words(places);
+  const auto table = words(record_locations);
   const py::gil_scoped_release release;
   return std::make_unique<metadata::Index>(metadata::index_of_rows(state::Inventory(rows), table, files, save_id));
 }
@@ -157,7 +158,7 @@ std::vector<py::str> files(const metadata::LoadPlan& plan) {
 
 void bind_index(py::module_& module) {
   module.def("pack_paths", &pack_paths, py::arg("names"), py::arg("paths"), "planner_data of one rank, packed");
-  module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("places"), py::arg("files"),
+  module.def("checkpoint_files", &checkpoint_files, py::arg("catalog"), py::arg("record_locations"), py::arg("files"),
              py::arg("paths"), py::arg("checkpoint_id"), py::arg("save_id"), py::arg("structure") = std::nullopt,
              "the contents of .metadata and of the index that lies beside it");
 
@@ -181,7 +182,7 @@ void bind_index(py::module_& module) {
             return std::make_unique<metadata::Index>(std::vector<std::byte>(raw.begin(), raw.end()), path);
           },
           py::arg("image"), py::arg("path") = "", "of bytes that nobody has looked at; `path` is for messages")
-      .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("places"), py::arg("files"),
+      .def_static("from_rows", &from_rows, py::arg("inventory"), py::arg("record_locations"), py::arg("files"),
                   py::arg("save_id") = "")
       .def_property_readonly("save_id", [](const metadata::Index& index) { return decoded(index.save_id()); })
       .def(

@@ -67,7 +67,7 @@ void bind_plan(py::module_& module) {
            py::arg("whole") = std::vector<std::string>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
-      .def("part",
+      .def("local_plan",
            [](const plan::GlobalPlan& plan, uint32_t rank) {
              const std::vector<int64_t> rows = plan.local_plan(rank);
              return bytes_of(std::as_bytes(std::span(rows)));

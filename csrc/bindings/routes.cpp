@@ -106,8 +106,9 @@ void bind_routes(py::module_& module) {
         return bytes_of(share::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
-  module.def("place_table", &places, py::arg("inventory"), py::arg("places"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), py::arg("memories"), "the table of copies, and the numbers of rows that are not in it");
+  module.def("place_table", &places, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
+             py::arg("tensors"), py::arg("ready"), py::arg("memories"),
+             "the table of copies, and the numbers of rows that are not in it");
   module.def(
       "copy_boxes",
       [](const py::buffer& buffer, unsigned threads) {

@@ -267,12 +267,12 @@ void bind_tensors(py::module_& module) {
       },
       py::arg("table"), py::arg("boxes"), py::arg("elements"), py::arg("factors"));
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
-  module.def("write_table", &engine_table<&state::make_write_table>, py::arg("inventory"), py::arg("part"),
+  module.def("write_table", &engine_table<&state::make_write_table>, py::arg("inventory"), py::arg("local_plan"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));
-  module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("part"), py::arg("sources"), py::arg("tensors"),
-             py::arg("ready"), "a write table of rows wherever they are, and their devices");
-  module.def("ready_rows", &engine_table<&state::ready_rows>, py::arg("inventory"), py::arg("part"), py::arg("sources"),
-             py::arg("tensors"), py::arg("ready"));
+  module.def("copy_table", &copy_table, py::arg("inventory"), py::arg("local_plan"), py::arg("sources"),
+             py::arg("tensors"), py::arg("ready"), "a write table of rows wherever they are, and their devices");
+  module.def("ready_rows", &engine_table<&state::ready_rows>, py::arg("inventory"), py::arg("local_plan"),
+             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
   module.def("read_table", &engine_table<&state::make_read_table>, py::arg("inventory"), py::arg("reads"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));
 }

@@ -16,7 +16,7 @@ namespace vescale_ckpt::hf {
 namespace {
 
 constexpr size_t kMostNamed = 10;  // keys in an error
-constexpr size_t kPartRow = 4, kPlaceRow = 2;
+constexpr size_t kLocalPlanRow = 4, kLocationRow = 2;
 
 void expect_only_tensors(const metadata::Catalog& catalog) {
   std::string names;
@@ -118,10 +118,10 @@ ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_
   }
 }
 
-std::vector<int64_t> ExportLayout::places(uint32_t rank) const {
+std::vector<int64_t> ExportLayout::record_locations(uint32_t rank) const {
   if (rank >= rows_.size()) throw Error::invalid("no rank " + std::to_string(rank) + " in this layout");
   std::vector<int64_t> table;
-  table.reserve(rows_[rank].size() * kPlaceRow);
+  table.reserve(rows_[rank].size() * kLocationRow);
   for (const Row& row : rows_[rank]) {
     table.push_back(tensors_[row.tensor].file);
     table.push_back(static_cast<int64_t>(tensors_[row.tensor].begin));
@@ -173,22 +173,23 @@ std::string ExportLayout::index(std::span<const std::string> names) const {
   return text + "\n  }\n}\n";
 }
 
-std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> part,
-                                         std::span<const int64_t> places) {
+std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> local_plan,
+                                         std::span<const int64_t> record_locations) {
   constexpr const char* kMalformed = "a layout is not that of this part";
-  if (part.size() / kPartRow != places.size() / kPlaceRow || part.size() % kPartRow != 0) {
+  if (local_plan.size() / kLocalPlanRow != record_locations.size() / kLocationRow ||
+      local_plan.size() % kLocalPlanRow != 0) {
     throw Error::invalid(kMalformed);
   }
   std::vector<int64_t> table;
-  table.reserve(part.size() * 3);
-  for (size_t row = 0; row < part.size() / kPartRow; ++row) {
-    const auto item_words = part.subspan(row * kPartRow, kPartRow);
+  table.reserve(local_plan.size() * 3);
+  for (size_t row = 0; row < local_plan.size() / kLocalPlanRow; ++row) {
+    const auto item_words = local_plan.subspan(row * kLocalPlanRow, kLocalPlanRow);
     if (item_words[0] < 0 || static_cast<uint64_t>(item_words[0]) >= inventory.size()) throw Error::invalid(kMalformed);
     const state::Item item = inventory[static_cast<size_t>(item_words[0])];
     if (item.kind == state::ItemKind::object || item_words[1] >= static_cast<int64_t>(item.shape.size())) {
       throw Error::invalid(kMalformed);
     }
-    const auto place = places.subspan(row * kPlaceRow, kPlaceRow);
+    const auto place = record_locations.subspan(row * kLocationRow, kLocationRow);
     const size_t dims = item.shape.size();
     table.insert(table.end(), {place[0], place[1], int64_t{item.dtype}, static_cast<int64_t>(dims)});
     table.insert(table.end(), item.shape.begin(), item.shape.end());

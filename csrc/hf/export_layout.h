@@ -34,7 +34,7 @@ class ExportLayout {
   uint64_t tensor_bytes() const { return tensor_bytes_; }
 
   // For each row of the rank's local plan: file, offset of its tensor in the file.
-  std::vector<int64_t> places(uint32_t rank) const;
+  std::vector<int64_t> record_locations(uint32_t rank) const;
 
   // Length and header of each file, which complete it. `blocks[rank]`: what SharedWriter::finish returned.
   // Throws Error(invalid) if they are not of this layout.
@@ -65,9 +65,9 @@ class ExportLayout {
   uint64_t tensor_bytes_ = 0;
 };
 
-// SharedWriter's targets for the tensors of a local plan (`part`) of this inventory, at these places. Throws
+// SharedWriter's targets for the tensors of a local plan of this inventory, at these record locations. Throws
 // Error(invalid).
-std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> part,
-                                         std::span<const int64_t> places);
+std::vector<int64_t> make_export_targets(const state::Inventory& inventory, std::span<const int64_t> local_plan,
+                                         std::span<const int64_t> record_locations);
 
 }  // namespace vescale_ckpt::hf

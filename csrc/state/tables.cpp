@@ -10,7 +10,7 @@
 namespace vescale_ckpt::state {
 namespace {
 
-constexpr size_t kTensorHead = 4, kSourceHead = 2, kPartRow = 4, kReadHead = 7, kPlaceHead = 5, kMemoryRow = 3;
+constexpr size_t kTensorHead = 4, kSourceHead = 2, kLocalPlanRow = 4, kReadHead = 7, kPlaceHead = 5, kMemoryRow = 3;
 
 [[noreturn]] void malformed(const char* what, int64_t row = Error::kNoItem) {
   throw Error::invalid(what, row);
@@ -109,13 +109,14 @@ void append(std::vector<int64_t>& table, std::span<const int64_t> values) {
   table.insert(table.end(), values.begin(), values.end());
 }
 
-// Rows of a write table for those of a part; without `devices` only of what is in host memory.
-void add_rows(const StateTables& state, std::span<const int64_t> part, std::vector<int64_t>& table,
+// Rows of a write table for those of a local plan; without `devices` only of what is in host memory.
+void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std::vector<int64_t>& table,
               std::vector<int64_t>* devices) {
-  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
-  for (size_t at = 0; at < part.size(); at += kPartRow) {
-    const auto row = static_cast<int64_t>(at / kPartRow);
-    const int64_t item = part[at], dim = part[at + 1], start = part[at + 2], length = part[at + 3];
+  if (local_plan.size() % kLocalPlanRow != 0) malformed("a local plan is malformed");
+  for (size_t at = 0; at < local_plan.size(); at += kLocalPlanRow) {
+    const auto row = static_cast<int64_t>(at / kLocalPlanRow);
+    const int64_t item = local_plan[at], dim = local_plan[at + 1], start = local_plan[at + 2],
+                  length = local_plan[at + 3];
     if (is_object(state, item)) continue;
     LocalBox local(state, item, row);
     devices == nullptr ? local.expect_usable() : local.expect_readable();
@@ -227,31 +228,31 @@ StateTables::StateTables(const Inventory& items, std::span<const int64_t> source
   if (sources.size() != inventory.size() || ready.size() != tensors.size()) malformed(kMalformed);
 }
 
-std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> part) {
+std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan) {
   std::vector<int64_t> table;
-  table.reserve(part.size() * 2);
-  add_rows(state, part, table, nullptr);
+  table.reserve(local_plan.size() * 2);
+  add_rows(state, local_plan, table, nullptr);
   return table;
 }
 
-CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> part) {
+CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> local_plan) {
   CopyTable table;
-  table.rows.reserve(part.size() * 2);
-  table.devices.reserve(part.size() / kPartRow);
-  add_rows(state, part, table.rows, &table.devices);
+  table.rows.reserve(local_plan.size() * 2);
+  table.devices.reserve(local_plan.size() / kLocalPlanRow);
+  add_rows(state, local_plan, table.rows, &table.devices);
   return table;
 }
 
-std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> part) {
-  if (part.size() % kPartRow != 0) malformed("a rank's part of a plan is malformed");
+std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> local_plan) {
+  if (local_plan.size() % kLocalPlanRow != 0) malformed("a local plan is malformed");
   std::vector<uint8_t> ready;
-  ready.reserve(part.size() / kPartRow);
-  for (size_t at = 0; at < part.size(); at += kPartRow) {
-    if (is_object(state, part[at])) continue;
-    if (part[at] < 0 || static_cast<uint64_t>(part[at]) >= state.sources.size()) {
-      malformed("no such item", static_cast<int64_t>(at / kPartRow));
+  ready.reserve(local_plan.size() / kLocalPlanRow);
+  for (size_t at = 0; at < local_plan.size(); at += kLocalPlanRow) {
+    if (is_object(state, local_plan[at])) continue;
+    if (local_plan[at] < 0 || static_cast<uint64_t>(local_plan[at]) >= state.sources.size()) {
+      malformed("no such item", static_cast<int64_t>(at / kLocalPlanRow));
     }
-    const int64_t tensor = state.sources[static_cast<size_t>(part[at])][0];
+    const int64_t tensor = state.sources[static_cast<size_t>(local_plan[at])][0];
     ready.push_back(static_cast<uint8_t>(state.ready[static_cast<size_t>(tensor)]));
   }
   return ready;

@@ -67,20 +67,20 @@ struct StateTables {
   std::span<const std::byte> ready;
 };
 
-// The engine's write table (write/table.h) for rows of a part: item, dim, start, length, where dim -1 stands for the
-// whole box and any other for `length` indices of it along dim. Objects have no row. Throws Error (invalid, row of the
-// part) for what is not in memory or leaves its tensor.
-std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> part);
+// The engine's write table (write/table.h) for rows of a local plan: item, dim, start, length, where dim -1 stands for
+// the whole box and any other for `length` indices of it along dim. Objects have no row. Throws Error (invalid, row of
+// the part) for what is not in memory or leaves its tensor.
+std::vector<int64_t> make_write_table(const StateTables& state, std::span<const int64_t> local_plan);
 
 // The same for a snapshot (stage/snapshot.h), of tensors in host memory and on devices, and for each row -1 or its
 // device.
 struct CopyTable {
   std::vector<int64_t> rows, devices;
 };
-CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> part);
+CopyTable make_copy_table(const StateTables& state, std::span<const int64_t> local_plan);
 
-// For each row of a part, without objects: what ready_tensors says of the tensor that it lies in.
-std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> part);
+// For each row of a local plan, without objects: what ready_tensors says of the tensor that it lies in.
+std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_t> local_plan);
 
 // The engine's read table for rows: item, file, record offset, record length, CRC-32 or -1, stored dtype, dimensions n,
 // n chunk sizes, n offsets in the chunk, n lengths, n offsets in the item's box. Throws as above; what concerns the

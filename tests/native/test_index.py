@@ -72,7 +72,7 @@ def write(metadata: Metadata, paths: list[bytes] | None = None) -> tuple[bytes, 
     plan = _C.GlobalPlan([pack([row for row, _ in rows])], "balanced")
     files: list[str] = []
     places = array("q")
-    for item in memoryview(plan.part(0)).cast("q")[::4]:
+    for item in memoryview(plan.local_plan(0)).cast("q")[::4]:
         places.extend(place(rows[item][1], files))
     if paths is None:
         names = metadata.planner_data or {}

@@ -69,7 +69,7 @@ class Job:
 
 
 def part(plan: _C.GlobalPlan, rank: int) -> list[tuple[int, int, int, int]]:
-    return list(struct.iter_unpack("<4q", plan.part(rank)))
+    return list(struct.iter_unpack("<4q", plan.local_plan(rank)))
 
 
 def written(job: Job, plan: _C.GlobalPlan, rank: int) -> list[Row]:

@@ -183,7 +183,7 @@ def test_every_byte_is_written_once(parallelism: Parallelism) -> None:
     assert found.imbalance == found.bytes_most / found.bytes_mean
     assert found.items >= len(SMALL)
     assert found.pieces * parallelism.ranks >= len(SMALL)
-    assert found.part_bytes == found.pieces * parallelism.ranks * 32
+    assert found.local_plan_bytes == found.pieces * parallelism.ranks * 32
     assert found.planning_seconds > 0
     assert found.planning_memory is None or found.planning_memory >= found.inventory_bytes
     assert found.index_bytes > 0

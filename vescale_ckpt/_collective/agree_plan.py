@@ -137,10 +137,10 @@ class CollectivePlan:
             made = steps.take(lambda: planner.global_plan_of(list(map(_local_plan, gathered))))
             if made is not None:
                 planned, _ = made
-                answers = [pack(planned.plan_id, planned.plan.part(rank)) for rank in range(self._exchange.size)]
+                answers = [pack(planned.plan_id, planned.plan.local_plan(rank)) for rank in range(self._exchange.size)]
         steps.raise_together("plan")
-        plan_id, part = unpack(self._exchange.scatter(answers, steps.phase("scatter plans")))
-        answer = PackedSavePlan([], plan_id=plan_id, position=self._exchange.rank, part=part)
+        plan_id, local_plan = unpack(self._exchange.scatter(answers, steps.phase("scatter plans")))
+        answer = PackedSavePlan([], plan_id=plan_id, position=self._exchange.rank, local_plan=local_plan)
         return planner.accept(description, answer), planned
 
 

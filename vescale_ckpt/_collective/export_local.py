@@ -37,7 +37,7 @@ class LocalExport(CollectiveExport):
         inventory, offsets = _boxes_as_tensors(items)
         planned = GlobalSavePlan([inventory])
         made = save.layout_of(planned, self._tied, [(SHARDING_INFO, json.dumps(offsets))], NO_LIMIT)
-        table = _C.export_targets(inventory, planned.plan.part(0), made.places(0))
+        table = _C.export_targets(inventory, planned.plan.local_plan(0), made.record_locations(0))
         save.write_to(names, save.make_files(made, names), table)
 
     def _write_and_commit(self) -> None:

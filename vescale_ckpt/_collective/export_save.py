@@ -61,7 +61,7 @@ class CollectiveExport(CollectiveSave):
             steps.raise_together("make files")
         count, token, *locations = unpack(answer)
         if locations:
-            table = _C.export_targets(items.description.inventory, items.part, *locations)
+            table = _C.export_targets(items.description.inventory, items.local_plan, *locations)
             items.exports[save.wanted] = token.decode(), self._tied, table
         save.write_to(int(count), token.decode(), table)
 
@@ -79,7 +79,7 @@ class CollectiveExport(CollectiveSave):
         if not known:
             planned.exports[save.wanted] = token, made
         start = str(len(made.file_bytes)).encode(), token.encode()
-        return [pack(*start, *([] if known else [made.places(rank)])) for rank in range(self.exchange.size)]
+        return [pack(*start, *([] if known else [made.record_locations(rank)])) for rank in range(self.exchange.size)]
 
     def _message(self, results: PackedResults) -> bytes:
         return pack(self._save.blocks)

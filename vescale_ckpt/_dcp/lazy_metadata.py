@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
-from .._engine.rows import LOCATION_ROW, PART_ROW
+from .._engine.rows import LOCATION_ROW, PLAN_ROW
 from .._native import metadata_file
 from .._plan.save_plan import GlobalSavePlan
 
@@ -76,7 +76,7 @@ def metadata_of_plan(planned: GlobalSavePlan) -> LazyMetadata:
 
 def _without_places(planned: GlobalSavePlan) -> Metadata:
     ranks = range(len(planned.inventories))
-    nowhere = [bytes(len(planned.plan.part(rank)) // PART_ROW * LOCATION_ROW) for rank in ranks]
+    nowhere = [bytes(len(planned.plan.local_plan(rank)) // PLAN_ROW * LOCATION_ROW) for rank in ranks]
     content, _ = planned.files(nowhere, [["-"] for _ in ranks], "", "")
     metadata = metadata_file.loads(content, "the plan")
     metadata.storage_data = metadata.storage_meta = metadata.version = None

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
-from .._engine.rows import PART_ROW, words
+from .._engine.rows import PLAN_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
 from .._native import metadata_file
 from .._native.metadata_file import read_metadata_of
@@ -94,19 +94,19 @@ class ExportFormat(ExportSave):
         made = self.layout_of(planned, {})
         start = str(len(made.file_bytes)).encode(), self.make_files(made).encode()
         return [
-            replace(plan, storage_data=pack(*start, planned.plan.part(rank), made.places(rank)))
+            replace(plan, storage_data=pack(*start, planned.plan.local_plan(rank), made.record_locations(rank)))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:
         assert isinstance(plan.storage_data, bytes)
-        (count, token, part, locations), items = unpack(plan.storage_data), plan.items
+        (count, token, local_plan, locations), items = unpack(plan.storage_data), plan.items
         if isinstance(items, PackedItems):
-            inventory, part = items.description.inventory, items.part
+            inventory, local_plan = items.description.inventory, items.local_plan
         else:
             inventory = pack_items(items)
-            items = [items[item] for item in words(part)[::PART_ROW]]
-        self.write_to(int(count), token.decode(), _C.export_targets(inventory, part, locations))
+            items = [items[item] for item in words(local_plan)[::PLAN_ROW]]
+        self.write_to(int(count), token.decode(), _C.export_targets(inventory, local_plan, locations))
         try:
             _, stats = _write(self, items, planner)
         except BaseException:

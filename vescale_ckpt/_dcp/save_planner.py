@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.rows import PART_ROW, words
+from .._engine.rows import PLAN_ROW, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors
 from .._plan import replicas
@@ -139,11 +139,11 @@ class SavePlanner(DefaultSavePlanner):
         answers: list[SavePlan] = []
         for rank, plan in enumerate(all_plans):
             if not isinstance(plan, PackedSavePlan):
-                owned = words(planned.plan.part(rank))[::PART_ROW]
+                owned = words(planned.plan.local_plan(rank))[::PLAN_ROW]
                 answers.append(SavePlan([plan.items[item] for item in owned], planner_data=plan.planner_data))
             else:
-                part = planned.plan.part(rank) if fresh else None
-                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, part=part))
+                local_plan = planned.plan.local_plan(rank) if fresh else None
+                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, local_plan=local_plan))
         self.global_plan = answers
         self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
@@ -269,8 +269,8 @@ class SavePlanner(DefaultSavePlanner):
         """This rank's local plan, given the coordinator's answer."""
         made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptLocalPlan | None
-        if plan.part is not None:
-            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.part, *made_for)
+        if plan.local_plan is not None:
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for)
         else:
             kept = self._cache.local_plan(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
@@ -278,7 +278,7 @@ class SavePlanner(DefaultSavePlanner):
         if self.reuse_plans and plan.plan_id != NOT_KEPT:
             self._cache.keep_local_plan(kept)
         self._unconfirmed = False
-        items = PackedItems(self, description, kept.part, kept.exports)
+        items = PackedItems(self, description, kept.local_plan, kept.exports)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
         return items
 
@@ -323,7 +323,7 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
 def _split(kept: KeptLocalPlan, description: Description) -> replicas.ReplicaBoxes:
     """The boxes that several ranks hold and the plan splits. Made again if tensors have moved in memory."""
     if not kept.split or kept.split[0].sources != description.sources:
-        kept.split[:] = [replicas.split_boxes(description, kept.part)]
+        kept.split[:] = [replicas.split_boxes(description, kept.local_plan)]
     return kept.split[0]
 
 

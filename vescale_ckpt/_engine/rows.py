@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 # Integers in a row:
-PART_ROW = 4  #: of a rank's part of a save: item, dim (-1: the whole box), start, length
+PLAN_ROW = 4  #: a row of a local plan: item, dim (-1: the whole box), start, length
 LOCATION_ROW = 4  #: of the location of a written row: file, offset, length, CRC-32 (-1: none)
 OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1: none)
 

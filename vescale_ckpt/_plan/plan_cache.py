@@ -20,7 +20,7 @@ class KeptLocalPlan:
 
     plan_id: bytes  #: of the global plan
     position: int  #: the rank that the local plan is for, within the group of the global plan
-    part: bytes
+    local_plan: bytes
     inventory: bytes  #: all of it, no hash: it is compared byte by byte
     paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
     structure: str  #: `Structure.pack`: what the paths leave out

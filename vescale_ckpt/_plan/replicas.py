@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from .._engine import _C
-from .._engine.rows import OBJECT, PART_ROW, words
+from .._engine.rows import OBJECT, PLAN_ROW, words
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, narrowed
 from ..errors import some
@@ -82,11 +82,11 @@ class ReplicaBoxes:
         return array("Q", [word for number, value in hashes for word in (self.boxes[number].name, value)]).tobytes()
 
 
-def split_boxes(description: Description, part: bytes) -> ReplicaBoxes:
+def split_boxes(description: Description, local_plan: bytes) -> ReplicaBoxes:
     """The boxes of which this rank writes a piece. `part`: its local plan."""
     factors: dict[int, int] = {}
-    rows = words(part)
-    for item, dim, start, length in zip(*(rows[column::PART_ROW] for column in range(PART_ROW)), strict=True):
+    rows = words(local_plan)
+    for item, dim, start, length in zip(*(rows[column::PLAN_ROW] for column in range(PLAN_ROW)), strict=True):
         if dim >= 0:
             name, end = _name(description, item), description.items[item][7][dim]
             factors[item] = factors.get(item, 0) + _at(name, dim, start + length, end) - _at(name, dim, start, end)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PART_ROW, SHARD, TENSOR, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
@@ -51,7 +51,7 @@ class PackedSavePlan(SavePlan):
     replicas: bytes = b""  #: to the coordinator: `ReplicaBoxes.table` of the boxes that are split, or may be
     check: int = 0  #: to the coordinator: `ReplicaBoxes.sum`, if this is only an id
     checked: bool = True  #: whether `check` covers all boxes that are split
-    part: bytes | None = None  #: from the coordinator: the local plan; None: the kept one
+    local_plan: bytes | None = None  #: from the coordinator: the local plan; None: the kept one
 
 
 class GlobalSavePlan:
@@ -113,11 +113,11 @@ class PackedItems(LazyList):
     """A rank's local plan: items of its inventory, or pieces of them. Looks like `list[WriteItem]`."""
 
     def __init__(
-        self, planner: object, description: Description, part: bytes, exports: ExportParts | None = None
+        self, planner: object, description: Description, local_plan: bytes, exports: ExportParts | None = None
     ) -> None:
         self._planner = weakref.ref(planner)  # the planner holds this plan: a cycle would keep the model in memory
         self.description = description
-        self.part = part
+        self.local_plan = local_plan
         self.exports: ExportParts = {} if exports is None else exports  #: kept as long as the local plan
         self._tensors: int | None = None
         self._rows: dict[MetadataIndex, tuple[int, int, int, int]] = {}
@@ -126,22 +126,22 @@ class PackedItems(LazyList):
         return self._planner() is planner
 
     def __len__(self) -> int:
-        return len(self.part) // 8 // PART_ROW
+        return len(self.local_plan) // 8 // PLAN_ROW
 
     def objects(self) -> list[str]:
         """The keys of the objects in the plan. Their rows come last."""
         names = self.description.names
-        return [names[item] for item in words(self.part)[self.count_tensors() * PART_ROW :: PART_ROW]]
+        return [names[item] for item in words(self.local_plan)[self.count_tensors() * PLAN_ROW :: PLAN_ROW]]
 
     def key(self, row: int) -> str:
         """The key of a row of the plan."""
-        return self.description.names[words(self.part)[row * PART_ROW]]
+        return self.description.names[words(self.local_plan)[row * PLAN_ROW]]
 
     def count_tensors(self) -> int:
         if self._tensors is None:
             kinds = _C.inventory_kinds(self.description.inventory)
             if OBJECT in kinds:
-                self._tensors = sum(kinds[item] != OBJECT for item in words(self.part)[::PART_ROW])
+                self._tensors = sum(kinds[item] != OBJECT for item in words(self.local_plan)[::PLAN_ROW])
             else:
                 self._tensors = len(self)
         return self._tensors
@@ -150,7 +150,7 @@ class PackedItems(LazyList):
         """Raises `CheckpointError` with the key of a tensor that changed after the state was described."""
         if not (changed := self.description.changed()):
             return
-        for item in words(self.part)[: self.count_tensors() * PART_ROW : PART_ROW]:
+        for item in words(self.local_plan)[: self.count_tensors() * PLAN_ROW : PLAN_ROW]:
             if self.description.tensor_number(item) in changed:
                 raise changed_meanwhile(self.description.names[item])
 
@@ -171,11 +171,11 @@ class PackedItems(LazyList):
         description = self.description
         rows = range(self.count_tensors()) if rows is None else rows
         if isinstance(rows, range):
-            part = self.part[rows.start * PART_ROW * 8 : rows.stop * PART_ROW * 8]
+            local_plan = self.local_plan[rows.start * PLAN_ROW * 8 : rows.stop * PLAN_ROW * 8]
         else:
-            numbers = words(self.part)
-            part = b"".join([numbers[row * PART_ROW : (row + 1) * PART_ROW] for row in rows])
-        return description.inventory, part, description.sources, description.table, description.ready
+            numbers = words(self.local_plan)
+            local_plan = b"".join([numbers[row * PLAN_ROW : (row + 1) * PLAN_ROW] for row in rows])
+        return description.inventory, local_plan, description.sources, description.table, description.ready
 
     def body_bytes(self) -> bytes:
         """The size of each tensor in the plan: 64-bit integers, bytes."""
@@ -185,10 +185,10 @@ class PackedItems(LazyList):
 
     def _build(self) -> list[WriteItem]:
         inventory = self.description.items
-        part = words(self.part)
+        local_plan = words(self.local_plan)
         built = []
-        for row in range(0, len(part), PART_ROW):
-            item, dim, start, length = part[row : row + PART_ROW]
+        for row in range(0, len(local_plan), PLAN_ROW):
+            item, dim, start, length = local_plan[row : row + PLAN_ROW]
             write_item = _write_item(inventory[item], dim, start, length)
             self._rows[write_item.index] = item, dim, start, length
             built.append(write_item)

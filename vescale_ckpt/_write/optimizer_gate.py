@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .._engine import torch_private
-from .._engine.rows import PART_ROW, words
+from .._engine.rows import PLAN_ROW, words
 from .._engine.tensor_checks import is_plain_tensor
 from .._plan.save_plan import PackedItems
 from .._state.tensor_table import PLAIN_TYPES
@@ -77,10 +77,10 @@ class GatedCopy:
         storages = _places(description.tensors)
         counted = map(operator.not_, map(torch.Tensor.is_inference, description.tensors))
         guarded = [place in places and is_counted for place, is_counted in zip(storages, counted, strict=True)]
-        part = words(items.part)
+        local_plan = words(items.local_plan)
         rows, watched, key_of_storage = [], dict[int, list[torch.Tensor]](), dict[int, str]()
         for row in candidates:
-            item = part[row * PART_ROW]
+            item = local_plan[row * PLAN_ROW]
             number = description.tensor_number(item)
             if not guarded[number]:
                 continue

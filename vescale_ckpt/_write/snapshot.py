@@ -11,7 +11,7 @@ from typing import Any
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PART_ROW, in_first_file, words
+from .._engine.rows import PLAN_ROW, in_first_file, words
 from .._plan.save_plan import PackedItems, PackedResults
 from .._state import objects
 from .._state.tensor_table import NOT_READY
@@ -44,11 +44,11 @@ class StagedPlan:
         self._is_open = False
         self._threads = threads_of(save.options.thread_count)
         self._budget = snapshot_budget.snapshot_bytes()
-        self._part, self._names = words(items.part), items.description.names
+        self._local_plan, self._names = words(items.local_plan), items.description.names
         self._tensors, self._body_bytes = items.count_tensors(), items.body_bytes()
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
-        self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the part, and what holds them
+        self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
         self._guarded_rows: Sequence[int] = []
         self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
         self._early_bytes = 0
@@ -94,7 +94,7 @@ class StagedPlan:
             except BaseException as error:
                 self.staged.set_exception(error)
                 raise
-            if not self._part:
+            if not self._local_plan:
                 return PackedResults(b"", []), save.finish(0, 0)
             self._open(in_background=True)
             while self._copies:  # each snapshot is freed when it is written
@@ -191,4 +191,4 @@ class StagedPlan:
             self._placed[row] = placed[3 * number : 3 * number + 3]
 
     def _key_of(self, rows: Sequence[int]) -> Callable[[int], str]:
-        return lambda row: self._names[self._part[rows[row] * PART_ROW]]
+        return lambda row: self._names[self._local_plan[rows[row] * PLAN_ROW]]

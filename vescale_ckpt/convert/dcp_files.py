@@ -21,7 +21,17 @@ from .._engine.dtypes import dtype_code
 from .._engine.errors import named_errors
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting, engine_options
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PART_ROW, SHARD, TENSOR, in_first_file, int_table, words
+from .._engine.rows import (
+    LOCATION_ROW,
+    NO_LIMIT,
+    OBJECT,
+    PLAN_ROW,
+    SHARD,
+    TENSOR,
+    in_first_file,
+    int_table,
+    words,
+)
 from .._native.names import METADATA_NAME, checked_location, crc_of
 from .._ranks.message import pack, unpack
 from .._read import contents
@@ -234,7 +244,7 @@ class DcpRankFiles:
         inventories, paths, locations, names = zip(*map(unpack, messages), strict=True)
         with named_errors(str, path):
             plan = _C.GlobalPlan(inventories, "lowest_rank", least_piece_bytes=NO_LIMIT)
-            ordered = [_in_order_of(plan.part(rank), own) for rank, own in enumerate(locations)]
+            ordered = [_in_order_of(plan.local_plan(rank), own) for rank, own in enumerate(locations)]
             files = [[name.decode()] if name else [] for name in names]
             save_id = self._save.options.save_id
             content, index = _C.checkpoint_files(plan.catalog(), ordered, files, paths, path, save_id, structure)
@@ -275,4 +285,4 @@ def _row(piece: Piece) -> bytes:
 def _in_order_of(local_plan: bytes, locations: bytes) -> bytes:
     """Reorders record locations from the inventory's order to that of the local plan, which splits no item."""
     row_bytes = LOCATION_ROW * struct.calcsize("q")
-    return b"".join(locations[item * row_bytes : (item + 1) * row_bytes] for item in words(local_plan)[::PART_ROW])
+    return b"".join(locations[item * row_bytes : (item + 1) * row_bytes] for item in words(local_plan)[::PLAN_ROW])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .._engine import _C
-from .._engine.rows import LOCATION_ROW, PART_ROW
+from .._engine.rows import LOCATION_ROW, PLAN_ROW
 from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
@@ -30,7 +30,7 @@ class Simulation:
     bytes_mean: float
     bytes_most: int
     inventory_bytes: int  #: what all ranks send to the coordinator
-    part_bytes: int  #: local plans that it sends back
+    local_plan_bytes: int  #: local plans that it sends back
     planning_seconds: float  #: on the coordinator, from all inventories to all local plans
     planning_memory: int | None  #: peak, with the inventories. None if the kernel does not report it
     metadata_seconds: float  #: to build `.metadata` and its index
@@ -62,12 +62,12 @@ def simulate(
     return Simulation(
         ranks=parallelism.ranks,
         items=item_count / parallelism.ranks,
-        pieces=sum(map(len, parts)) / 8 / PART_ROW / parallelism.ranks,
+        pieces=sum(map(len, parts)) / 8 / PLAN_ROW / parallelism.ranks,
         bytes_least=min(by_rank),
         bytes_mean=sum(by_rank) / parallelism.ranks,
         bytes_most=max(by_rank),
         inventory_bytes=inventory_bytes,
-        part_bytes=sum(map(len, parts)),
+        local_plan_bytes=sum(map(len, parts)),
         planning_seconds=planning_seconds,
         planning_memory=None if peak is None else inventory_bytes + peak,
         metadata_seconds=metadata_seconds,
@@ -79,7 +79,7 @@ def simulate(
 def planned(inventories: list[bytes], placement: Placement) -> tuple[_C.GlobalPlan, list[bytes]]:
     """What the coordinator computes between gathering inventories and scattering local plans."""
     plan = _C.GlobalPlan(inventories, placement)
-    return plan, [plan.part(rank) for rank in range(len(inventories))]
+    return plan, [plan.local_plan(rank) for rank in range(len(inventories))]
 
 
 class Written(NamedTuple):
@@ -109,7 +109,7 @@ def _item_count(inventory: bytes) -> int:
 
 def _record_locations(part: bytes, rank_bytes: int) -> bytes:
     """Made-up record locations, with offsets, lengths and checksums as large as real ones."""
-    count = len(part) // 8 // PART_ROW
+    count = len(part) // 8 // PLAN_ROW
     locations = array("q", bytes(8 * LOCATION_ROW * count))
     step = rank_bytes // count + 1 if count else 0
     locations[1::LOCATION_ROW] = array("q", range(0, step * count, step) if step else ())

@@ -28,7 +28,7 @@ TEST(ExportLayout, PutsTensorsInFilesInTheirOrderAndLargeOnesAlone) {
   const ExportLayout layout(ranks.plan().catalog(), 100, kTexts, {});
   ASSERT_EQ(layout.files(), 4u);
   EXPECT_EQ(layout.tensor_bytes(), 302u);
-  const std::vector<int64_t> places = layout.places(0);
+  const std::vector<int64_t> places = layout.record_locations(0);
   std::vector<int64_t> files;
   for (size_t i = 0; i < places.size(); i += 2) files.push_back(places[i]);
   EXPECT_EQ(files, (std::vector<int64_t>{0, 0, 1, 2, 2, 3}));
@@ -46,7 +46,7 @@ TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
   ranks.tensor(1, "own", {3});
   const plan::GlobalPlan plan = ranks.plan();
   const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
-  const std::vector<int64_t> first = layout.places(0), second = layout.places(1);
+  const std::vector<int64_t> first = layout.record_locations(0), second = layout.record_locations(1);
   ASSERT_EQ(first.size(), 2u);
   ASSERT_EQ(second.size(), 4u);
   EXPECT_EQ(first[1], second[1]);          // of the tensor, not of the box
@@ -56,7 +56,7 @@ TEST(ExportLayout, TellsEachRankWhereItsBoxesAre) {
   const int64_t float32 = plan::dtype_of("float32");
   EXPECT_EQ(targets,
             (std::vector<int64_t>{0, second[1], float32, 2, 4, 6, 0, 2, 4, 4, 0, second[3], float32, 1, 3, 0, 3}));
-  EXPECT_THROW(layout.places(2), Error);
+  EXPECT_THROW(layout.record_locations(2), Error);
   EXPECT_THROW(make_export_targets(state::Inventory(packed), plan.local_plan(1), first), Error);
 }
 
@@ -66,7 +66,7 @@ TEST(ExportLayout, TargetsOfPiecesArePieces) {
   const plan::GlobalPlan plan = ranks.plan({plan::Placement::balanced, 1});
   const ExportLayout layout(plan.catalog(), UINT64_MAX, kTexts, {});
   const std::vector<std::byte> packed = ranks.builder(1).pack(0);
-  const std::vector<int64_t> places = layout.places(1);
+  const std::vector<int64_t> places = layout.record_locations(1);
   EXPECT_EQ(make_export_targets(state::Inventory(packed), plan.local_plan(1), places),
             (std::vector<int64_t>{0, places[1], plan::dtype_of("int8"), 2, 10, 8, 5, 0, 5, 8}));
 }
