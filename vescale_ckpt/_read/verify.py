@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from .. import settings
 from .._engine import _C
+from .._engine.gc import gc_paused
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import index_name, metadata_name
@@ -20,6 +21,7 @@ from .contents import Contents, is_safetensors, of_safetensors
 from .no_checkpoint import explained
 
 
+@gc_paused()
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
     """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
 
