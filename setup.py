@@ -1,8 +1,8 @@
 """Builds the C++ engine, `vescale_ckpt._engine._C`.
 
 Engine and bindings include no header of torch or CUDA, so `pip install .` needs neither at build time and one binary
-serves every torch. Where there is nvcc, the kernels of csrc/device are compiled and embedded. With torch at hand its
-builder is used for ninja's parallel, header-accurate rebuilds.
+serves every torch. Where there is nvcc, the kernels of csrc/device are compiled and embedded. With torch and ninja at
+hand torch's builder is used, which rebuilds exactly what a changed header concerns.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ except ImportError:
     sys.exit("vescale_ckpt needs pybind11 to build: pip install 'pybind11>=3.0' (pip install . does so by itself)")
 
 try:
+    import ninja  # noqa: F401  (torch's builder uses it, and is slow without)
     from torch.utils.cpp_extension import BuildExtension as build_ext
 except ImportError:
+    from pybind11.setup_helpers import ParallelCompile
     from setuptools.command.build_ext import build_ext
+
+    # Compiles as many files at once as there are processors, or as MAX_JOBS says, as torch's builder does.
+    ParallelCompile("MAX_JOBS").install()
 
 ROOT = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")

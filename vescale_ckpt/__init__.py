@@ -1,65 +1,61 @@
-"""Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
+"""Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint.
 
-from . import safetensors
-from ._collective.handle import SaveHandle
-from ._dcp.load_planner import LoadPlanner
-from ._dcp.save_planner import SavePlanner
-from ._dcp.stager import Stager
-from ._dcp.storage_reader import StorageReader
-from ._dcp.storage_writer import StorageWriter
-from ._read.verify import verify
-from ._state.per_rank import PerRank
-from ._write.optimizer_gate import Gate
-from .api import load, prepare, save
-from .convert.run import ConvertReport, convert
-from .errors import (
-    CheckpointError,
-    CheckpointTimeoutError,
-    CorruptCheckpointError,
-    IncompatibleStateError,
-    LoadFailedError,
-    Mismatch,
-    MissingKeysError,
-    RankFailedError,
-    SaveFailedError,
-    SaveInProgressError,
-    StorageFullError,
-    UntrustedCheckpointError,
-)
-from .manager.manager import CheckpointManager
-from .reports import LoadReport, LoadStats, SaveStats, VerifyReport
+Public names are imported from their modules when they are first used: torch takes seconds to import, and the command
+line answers `--help` without it. `__init__.pyi` tells the names to type checkers.
+"""
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointManager",
-    "CheckpointTimeoutError",
-    "ConvertReport",
-    "CorruptCheckpointError",
-    "Gate",
-    "IncompatibleStateError",
-    "LoadFailedError",
-    "LoadPlanner",
-    "LoadReport",
-    "LoadStats",
-    "Mismatch",
-    "MissingKeysError",
-    "PerRank",
-    "RankFailedError",
-    "SaveFailedError",
-    "SaveHandle",
-    "SaveInProgressError",
-    "SavePlanner",
-    "SaveStats",
-    "Stager",
-    "StorageFullError",
-    "StorageReader",
-    "StorageWriter",
-    "UntrustedCheckpointError",
-    "VerifyReport",
-    "convert",
-    "load",
-    "prepare",
-    "safetensors",
-    "save",
-    "verify",
-]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_NAMES = {
+    "_collective.handle": ("SaveHandle",),
+    "_dcp.load_planner": ("LoadPlanner",),
+    "_dcp.save_planner": ("SavePlanner",),
+    "_dcp.stager": ("Stager",),
+    "_dcp.storage_reader": ("StorageReader",),
+    "_dcp.storage_writer": ("StorageWriter",),
+    "_inspect.info": ("inspect",),
+    "_read.verify": ("verify",),
+    "_state.per_rank": ("PerRank",),
+    "_write.optimizer_gate": ("Gate",),
+    "api": ("load", "prepare", "save"),
+    "_convert.run": ("ConvertReport", "convert"),
+    "errors": (
+        "CheckpointError",
+        "CheckpointTimeoutError",
+        "CorruptCheckpointError",
+        "IncompatibleStateError",
+        "LoadFailedError",
+        "Mismatch",
+        "MissingKeysError",
+        "RankFailedError",
+        "SaveFailedError",
+        "SaveInProgressError",
+        "StorageFullError",
+        "UntrustedCheckpointError",
+    ),
+    "manager.manager": ("CheckpointManager",),
+    "reports": ("CheckpointInfo", "LoadReport", "LoadStats", "SaveStats", "VerifyReport"),
+    "safetensors": ("safetensors",),  # the module itself
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from ._version import VERSION
+
+        return VERSION
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_MODULE_OF[name]}", __name__)
+    value = globals()[name] = module if _MODULE_OF[name] == name else getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,3 +91,62 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether loads give exactly what was saved, as far as that can be checked."""
         return not self.damaged
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A box of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]  #: in the tensor
+    sizes: tuple[int, ...]
+    file: str  #: its name, relative to the checkpoint
+    offset: int  #: of its record in the file
+    bytes: int  #: of its record, framing included
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str  #: as torch names it, without "torch."
+    bytes: int  #: of its elements
+    chunks: list[StoredChunk]
+
+    @property
+    def whole(self) -> bool:
+        """Whether its chunks hold all elements. Chunks do not overlap."""
+        return sum(math.prod(chunk.sizes) for chunk in self.chunks) == math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A value that is no tensor. It was not unpickled."""
+
+    file: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint holds, by its metadata or headers alone. `inspect` returns it."""
+
+    path: str
+    format: str  #: "dcp", "safetensors", "torch", "npz" or "npy"
+    writer: str  #: the software that wrote it, as far as its files tell; empty if they do not
+    save_id: str  #: of the save; empty where the format has none
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+    aliases: dict[str, str]  #: other names of stored tensors
+    files: dict[str, int]  #: the length of each data file; -1 if it is missing
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors' elements."""
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of all data files that are there."""
+        return sum(length for length in self.files.values() if length > 0)

@@ -120,16 +120,22 @@ def node() -> int | None:
     return int(text)
 
 
+def unknown() -> list[str]:
+    """The environment variables with the prefix that are no settings."""
+    names = (name for name in os.environ if name.startswith(PREFIX))
+    return sorted(name for name in names if name not in (*_BY_VARIABLE, _NODE) and not name.startswith(_NOT_SETTINGS))
+
+
 def check() -> None:
     """Raises ValueError if the environment variable of any setting is wrong, needed or not. Warns once a process of
     each variable with the prefix that is no setting."""
-    names = [name for name in os.environ if name.startswith(PREFIX)]
-    for name in names:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
         if (setting := _BY_VARIABLE.get(name)) is not None:
             setting.parse(os.environ[name])
         elif name == _NODE:
             node()
-        elif name not in _warned and not name.startswith(_NOT_SETTINGS):
+    for name in unknown():
+        if name not in _warned:
             _warned.add(name)
             near = difflib.get_close_matches(name, [*_BY_VARIABLE, _NODE], 1)
             hint = f" {near[0]} is meant?" if near else ""

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, MissingKeysError, UntrustedCheckpointError, load, save
+from vescale_ckpt._convert.plan import dtype_named
 from vescale_ckpt._state.key_selection import suggested
-from vescale_ckpt.convert.plan import dtype_named
 
 MODEL = torch.nn.Linear(3, 2)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, convert, safetensors
+from vescale_ckpt._convert.formats import Format
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import leftovers
-from vescale_ckpt.convert.formats import Format
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]

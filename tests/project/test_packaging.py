@@ -25,7 +25,7 @@ runpy.run_path("setup.py")
 """
 
 USE = """
-import importlib.util, pathlib, sys
+import importlib.metadata, importlib.util, pathlib, sys
 import torch
 import vescale_ckpt
 from vescale_ckpt import convert, load, save
@@ -33,6 +33,8 @@ from vescale_ckpt import convert, load, save
 assert importlib.util.find_spec("numpy") is None, "this environment is not bare"
 assert pathlib.Path(vescale_ckpt.__file__).is_relative_to(sys.prefix), vescale_ckpt.__file__
 assert pathlib.Path(vescale_ckpt.__file__).with_name("py.typed").exists()
+assert pathlib.Path(vescale_ckpt.__file__).with_name("__init__.pyi").exists()
+assert importlib.metadata.version("vescale_ckpt") == vescale_ckpt.__version__
 
 weights = torch.nn.Linear(5, 3).state_dict()
 state = {"model": weights, "step": 7, "note": ["a", {"b": 1}]}
@@ -125,6 +127,8 @@ def run(bare: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_wheel_does_its_work_beside_torch_alone(bare: Path) -> None:
     run(bare, "python", "-c", USE)
+    assert run(bare, "vescale-ckpt", "--version").stdout.split()
+    run(bare, "vescale-ckpt", "verify", "checkpoint")
     run(bare, "vescale-ckpt", "convert", "checkpoint", "two.safetensors")
     assert (bare / "two.safetensors").stat().st_size > 0
 

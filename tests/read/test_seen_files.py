@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
+from vescale_ckpt._convert import dcp_files, raw_files
 from vescale_ckpt._read import packed
 from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
-from vescale_ckpt.convert import dcp_files, raw_files
 
 
 def state(number: int) -> dict[str, Any]:

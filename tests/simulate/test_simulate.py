@@ -341,7 +341,7 @@ def test_the_command_takes_a_checkpoint_and_a_file(
 def test_the_command_says_what_is_wrong(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["plan", *(argument.replace("EMPTY", str(tmp_path)) for argument in arguments)]) == 1
+    assert main(["plan", *(argument.replace("EMPTY", str(tmp_path)) for argument in arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("vescale-ckpt plan: ")

@@ -69,14 +69,18 @@ def _named_by_any(directory: str) -> set[str]:
 
 
 def remove_leftovers(
-    directory: str, superseded: AbstractSet[str] = frozenset(), only_rank: int | None = None
+    directory: str,
+    superseded: AbstractSet[str] = frozenset(),
+    only_rank: int | None = None,
+    *,
+    dry_run: bool = False,
 ) -> list[str]:
     """Removes files that no metadata file of the directory names, and returns their names: files of saves that died,
     and those of `superseded`, which the metadata before the last commit named.
 
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
     nothing is removed: it may name any file. With `only_rank`, only that rank's files. Failures are logged, not raised:
-    a leftover does no harm.
+    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed.
     """
     try:
         found = directory_at(directory).names()
@@ -89,11 +93,11 @@ def remove_leftovers(
         ]
         named = _named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
-        removed = leftovers.remove(_leftovers(directory, left, superseded))
+        removed = leftovers.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
-    if removed:
+    if removed and not dry_run:
         logger.info("removed %d leftover files from %s", len(removed), directory)
     return [os.path.basename(path) for path in removed]
 

@@ -39,13 +39,13 @@ class Leftover:
     are_folders: bool = False
 
 
-def remove(found: Iterable[Leftover]) -> list[str]:
+def remove(found: Iterable[Leftover], *, dry_run: bool = False) -> list[str]:
     """Removes the leftovers that have no living writer and are not wanted, and returns their paths. Failures are only
-    logged, because a leftover does no harm."""
+    logged, because a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed."""
     removed: list[str] = []
     for leftover in found:
         try:
-            if _remove(leftover):
+            if _remove(leftover, dry_run):
                 removed.extend(leftover.paths)
         except (CheckpointError, OSError, _C.EngineError) as error:
             if getattr(error, "errno", None) != errno.ENOENT:
@@ -53,7 +53,7 @@ def remove(found: Iterable[Leftover]) -> list[str]:
     return removed
 
 
-def _remove(leftover: Leftover) -> bool:
+def _remove(leftover: Leftover, dry_run: bool) -> bool:
     with contextlib.ExitStack() as held:
         if leftover.marked is not None:
             others = [path for path in leftover.paths if path != leftover.marked]
@@ -65,7 +65,7 @@ def _remove(leftover: Leftover) -> bool:
             over = True
         if not over or leftover.is_wanted():
             return False
-        for path in reversed(leftover.paths):
+        for path in reversed(() if dry_run else leftover.paths):
             remove_entry(path, leftover.are_folders)
     return True
 

@@ -29,11 +29,12 @@ def clean_up(root: str, retention: Retention, saved: int, damaged: AbstractSet[i
         saved: the step that has just been saved. It always stays.
         damaged: steps that could not be loaded. They do not count as kept.
     """
-    step_directories.remove(root, sorted(_to_remove(root, retention, saved, damaged)))
+    step_directories.remove(root, sorted(to_remove(root, retention, saved, damaged)))
     step_directories.remove_leftovers(root)
 
 
-def _to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> set[int]:
+def to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> set[int]:
+    """The steps that `clean_up` removes, unless they are in use."""
     if retention.max_to_keep is None:
         return set()
     oldest_first = SavedOrder(root).newest_first()[::-1]

@@ -31,9 +31,9 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
 
-def remove_leftovers(root: str) -> list[int]:
+def remove_leftovers(root: str, *, dry_run: bool = False) -> list[int]:
     """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
-    and that no save is using. Returns their steps."""
+    and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""
     gone = []
     for step in steps.all_steps(root):
         path = steps.path_of(root, step)
@@ -44,9 +44,9 @@ def remove_leftovers(root: str) -> list[int]:
             continue
         with exclusive(path) as unused:
             # Checked again under the lock: a save may have committed in the meantime.
-            if (unused or (unused is None and old)) and _is_leftover(path) and _set_aside(root, step):
+            if (unused or (unused is None and old)) and _is_leftover(path) and (dry_run or _set_aside(root, step)):
                 gone.append(step)
-    return _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
+    return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
 
 def exclusive(path: str) -> AbstractContextManager[bool | None]:

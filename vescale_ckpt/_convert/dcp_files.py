@@ -61,6 +61,8 @@ class DcpSource(Source):
     once for each chunk, before its first part is read.
     """
 
+    format = "dcp"
+
     def __init__(self, path: str) -> None:
         self._path = local_path(path)
         self._lock = directory_at(self._path).share(METADATA_NAME)

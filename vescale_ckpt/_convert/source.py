@@ -63,6 +63,7 @@ class Source:
     """An open checkpoint, a base class. Formats of tensors alone, with flat names, have only `tensors` and `read`."""
 
     tensors: dict[str, TensorInfo]
+    format: str  #: as `convert` names it
     object_names: Sequence[str] = ()
     paths: Mapping[str, Path] = MappingProxyType({})  #: in the nested state, by name; none for names of the top level
     structure: Structure | None = None  #: what paths do not contain; None: unknown
@@ -70,6 +71,11 @@ class Source:
     def objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Loads objects, with `weights_only=True`: no code of the checkpoint runs."""
         return {}
+
+    def location(self, key: str) -> tuple[str, int, int]:
+        """The path of the file that holds a tensor, and the offset and length of its bytes there; -1 for both if they
+        are compressed. Only of formats whose tensors are whole in one file, without framing."""
+        raise NotImplementedError
 
     def read(self, reads: Sequence[Read]) -> None:
         """Fills the targets, and compares data with its checksums where the file has any.

@@ -73,6 +73,7 @@ class NumpySource(Source):
         self._compressed: dict[str, tuple[str, int]] = {}  # member, and the offset of its data
         self._archive: zipfile.ZipFile | None = None
         self._member: IO[bytes] | None = None  # the compressed member that is being read
+        self.format = "npy" if is_folder(path) else "npz"
         self._files = self._open_folder() if is_folder(path) else self._open_archive()
 
     def _open_folder(self) -> RawFiles:
@@ -129,6 +130,10 @@ class NumpySource(Source):
             array = np.memmap(path, header.dtype, "c", offset, header.shape, "F")
             mapped = torch.from_numpy(array).view(dtype)
         self._raw[key] = RawTensor(info, offset, Area(file, offset, header.data_bytes, crc), mapped)
+
+    def location(self, key: str) -> tuple[str, int, int]:
+        raw = self._raw.get(key)
+        return (self._path, -1, -1) if raw is None else self._files.location(raw)
 
     def close(self) -> None:
         self._raw = {}

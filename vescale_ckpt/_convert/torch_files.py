@@ -32,6 +32,8 @@ class TorchSource(Source):
     objects are read through the mapping, after verification.
     """
 
+    format = "torch"
+
     def __init__(self, path: str) -> None:
         self._path = path
         self._files = RawFiles([path], path)
@@ -42,6 +44,9 @@ class TorchSource(Source):
         }
         self.tensors = {key: tensor.info for key, tensor in self._raw.items()}
         self.object_names = [key for key in self._flat if key not in self._raw]
+
+    def location(self, key: str) -> tuple[str, int, int]:
+        return self._files.location(self._raw[key])
 
     def close(self) -> None:
         self._flat, self._raw = {}, {}

@@ -30,6 +30,8 @@ class SafetensorsSource(Source):
     A tensor that several names share is listed once, under its stored name.
     """
 
+    format = "safetensors"
+
     def __init__(self, path: str) -> None:
         contents = SafetensorsContents.read(path, verify=True)
         self._where = path

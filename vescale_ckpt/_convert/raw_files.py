@@ -57,6 +57,11 @@ class RawFiles:
         for path in self.paths:
             self._seen.look(path)
 
+    def location(self, tensor: RawTensor) -> tuple[str, int, int]:
+        """The path, offset and length of a tensor's bytes."""
+        info = tensor.info
+        return self.paths[tensor.area.file], tensor.offset, prod(info.shape) * info.dtype.itemsize
+
     def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
         table, keys = int_table(), []
         whole: list[tuple[Read, Area]] = []

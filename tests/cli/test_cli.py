@@ -1,0 +1,326 @@
+"""The command line: both front ends, what each command prints, exit statuses, and hostile input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import vescale_ckpt
+from vescale_ckpt import cli
+from vescale_ckpt.cli import argparse_front, output, typer_front
+from vescale_ckpt.cli.commands import COMMANDS
+from vescale_ckpt.simulate.models import MODELS
+
+STATE = {
+    "model": {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.zeros(3, dtype=torch.bfloat16)},
+    "step": 7,
+}
+
+
+@pytest.fixture(params=["typer", "argparse"])
+def front(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "argparse":
+        monkeypatch.setitem(sys.modules, "vescale_ckpt.cli.typer_front", None)
+    return str(request.param)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    vescale_ckpt.save(tmp_path / "checkpoint", STATE)
+    return tmp_path / "checkpoint"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main(list(map(str, arguments)))
+    text = capsys.readouterr()
+    assert "Traceback" not in text.out + text.err
+    return status, text.out, text.err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    status, out, _ = run(capsys, *arguments, "--json")
+    found = json.loads(out)
+    assert found["schema"] == f"vescale_ckpt/{arguments[0]}/1"
+    (command,) = (command for command in COMMANDS if command.name == arguments[0])
+    undocumented = [name for name in found if name != "schema" and f"`{name}`" not in command.json]
+    assert not undocumented
+    return status, found
+
+
+# --- Both front ends
+
+
+def test_help_names_every_command_and_version_is_the_package_s(front: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["--version"]):
+        try:
+            assert cli.main(arguments) == 0
+        except SystemExit as end:
+            assert not end.code
+    text = capsys.readouterr().out
+    assert all(command.name in text for command in COMMANDS) and vescale_ckpt.__version__ in text
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_help_of_a_command_has_its_options_and_examples(
+    front: str, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    try:
+        assert cli.main([command.name, "--help"]) == 0
+    except SystemExit as end:
+        assert not end.code
+    text = capsys.readouterr().out
+    assert all(value.name in text or value.metavar in text for value in command.values)
+    assert command.examples and all(example.split()[-1].strip("'") in text for example in command.examples)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nonsense"], ["inspect"], ["inspect", "x", "--nonsense"], ["convert", "x"], ["plan", "llama-1b", "--tp", "x"],
+     ["convert", "a", "b", "--format", "zip"]],
+)  # fmt: skip
+def test_wrong_usage_is_status_2(front: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code  # type: ignore[assignment]
+    assert status == 2
+    text = capsys.readouterr()
+    assert text.err + text.out and "Traceback" not in text.err
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from vescale_ckpt import cli; cli.main(['--help']); assert 'torch' not in sys.modules, 'torch'"
+    for argument in ("--help", "--version"):
+        result = subprocess.run(
+            [sys.executable, "-c", code.replace("--help", argument)], capture_output=True, text=True
+        )
+        assert result.returncode == 0 and "torch'" not in result.stderr, result.stderr
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "write_commands_page.py"
+    subprocess.run([sys.executable, str(script), "--check"], check=True)
+
+
+def test_the_models_that_help_names_are_those_that_there_are() -> None:
+    (plan,) = (command for command in COMMANDS if command.name == "plan")
+    assert plan.description.endswith(f"Models: {', '.join(MODELS)}.")
+
+
+# --- What commands find
+
+
+def test_inspect_shows_a_tree_and_all_that_it_holds(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "inspect", checkpoint)
+    assert status == 0 and "dcp, written by vescale_ckpt" in out and "2 in 2 chunks, 54 B" in out
+    assert "float32 [3, 4]" in out and "step  object" in out
+    status, found = run_json(capsys, "inspect", checkpoint, "--keys", "model.a.weight")
+    assert status == 0 and found["schema"] == "vescale_ckpt/inspect/1" and list(found["tensors"]) == ["model.a.weight"]
+    assert found["tensors"]["model.a.weight"]["shape"] == [3, 4] and not found["objects"]
+    status, out, _ = run(capsys, "inspect", checkpoint, "--depth", 0)
+    assert "model.a.bias" in out and ".distcp" in out
+    status, out, _ = run(capsys, "inspect", checkpoint, "--ranks")
+    assert out.split("rank")[-1].split()[3:7] == ["0", "1", "2", "1"] or "0" in out
+
+
+def test_inspect_puts_layers_together_that_are_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = {f"{number}": {"a": torch.zeros(2, 3), "b": torch.zeros(4)} for number in range(9)}
+    layers["5"]["b"] = torch.zeros(5)
+    vescale_ckpt.save(tmp_path / "c", {"layers": layers, **{f"x{number}": torch.zeros(1) for number in range(50)}})
+    lines = run(capsys, "inspect", tmp_path / "c", "--depth", 3)[1].split("\n\n")[1].splitlines()
+    assert lines[1] == "  0 to 4.  2 tensors, 40 B each, 5 times" and lines[2].startswith("    a  float32 [2, 3]")
+    assert lines[4].startswith("  5.  2 tensors, 44 B") and lines[7].startswith("  6 to 8.")
+    assert sum("... 11 more" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("format", ["stock", "safetensors", "torch", "npz", "npy"])
+def test_inspect_reads_every_format(checkpoint: Path, tmp_path: Path, format: str) -> None:
+    path = tmp_path / {"safetensors": "m.safetensors", "torch": "m.pt", "npz": "m.npz"}.get(format, format)
+    if format == "stock":
+        dcp.save({"model": dict(STATE["model"])}, checkpoint_id=path)
+    else:
+        vescale_ckpt.convert(checkpoint, path, format=format, on_objects="drop")  # type: ignore[arg-type]
+    info = vescale_ckpt.inspect(path)
+    assert info.format == ("dcp" if format == "stock" else format)
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in info.tensors.items()} == {
+        "model.a.weight": ((3, 4), "float32"),
+        "model.a.bias": ((3,), "bfloat16"),
+    }
+    assert all(tensor.whole for tensor in info.tensors.values()) and info.bytes == 54
+    assert all(length > 0 for length in info.files.values())
+
+
+def test_diff_tells_keys_kinds_and_values(front: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    other = {"model": {**STATE["model"], "new": torch.ones(2)}, "step": 8}  # type: ignore[dict-item]
+    other["model"]["a.weight"] = STATE["model"]["a.weight"].clone()  # type: ignore[index]
+    other["model"]["a.weight"][1, 2] += 0.5  # type: ignore[index]
+    vescale_ckpt.save(tmp_path / "other", other)
+    assert run(capsys, "diff", checkpoint, checkpoint, "--values")[0] == 0
+    status, found = run_json(capsys, "diff", checkpoint, tmp_path / "other", "--values")
+    assert status == 1 and found["only_b"] == ["model.new"] and found["objects"] == ["step"]
+    (value,) = found["values"]
+    assert (value["key"], value["different"], value["elements"], value["max_abs"]) == ("model.a.weight", 1, 12, 0.5)
+    vescale_ckpt.convert(checkpoint, tmp_path / "m.safetensors", format="safetensors", on_objects="drop")
+    status, out, _ = run(capsys, "diff", checkpoint, tmp_path / "m.safetensors", "--values", "--keys", "model")
+    assert status == 0 and "values of 2 tensors compared" in out
+
+
+def test_diff_of_special_values(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    a = torch.tensor([0.0, nan, inf, 1.0, nan, -0.0])
+    b = torch.tensor([-0.0, nan, inf, 1.5, 1.0, 0.0])
+    large = torch.tensor([2**62, 2**62 + 1])
+    vescale_ckpt.save(tmp_path / "a", {"x": a, "large": large, "empty": torch.ones(0, 3)})
+    vescale_ckpt.save(tmp_path / "b", {"x": b, "large": large + torch.tensor([0, 1]), "empty": torch.ones(0, 3)})
+    from vescale_ckpt._inspect.diff import diff
+
+    found = {value.key: value for value in diff(tmp_path / "a", tmp_path / "b", with_values=True).values}
+    assert found.keys() == {"x", "large"} and found["large"].different == 1
+    assert (found["x"].different, found["x"].max_abs, found["x"].not_finite_a, found["x"].not_finite_b) == (
+        2,
+        0.5,
+        3,
+        2,
+    )
+
+
+def test_stats_of_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = torch.tensor([3.0, -4.0, 0.0, float("nan"), float("inf")])
+    vescale_ckpt.save(
+        tmp_path / "c", {"x": values, "y": torch.ones(4, dtype=torch.float8_e4m3fn), "n": torch.arange(5)}
+    )
+    status, found = run_json(capsys, "stats", tmp_path / "c")
+    assert status == 1 and not found["sound"]
+    x, y, n = (next(row for row in found["tensors"] if row["key"] == key) for key in ("x", "y", "n"))
+    assert (x["min"], x["max"], x["mean"], x["norm"], x["zeros"], x["nan"], x["inf"]) == (-4, 3, -1 / 3, 5, 1, 1, 1)
+    assert (y["mean"], y["norm"], n["max"], n["zeros"]) == (1, 2, 4, 1)
+    assert run(capsys, "stats", tmp_path / "c", "--keys", "n")[0] == 0
+
+
+def test_restorable_tells_what_is_missing_and_what_does_not_fit(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    vescale_ckpt.save(tmp_path / "like", {"model": {"a.weight": torch.ones(3, 5), "b": torch.ones(1)}})
+    status, found = run_json(capsys, "restorable", checkpoint, "--like", tmp_path / "like")
+    assert status == 1 and found["missing"] == ["model.b"] and list(found["mismatched"]) == ["model.a.weight"]
+    assert run(capsys, "restorable", checkpoint, "--like", checkpoint)[0] == 0
+
+
+def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with vescale_ckpt.CheckpointManager(tmp_path, async_checkpoint=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.arange(100.0)})
+    assert run(capsys, "verify", tmp_path / "step-2")[0] == 0
+    assert run(capsys, "latest", tmp_path)[1].strip() == str(tmp_path / "step-2")
+    (data,) = (tmp_path / "step-2").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    status, found = run_json(capsys, "verify", tmp_path / "step-2", "--quick")
+    assert status == 1 and not found["ok"] and found["damaged"]
+    status, found = run_json(capsys, "latest", tmp_path)
+    assert (status, found["step"], list(found["passed_over"])) == (0, 1, ["2"])
+    (tmp_path / "none").mkdir()
+    assert run(capsys, "latest", tmp_path / "none")[0] == 2
+
+
+def test_prune_and_repair_remove_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with vescale_ckpt.CheckpointManager(tmp_path, async_checkpoint=False) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"x": torch.arange(10.0)})
+    status, found = run_json(capsys, "prune", tmp_path, "--keep", 2, "--keep-period", 3, "--dry-run")
+    assert (status, found["removed"], found["kept"]) == (0, [1, 2], [3, 4, 5]) and manager.steps() == [1, 2, 3, 4, 5]
+    status, found = run_json(capsys, "prune", tmp_path, "--keep", 2, "--keep-period", 3)
+    assert found["removed"] == [1, 2] and manager.steps() == [3, 4, 5]
+    assert run(capsys, "prune", tmp_path, "--keep", 0)[0] == 2 and run(capsys, "prune", tmp_path)[0] == 2
+    left = tmp_path / "step-5" / "__0_0123abcd.distcp"
+    left.write_bytes(b"left by a save that died")
+    status, found = run_json(capsys, "repair", tmp_path, "--dry-run")
+    assert (status, found["removed"]) == (0, [str(left)]) and left.exists()
+    status, found = run_json(capsys, "repair", tmp_path)
+    assert found["removed"] == [str(left)] and not left.exists()
+    assert run(capsys, "verify", tmp_path / "step-5")[0] == 0
+    assert "nothing is left over" in run(capsys, "repair", tmp_path / "step-5")[1]
+
+
+def test_convert_and_plan_print_documented_json(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run_json(capsys, "convert", checkpoint, tmp_path / "a.pt")[1]["tensors"] == 2
+    assert run_json(capsys, "plan", checkpoint, "--ranks", 2)[1]["ranks"] == 2
+
+
+def test_settings_tell_where_they_come_from(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_THREADS", "3")
+    monkeypatch.setenv("VESCALE_CKPT_THREDS", "3")
+    status, found = run_json(capsys, "settings")
+    rows = {row["variable"]: row for row in found["settings"]}
+    assert status == 0 and rows["VESCALE_CKPT_THREADS"]["value"] == 3 and found["unknown"] == ["VESCALE_CKPT_THREDS"]
+    assert (
+        rows["VESCALE_CKPT_THREADS"]["source"] == "environment" and rows["VESCALE_CKPT_TIMEOUT"]["source"] == "default"
+    )
+    monkeypatch.setenv("VESCALE_CKPT_THREADS", "many")
+    assert run(capsys, "settings")[0] == 2
+
+
+# --- Bad input: no traceback, one line, status 2 (or 1 for damage)
+
+HOSTILE = {
+    "nothing": None,
+    "an empty file": b"",
+    "text": b"not a checkpoint\n",
+    "a cut archive": b"PK\3\4" + bytes(20),
+    "a pickle that runs code": b"\x80\x04cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
+    "a header that lies": (1 << 62).to_bytes(8, "little") + b"{" + bytes(100),
+    "a header of nonsense": (20).to_bytes(8, "little") + b'{"a": [1, 2, "\x1b[2Jx"}' + bytes(20),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "stats", "diff", "restorable", "convert", "plan", "latest"])
+@pytest.mark.parametrize("what", [*HOSTILE, "a folder of nothing", "metadata of nonsense"])
+def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: str) -> None:
+    path = tmp_path / "bad"
+    if what == "a folder of nothing":
+        path.mkdir()
+    elif what == "metadata of nonsense":
+        path.mkdir()
+        (path / ".metadata").write_bytes(HOSTILE["a pickle that runs code"])  # type: ignore[arg-type]
+    elif HOSTILE[what] is not None:
+        path.write_bytes(HOSTILE[what])  # type: ignore[arg-type]
+    more = {
+        "diff": [path],
+        "restorable": ["--like", path],
+        "convert": [tmp_path / "out.safetensors"],
+    }.get(command, [])
+    status, out, err = run(capsys, command, path, *more)
+    assert status in (1, 2)
+    lines = (out + err).strip().splitlines()
+    assert 1 <= len(lines) <= 3 and all(len(line) < 600 and line.isprintable() for line in lines), lines
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_names_that_would_drive_the_terminal_are_escaped(tmp_path: Path, capsys: Any) -> None:
+    vescale_ckpt.save(tmp_path / "c", {"\x1b[2Jx\n": torch.ones(1)})
+    for arguments in (["inspect", tmp_path / "c", "--depth", 0], ["stats", tmp_path / "c"]):
+        _, out, _ = run(capsys, *arguments)
+        assert "\x1b" not in out and "\\x1b[2Jx" in out
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(checkpoint: Path) -> None:
+    command = f"{sys.executable} -m vescale_ckpt settings --json | head -c 10"
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, env=os.environ
+    )
+    assert "Traceback" not in result.stderr and "BrokenPipe" not in result.stderr
+
+
+def test_sizes_are_said_in_the_largest_unit() -> None:
+    assert [output.size(count) for count in (0, 1023, 1024, 3 << 29)] == ["0 B", "1,023 B", "1.00 KiB", "1.50 GiB"]
+
+
+def test_both_front_ends_take_the_same_commands() -> None:
+    assert argparse_front.run.__annotations__.keys() == typer_front.run.__annotations__.keys()

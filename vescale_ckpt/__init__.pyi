@@ -1,0 +1,63 @@
+"""Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
+
+from . import safetensors as safetensors
+from ._collective.handle import SaveHandle as SaveHandle
+from ._convert.run import ConvertReport as ConvertReport
+from ._convert.run import convert as convert
+from ._dcp.load_planner import LoadPlanner as LoadPlanner
+from ._dcp.save_planner import SavePlanner as SavePlanner
+from ._dcp.stager import Stager as Stager
+from ._dcp.storage_reader import StorageReader as StorageReader
+from ._dcp.storage_writer import StorageWriter as StorageWriter
+from ._inspect.info import inspect as inspect
+from ._read.verify import verify as verify
+from ._state.per_rank import PerRank as PerRank
+from ._write.optimizer_gate import Gate as Gate
+from .api import load as load
+from .api import prepare as prepare
+from .api import save as save
+from .errors import (
+    CheckpointError as CheckpointError,
+)
+from .errors import (
+    CheckpointTimeoutError as CheckpointTimeoutError,
+)
+from .errors import (
+    CorruptCheckpointError as CorruptCheckpointError,
+)
+from .errors import (
+    IncompatibleStateError as IncompatibleStateError,
+)
+from .errors import (
+    LoadFailedError as LoadFailedError,
+)
+from .errors import (
+    Mismatch as Mismatch,
+)
+from .errors import (
+    MissingKeysError as MissingKeysError,
+)
+from .errors import (
+    RankFailedError as RankFailedError,
+)
+from .errors import (
+    SaveFailedError as SaveFailedError,
+)
+from .errors import (
+    SaveInProgressError as SaveInProgressError,
+)
+from .errors import (
+    StorageFullError as StorageFullError,
+)
+from .errors import (
+    UntrustedCheckpointError as UntrustedCheckpointError,
+)
+from .manager.manager import CheckpointManager as CheckpointManager
+from .reports import CheckpointInfo as CheckpointInfo
+from .reports import LoadReport as LoadReport
+from .reports import LoadStats as LoadStats
+from .reports import SaveStats as SaveStats
+from .reports import VerifyReport as VerifyReport
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,223 @@
+"""Lists the commands of `vescale-ckpt` with their arguments, texts and examples."""
+
+from __future__ import annotations
+
+from .spec import Command, Value
+
+_JSON = Value("--json", "print one JSON document", bool)
+_KEYS = Value(
+    "--keys", "only these: names, prefixes up to a dot, or patterns; with ! before it, all but these",
+    metavar="PATTERN", many=True,
+)  # fmt: skip
+_PATH = Value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_DIRECTORY = Value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
+
+COMMANDS = (
+    Command(
+        "inspect",
+        "show what a checkpoint holds, without reading a tensor",
+        "inspect:run",
+        (
+            _PATH,
+            _KEYS,
+            Value("--depth", "levels of the tree that are shown; 0: every key", int, 2, metavar="N"),
+            Value("--ranks", "show what each rank has written", bool),
+            _JSON,
+        ),
+        "Reads DCP (ours and stock), safetensors, files of torch.save and numpy. Runs no code of the checkpoint.",
+        (
+            "vescale-ckpt inspect checkpoints/step-1000",
+            "vescale-ckpt inspect model.safetensors --keys 'model.layers.0.*' --depth 0",
+        ),
+        json=(
+            "`path`, `format`, `writer`, `save_id`, `bytes` (of tensors), `file_bytes`, `tensors` (by key: "
+            "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
+            "`objects` (by key: `file`, `offset`, `bytes`), `aliases` (other names of tensors), `files` (length "
+            "by name; -1: missing)"
+        ),
+    ),
+    Command(
+        "verify",
+        "check every byte of a checkpoint against its checksums",
+        "look:verify",
+        (_PATH, Value("--quick", "check metadata and the lengths of files only", bool), _JSON),
+        "Exit status 1 if a load would raise.",
+        ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
+        json=(
+            "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged` and `harmless` (lists "
+            "of key, file, offset, reason), `unchecked`, `indexed`"
+        ),
+    ),
+    Command(
+        "diff",
+        "compare two checkpoints, of any format",
+        "look:diff",
+        (
+            Value("a", "a checkpoint", metavar="A"),
+            Value("b", "another one", metavar="B"),
+            Value("--values", "compare values too, in bounded memory", bool),
+            _KEYS,
+            _JSON,
+        ),
+        "Compares keys, shapes and dtypes. Exit status 1 if they differ.",
+        (
+            "vescale-ckpt diff step-1000 step-2000",
+            "vescale-ckpt diff --values step-1000 exported.safetensors --keys model",
+        ),
+        json=(
+            "`equal`, `only_a`, `only_b`, `kinds` (by key: the kind in A and in B), `objects`, `values` (of "
+            "tensors that differ: `key`, `elements`, `different`, `max_abs`, `max_rel`, `not_finite_a`, "
+            "`not_finite_b`, `unknown`), `compared`, `compared_bytes`"
+        ),
+    ),
+    Command(
+        "stats",
+        "show the range, mean, norm, zeros, NaN and infinite values of each tensor",
+        "look:stats",
+        (_PATH, _KEYS, _JSON),
+        "Exit status 1 if a tensor has NaN or infinite values.",
+        ("vescale-ckpt stats checkpoints/step-1000 --keys model",),
+        json=(
+            "`sound`, `tensors` (each with `key`, `dtype`, `shape`, `elements`, `min`, `max`, `mean`, `norm`, "
+            "`zeros`, `nan`, `inf`, `unknown`)"
+        ),
+    ),
+    Command(
+        "restorable",
+        "tell whether a checkpoint would load into a state like another checkpoint's",
+        "look:restorable",
+        (_PATH, Value("--like", "the checkpoint whose keys and shapes are wanted", metavar="OTHER", default=""), _JSON),
+        "Reads no tensor. Exit status 1 if keys are missing or do not fit.",
+        ("vescale-ckpt restorable pretrained --like checkpoints/step-0",),
+        json=(
+            "`restorable`, `missing`, `mismatched` (by key: what is stored, what is wanted), `unexpected`"
+        ),
+    ),
+    Command(
+        "latest",
+        "print the path of the newest sound checkpoint of a manager",
+        "look:latest",
+        (_DIRECTORY, Value("--full", "verify every byte, not only lengths", bool), _JSON),
+        "Exit status 1 if all are damaged, 2 if there is none.",
+        ("vescale-ckpt latest checkpoints",),
+        json=(
+            "`step`, `path` (null if there is none), `passed_over` (by step: why)"
+        ),
+    ),
+    Command(
+        "prune",
+        "remove old checkpoints of a manager by a rule",
+        "tidy:prune",
+        (
+            _DIRECTORY,
+            Value("--keep", "how many stay: those saved last, or with --best the best ones", int, metavar="N"),
+            Value("--keep-period", "steps that are multiples of it stay for good", int, metavar="N"),
+            Value("--best", "the metric that ranks checkpoints", metavar="METRIC"),
+            Value("--best-mode", "whether a better metric is greater or less", choices=("max", "min")),
+            Value("--dry-run", "remove nothing, print what would be removed", bool),
+            _JSON,
+        ),
+        "A checkpoint in use stays, and at least one sound one stays.",
+        ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
+        json=(
+            "`removed`, `kept` (steps), `dry_run`"
+        ),
+    ),
+    Command(
+        "repair",
+        "remove what saves and exports that died have left",
+        "tidy:repair",
+        (
+            Value("directory", "a checkpoint's directory, or that of a CheckpointManager", metavar="DIR"),
+            Value("--dry-run", "remove nothing, print what would be removed", bool),
+            _JSON,
+        ),
+        "Files of a save that is running stay. Damaged data cannot be repaired: see verify.",
+        ("vescale-ckpt repair checkpoints --dry-run",),
+        json=(
+            "`removed` (paths), `dry_run`"
+        ),
+    ),
+    Command(
+        "convert",
+        "write a checkpoint in another format",
+        "convert:run",
+        (
+            Value("src", "what to convert; its format is recognised from the files", metavar="SRC"),
+            Value("dst", "a directory or file", metavar="DST"),
+            Value(
+                "--format", "of DST (default: what its name ends in)",
+                choices=("dcp", "safetensors", "torch", "npz", "npy"),
+            ),
+            _KEYS,
+            Value("--rename", "a name, or a prefix up to a dot", metavar="OLD=NEW", many=True),
+            Value(
+                "--rename-pattern", "a regular expression and what takes its place, applied in order",
+                metavar="REGEX=NEW", many=True,
+            ),
+            Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True),
+            Value(
+                "--stack", "stack layers.*.w=layers.w, or split layers.w=layers.*.w", metavar="OLD=NEW", many=True
+            ),
+            Value("--max-shard-size", "of safetensors", default="5GB", metavar="SIZE"),
+            Value(
+                "--on-objects", "what becomes of values that are no tensors and have no place",
+                default="warn", choices=("warn", "drop", "error"),
+            ),
+            Value("--overwrite", "replace what is there", bool),
+            _JSON,
+        ),
+        "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, in "
+        "bounded memory. Under torchrun the ranks share the work.",
+        (
+            "vescale-ckpt convert checkpoints/step-1000 model.pt",
+            "vescale-ckpt convert checkpoints/step-1000 hf --format safetensors --keys model --rename model= "
+            "--dtype bfloat16",
+        ),
+        json=(
+            "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out`"
+        ),
+    ),
+    Command(
+        "plan",
+        "simulate planning a save on any number of ranks",
+        "plan:run",
+        (
+            Value("model", "one of those below, a JSON file of names and shapes, or a checkpoint", metavar="MODEL"),
+            Value("--ranks", "all of them (default: replicas x fsdp x tp)", int, metavar="N"),
+            Value("--fsdp", "ranks that shard every tensor (default: all that are left)", int, metavar="N"),
+            Value("--tp", "ranks of tensor parallelism", int, 1, metavar="N"),
+            Value("--ep", "ranks of expert parallelism", int, 1, metavar="N"),
+            Value("--replicas", "copies of all of it (HSDP)", int, metavar="N"),
+            Value("--ddp", "nothing fully sharded: the same as --fsdp 1", bool),
+            Value(
+                "--optimizer", "adam: a step and two float32 moments for each tensor",
+                default="none", choices=("none", "adam"),
+            ),
+            Value("--dtype", "of tensors that have none of their own", default="bfloat16"),
+            Value("--placement", "who writes what", default="balanced", choices=("balanced", "lowest_rank", "local")),
+            Value("--node-size", "ranks of a node", int, 8, metavar="N"),
+            _JSON,
+        ),
+        "Plans from shapes alone: how many bytes each rank would write, and what planning costs. Dimension 0 is cut by "
+        "--fsdp, the dimension of a layer's role (known by the usual names) by --tp, stacked experts by --ep; what is "
+        "left of --ranks are replicas.\n\nModels: llama-1b, llama-8b, llama-70b, llama-405b, mixtral-8x7b.",
+        ("vescale-ckpt plan llama-70b --fsdp 64", "vescale-ckpt plan checkpoints/step-1000 --ranks 512 --json"),
+        json=(
+            "`ranks`, `items`, `pieces`, `bytes_least`, `bytes_most`, `bytes_mean`, `imbalance`, "
+            "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
+            "`metadata_bytes`, `index_bytes`"
+        ),
+    ),
+    Command(
+        "settings",
+        "list all settings, and where the value of each comes from",
+        "settings:run",
+        (_JSON,),
+        "Settings are environment variables that begin with VESCALE_CKPT_. Exit status 2 if one is wrong.",
+        ("VESCALE_CKPT_THREADS=8 vescale-ckpt settings",),
+        json=(
+            "`settings` (each with `variable`, `value`, `source`, `default`, `help`, `error`), `unknown`"
+        ),
+    ),
+)  # fmt: skip

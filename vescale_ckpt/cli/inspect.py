@@ -1,0 +1,167 @@
+"""Runs the command `inspect`: what a checkpoint is, its totals, and a tree of its keys."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+
+from ..reports import CheckpointInfo
+from . import output
+from .output import FINE, clean, size
+
+_RANK = re.compile(r"__(\d+)_")  # begins the names of data files
+_MOST_CHILDREN = 40  # of a level that are shown, of more the first ones and the last
+
+
+def run(options: SimpleNamespace) -> int:
+    from .._inspect.info import inspect
+
+    info = inspect(options.path, options.keys)
+    if options.json:
+        content = asdict(info) | {"bytes": info.bytes, "file_bytes": info.file_bytes}
+        output.print_json("inspect/1", content)
+        return FINE
+    chunks = sum(len(tensor.chunks) for tensor in info.tensors.values())
+    missing = [name for name, length in info.files.items() if length < 0]
+    parts = [name for name, tensor in info.tensors.items() if not tensor.whole]
+    output.print_facts(
+        [
+            ("checkpoint", info.path),
+            ("format", info.format + (f", written by {info.writer}" if info.writer else "")),
+            *([("save", info.save_id)] if info.save_id else []),
+            ("tensors", f"{len(info.tensors):,} in {chunks:,} chunks, {size(info.bytes)}"),
+            ("objects", f"{len(info.objects):,}, {size(sum(value.bytes for value in info.objects.values()))}"),
+            *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
+            ("files", f"{len(info.files):,}, {size(info.file_bytes)}"),
+            *([("missing", f"{len(missing):,} files: {', '.join(missing[:5])}")] if missing else []),
+            *([("in part", f"{len(parts):,} tensors: {', '.join(parts[:5])}")] if parts else []),
+        ]
+    )
+    print()
+    if options.ranks:
+        _print_ranks(info)
+    else:
+        for line in tree(info, options.depth):
+            print(line)
+    return FINE
+
+
+def _print_ranks(info: CheckpointInfo) -> None:
+    tensors: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for name, length in info.files.items():
+        rank = _writer_of(name)
+        files[rank] += 1
+        held[rank] += max(0, length)
+    for tensor in info.tensors.values():
+        tensors.update(_writer_of(chunk.file) for chunk in tensor.chunks)
+    rows = [
+        (rank, f"{files[rank]:,}", f"{tensors[rank]:,}", size(held[rank]))
+        for rank in sorted(files, key=lambda rank: (not rank.isdecimal(), int(rank) if rank.isdecimal() else 0, rank))
+    ]
+    columns = ("rank" if all(row[0].isdecimal() for row in rows) else "file", "files", "chunks", "bytes")
+    output.print_table(columns, rows, right=columns)
+
+
+def _writer_of(file: str) -> str:
+    match = _RANK.match(file.rpartition("/")[2])
+    return match[1] if match else file
+
+
+@dataclass
+class _Node:
+    """A level of the keys: all keys with one beginning."""
+
+    children: dict[str, _Node] = field(default_factory=dict)
+    leaf: str = ""  # what is stored under the key itself
+    tensors: int = 0
+    objects: int = 0
+    bytes: int = 0
+
+
+def tree(info: CheckpointInfo, depth: int) -> Iterable[str]:
+    """The lines of a tree of keys, `depth` levels deep; 0: every key, in a list."""
+    if depth == 0:
+        names = {**info.tensors, **info.objects}
+        width = min(60, max(map(len, names), default=0))
+        for key, tensor in info.tensors.items():
+            where = ", ".join(dict.fromkeys(chunk.file for chunk in tensor.chunks[:3]))
+            more = ", ..." if len(tensor.chunks) > 3 else ""
+            chunks = f"{len(tensor.chunks):,} chunks in " if len(tensor.chunks) != 1 else ""
+            yield clean(
+                f"{key:<{width}}  {_kind(tensor.dtype, tensor.shape)}  {size(tensor.bytes)}  {chunks}{where}{more}"
+            )
+        for key, value in info.objects.items():
+            yield clean(f"{key:<{width}}  object  {size(value.bytes)}  {value.file}")
+        return
+    root = _Node()
+    for key, tensor in info.tensors.items():
+        _add(root, key, _kind(tensor.dtype, tensor.shape), 1, tensor.bytes)
+    for key, value in info.objects.items():
+        _add(root, key, "object", 0, value.bytes)
+    yield from _lines(root, depth, "")
+
+
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _add(root: _Node, key: str, leaf: str, tensors: int, count: int) -> None:
+    node = root
+    for name in (None, *key.split(".")):
+        if name is not None:
+            node = node.children.setdefault(name, _Node())
+        node.tensors += tensors
+        node.objects += 1 - tensors
+        node.bytes += count
+    node.leaf = leaf
+
+
+def _lines(node: _Node, depth: int, indent: str) -> Iterable[str]:
+    groups = list(_alike(node))
+    hidden = len(groups) - _MOST_CHILDREN
+    half = _MOST_CHILDREN // 2
+    for number, names in enumerate(groups):
+        if hidden > 0 and half <= number < len(groups) - half:
+            if number == half:
+                yield f"{indent}... {hidden:,} more"
+            continue
+        label, below = clean(names[0]), node.children[names[0]]
+        if len(names) > 1:
+            label += f" to {clean(names[-1])}"
+        while len(below.children) == 1 and not below.leaf:  # a level with one name below it takes no line of its own
+            (only, below), *_ = below.children.items()
+            label += "." + clean(only)
+        each = f" each, {len(names):,} times" if len(names) > 1 else ""
+        if not below.children:
+            yield f"{indent}{label}  {below.leaf}  {size(below.bytes)}{each}"
+            continue
+        counts = [f"{below.tensors:,} tensors"] if below.tensors else []
+        counts += [f"{below.objects:,} objects"] if below.objects else []
+        yield f"{indent}{label}.  {', '.join(counts)}, {size(below.bytes)}{each}"
+        if depth > 1:
+            yield from _lines(below, depth - 1, indent + "  ")
+
+
+def _alike(node: _Node) -> Iterable[list[str]]:
+    """The names of children: numbers that follow each other and hold the same are together, as layers are."""
+    group: list[str] = []
+    for name, child in node.children.items():
+        follows = bool(group) and name.isdecimal() and group[-1].isdecimal() and int(name) == int(group[-1]) + 1
+        if follows and _form(child) == _form(node.children[group[0]]):
+            group.append(name)
+            continue
+        if group:
+            yield group
+        group = [name]
+    if group:
+        yield group
+
+
+def _form(node: _Node) -> tuple[object, ...]:
+    """What must be equal for two levels to be alike."""
+    return node.leaf, node.bytes, tuple((name, _form(child)) for name, child in node.children.items())

@@ -1,0 +1,146 @@
+"""Runs the commands that look into checkpoints: `inspect`, `verify`, `diff`, `stats`, `restorable`, `latest`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from . import output
+from .output import FINE, FOUND, UNUSABLE, clean, figure, size
+
+
+def verify(options: SimpleNamespace) -> int:
+    from .._read.verify import verify
+
+    report = verify(options.path, quick=options.quick)
+    if options.json:
+        output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
+        return FINE if report.ok else FOUND
+    for damage in report.damaged:
+        print(f"damaged: {clean(damage.reason)}")
+    for damage in report.harmless:
+        print(f"harmless: {clean(damage.reason)}")
+    for text in report.unchecked:
+        print(f"not checked: {clean(text)}")
+    checked = "structure" if report.quick else size(report.bytes)
+    verdict = "sound" if report.ok else f"{len(report.damaged)} damaged"
+    print(f"{verdict}: {report.keys:,} keys in {report.files:,} files, {checked} checked")
+    return FINE if report.ok else FOUND
+
+
+def diff(options: SimpleNamespace) -> int:
+    from .._inspect.diff import diff
+
+    with output.progress("comparing") as progress:
+        found = diff(options.a, options.b, with_values=options.values, keys=options.keys, progress=progress)
+    if options.json:
+        content = asdict(found) | {"equal": found.equal}
+        output.print_json("diff/1", content)
+        return FINE if found.equal else FOUND
+    for key in found.only_a:
+        print(f"only in A: {clean(key)}")
+    for key in found.only_b:
+        print(f"only in B: {clean(key)}")
+    for key, (ours, theirs) in found.kinds.items():
+        print(f"differs: {clean(key)}: {ours} in A, {theirs} in B")
+    for key in found.objects:
+        print(f"another value: {clean(key)}")
+    if found.values:
+        rows = [
+            (
+                value.key,
+                f"{value.different:,}",
+                f"{value.elements:,}",
+                "" if value.unknown else figure(value.max_abs),
+                "" if value.unknown else figure(value.max_rel),
+                f"{value.not_finite_a:,}",
+                f"{value.not_finite_b:,}",
+            )
+            for value in found.values
+        ]
+        columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
+        output.print_table(columns, rows, right=columns[1:])
+    compared = (
+        f"; values of {found.compared:,} tensors compared, {size(found.compared_bytes)}" if options.values else ""
+    )
+    print(f"{'equal' if found.equal else 'different'}{compared}")
+    return FINE if found.equal else FOUND
+
+
+def stats(options: SimpleNamespace) -> int:
+    from .._inspect.stats import stats
+
+    with output.progress("reading") as progress:
+        found = stats(options.path, options.keys, progress)
+    sound = all(tensor.sound for tensor in found)
+    if options.json:
+        output.print_json("stats/1", {"sound": sound, "tensors": [asdict(tensor) for tensor in found]})
+        return FINE if sound else FOUND
+    rows = [
+        (
+            tensor.key,
+            f"{tensor.dtype} {list(tensor.shape)}",
+            figure(tensor.min),
+            figure(tensor.max),
+            figure(tensor.mean),
+            figure(tensor.norm),
+            f"{tensor.zeros:,}",
+            f"{tensor.nan:,}",
+            f"{tensor.inf:,}",
+        )
+        for tensor in found
+    ]
+    columns = ("tensor", "kind", "min", "max", "mean", "norm", "zeros", "NaN", "Inf")
+    output.print_table(columns, rows, right=columns[2:])
+    bad = [tensor.key for tensor in found if not tensor.sound]
+    print(f"{len(found):,} tensors" + (f", of which {len(bad):,} have NaN or infinite values" if bad else ""))
+    return FINE if sound else FOUND
+
+
+def latest(options: SimpleNamespace) -> int:
+    from .._native.steps import SavedOrder, path_of
+    from .._read.verify import verify
+    from .._storage.directory import local_path
+
+    root = local_path(options.directory)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"{root} is no directory")
+    passed_over: dict[int, str] = {}
+    for step in SavedOrder(root).newest_first():
+        path = path_of(root, step)
+        report = verify(path, quick=not options.full)
+        if report.ok:
+            if options.json:
+                output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
+            else:
+                print(path)
+            return FINE
+        passed_over[step] = report.damaged[0].reason
+    if options.json:
+        output.print_json("latest/1", {"step": None, "path": None, "passed_over": passed_over})
+    else:
+        for step, reason in passed_over.items():
+            print(f"step {step} is passed over: {clean(reason)}")
+        print(f"{root} holds no checkpoint that is complete and sound")
+    return FOUND if passed_over else UNUSABLE
+
+
+def restorable(options: SimpleNamespace) -> int:
+    from .._inspect.diff import diff
+
+    found = diff(options.path, options.like)
+    missing, mismatched = found.only_b, found.kinds
+    ok = not (missing or mismatched)
+    if options.json:
+        content = {"restorable": ok, "missing": missing, "mismatched": mismatched, "unexpected": found.only_a}
+        output.print_json("restorable/1", content)
+        return FINE if ok else FOUND
+    for key in missing:
+        print(f"missing: {clean(key)}")
+    for key, (stored, wanted) in mismatched.items():
+        print(f"does not fit: {clean(key)}: {stored} is stored, {wanted} is wanted")
+    if found.only_a:
+        print(f"{len(found.only_a):,} more keys are stored, which such a load leaves")
+    print("it would load" if ok else f"it would not load: {len(missing):,} missing, {len(mismatched):,} do not fit")
+    return FINE if ok else FOUND

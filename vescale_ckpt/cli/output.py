@@ -1,0 +1,137 @@
+"""Prints what commands found: tables, progress and JSON, with rich where it is installed, else as plain text."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+FINE, FOUND, UNUSABLE = 0, 1, 2  #: exit statuses: all well; damage or a difference; usage, or nothing that can be read
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_QUIET_SECONDS = 1.0  # a bar is shown only if a command takes longer
+
+
+def size(count: float) -> str:
+    """Bytes in the largest unit of which there is at least one."""
+    for unit in _UNITS:
+        if abs(count) < 1024 or unit == _UNITS[-1]:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def figure(value: float | None) -> str:
+    """A number with six digits; empty for None."""
+    return "" if value is None else f"{value:.6g}"
+
+
+def clean(text: str) -> str:
+    """Escapes control characters in text of a checkpoint, which could drive the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def print_json(schema: str, content: dict[str, Any]) -> None:
+    """One JSON document. `schema`: its name and version, stated in docs/commands.md. NaN and infinity become texts."""
+    print(json.dumps({"schema": f"vescale_ckpt/{schema}", **_plain(content)}, indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """A table. `right`: the columns that are aligned to the right."""
+    cells = [[clean(cell) for cell in row] for row in rows]
+    if (console := _console()) is not None:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            justify: Any = "right" if column in right else "left"
+            table.add_column(column, justify=justify, overflow="fold")
+        for row in cells:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
+    for row in (list(columns), *cells):
+        aligned = (
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, columns, strict=True)
+        )
+        print("  ".join(aligned).rstrip())
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Names and values, one pair a line."""
+    width = max((len(name) for name, _ in facts), default=0) + 2
+    for name, value in facts:
+        print(f"{name:<{width}}{clean(value)}")
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Any]:
+    """A context with a function that takes the bytes done and in total, and shows them on a terminal after a second."""
+    bar = _Bar(label)
+    try:
+        yield bar.show
+    finally:
+        bar.end()
+
+
+class _Bar:
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._began = time.monotonic()
+        self._shown = 0.0
+        self._rich: Any = None
+        self._task: Any = None
+
+    def show(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not sys.stderr.isatty() or now - self._began < _QUIET_SECONDS or now - self._shown < 0.1:
+            return
+        self._shown = now
+        if self._rich is None and (console := _console(stderr=True)) is not None:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            self._rich = Progress(*columns, console=console, transient=True)
+            self._rich.start()
+            self._task = self._rich.add_task(self._label, total=total)
+        if self._rich is not None:
+            self._rich.update(self._task, completed=done)
+        else:
+            rate = done / max(1e-9, now - self._began)
+            print(
+                f"\r{self._label}: {size(done)} of {size(total)}, {size(rate)}/s ", end="", file=sys.stderr, flush=True
+            )
+
+    def end(self) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._shown:
+            print(f"\r{' ' * 78}\r", end="", file=sys.stderr, flush=True)
+
+
+def _console(stderr: bool = False) -> Any:
+    """rich's console if rich is installed and the stream is a terminal, else None."""
+    if not (sys.stderr if stderr else sys.stdout).isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(stderr=stderr, highlight=False)

@@ -1,0 +1,60 @@
+"""Runs the commands that remove checkpoints and leftovers: `prune` and `repair`."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+from .._native.commit import remove_leftovers
+from .._native.steps import SavedOrder, all_steps, path_of
+from .._storage.directory import is_folder, local_path
+from ..errors import CheckpointError
+from ..manager import step_directories
+from ..manager.clean_up import to_remove
+from ..manager.retention import Retention
+from . import output
+from .output import FINE
+
+
+def prune(options: SimpleNamespace) -> int:
+    """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
+    root = local_path(options.directory)
+    if options.keep is None:
+        raise ValueError("--keep is wanted: how many checkpoints stay")
+    retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
+    last = SavedOrder(root).last
+    if last is None:
+        raise CheckpointError(f"{root} holds no checkpoints of a CheckpointManager", path=root)
+    steps = sorted(to_remove(root, retention, last, frozenset()))
+    removed = steps if options.dry_run else sorted(step_directories.remove(root, steps))
+    kept = [step for step in SavedOrder(root).newest_first()[::-1] if step not in removed]
+    if options.json:
+        output.print_json("prune/1", {"removed": removed, "kept": kept, "dry_run": options.dry_run})
+        return FINE
+    verb = "would remove" if options.dry_run else "removed"
+    for step in removed:
+        print(f"{verb} {path_of(root, step)}")
+    for step in sorted(set(steps) - set(removed)):
+        print(f"kept {path_of(root, step)}: it is in use")
+    print(f"{verb} {len(removed):,}, {len(kept):,} stay")
+    return FINE
+
+
+def repair(options: SimpleNamespace) -> int:
+    """Removes leftovers below a manager's directory, or in a checkpoint's."""
+    root = local_path(options.directory)
+    if not is_folder(root):
+        raise FileNotFoundError(f"{root} is no directory")
+    dry_run = options.dry_run
+    removed = [path_of(root, step) for step in step_directories.remove_leftovers(root, dry_run=dry_run)]
+    for directory in (root, *(path_of(root, step) for step in all_steps(root))):
+        if directory not in removed:
+            removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
+    if options.json:
+        output.print_json("repair/1", {"removed": removed, "dry_run": dry_run})
+        return FINE
+    verb = "would remove" if dry_run else "removed"
+    for path in removed:
+        print(f"{verb} {path}")
+    print(f"{verb} {len(removed):,} leftovers" if removed else "nothing is left over")
+    return FINE

@@ -1,0 +1,90 @@
+"""Parses the command line with typer, where it is installed: coloured help, and completion for shells."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .spec import Command, Value
+
+
+def run(
+    program: str, about: str, version: str, commands: Sequence[Command], call: Callable[[Command, SimpleNamespace], int]
+) -> Callable[[Sequence[str] | None], int]:
+    """The function that parses arguments, and calls `call` with a command and its options."""
+    app = typer.Typer(
+        help=about, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=True
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(version)
+            raise typer.Exit()
+
+    def top(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="the version")
+        ] = False,
+    ) -> None: ...
+
+    app.callback()(top)
+    for command in commands:
+        app.command(command.name, help=_help(command), short_help=command.about)(_function(command, call))
+
+    def parse(arguments: Sequence[str] | None) -> int:
+        try:
+            app(args=arguments, prog_name=program)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
+        return 0
+
+    return parse
+
+
+def _function(command: Command, call: Callable[[Command, SimpleNamespace], int]) -> Callable[..., None]:
+    """A function with the signature that typer reads the command's arguments from."""
+
+    def function(**options: Any) -> None:
+        raise typer.Exit(call(command, SimpleNamespace(**options)))
+
+    parameters = [
+        inspect.Parameter(
+            value.parameter, inspect.Parameter.KEYWORD_ONLY, default=_default(value), annotation=_annotation(value)
+        )
+        for value in command.values
+    ]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+def _default(value: Value) -> Any:
+    if value.kind is bool:
+        return False
+    return inspect.Parameter.empty if not value.is_option and value.required else value.default
+
+
+def _annotation(value: Value) -> Any:
+    more: dict[str, Any] = {"help": _escaped(value.help), "show_default": value.default not in (None, False, "")}
+    if value.metavar:
+        more["metavar"] = value.metavar
+    kind: Any = Literal[value.choices] if value.choices else value.kind
+    if value.many:
+        kind = list[kind]
+    if value.kind is not bool and value.default is None and not (not value.is_option and value.required):
+        kind = kind | None
+    if not value.is_option:
+        return Annotated[kind, typer.Argument(**more)]
+    return Annotated[kind, typer.Option(value.name, **more)]
+
+
+def _help(command: Command) -> str:
+    parts = [command.about, command.description, *(["Examples:", *command.examples] if command.examples else [])]
+    return "\n\n".join(_escaped(part) for part in parts if part)
+
+
+def _escaped(text: str) -> str:
+    """Text in which rich sees no markup."""
+    return text.replace("[", "\\[")
