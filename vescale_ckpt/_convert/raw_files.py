@@ -59,8 +59,7 @@ class RawFiles:
 
     def location(self, tensor: RawTensor) -> tuple[str, int, int]:
         """The path, offset and length of a tensor's bytes."""
-        info = tensor.info
-        return self.paths[tensor.area.file], tensor.offset, prod(info.shape) * info.dtype.itemsize
+        return self.paths[tensor.area.file], tensor.offset, tensor.info.bytes
 
     def read(self, reads: Sequence[Read], tensor_of: Callable[[str], RawTensor]) -> None:
         table, keys = int_table(), []

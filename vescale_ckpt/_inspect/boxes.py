@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,25 @@ class _Box:
     sizes: Sequence[int]
 
 
-def values(sources: Sequence[Source], keys: Iterable[str]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def values(
+    sources: Sequence[Source], keys: Sequence[str], progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The values of tensors, piece by piece: the key, and the piece as a flat tensor of each source's dtype.
 
     Tensors of a key have the same shape in all sources. Pieces of a key follow each other; a tensor without elements
     has one piece. The memory of a piece is used again for the next one. Raises the errors of `Source.read`.
+
+    `progress`: called with the bytes of the first source so far and in total.
     """
+    done, total = 0, sum(sources[0].tensors[key].bytes for key in keys)
     for group in _groups(sources, keys):
         of_sources = [_read(source, group) for source in sources]
         for number, box in enumerate(group):
-            yield box.key, [targets[number].reshape(-1) for targets in of_sources]
+            pieces = [targets[number].reshape(-1) for targets in of_sources]
+            yield box.key, pieces
+            done += pieces[0].nbytes
+            if progress is not None:
+                progress(done, total)
 
 
 def _groups(sources: Sequence[Source], keys: Iterable[str]) -> Iterator[list[_Box]]:

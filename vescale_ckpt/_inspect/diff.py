@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +35,7 @@ class ValueDifference:
         return self.different == 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Diff:
     """The result of `diff`."""
 
@@ -69,15 +69,8 @@ def diff(
 
     Raises `MissingKeysError` for `keys` that match nothing in both, and the errors of reading.
     """
-    first = open_source(local_path(a))
-    try:
-        second = open_source(local_path(b))
-        try:
-            return _diff(first, second, with_values, Selection(keys), progress)
-        finally:
-            second.close()
-    finally:
-        first.close()
+    with closing(open_source(local_path(a))) as first, closing(open_source(local_path(b))) as second:
+        return _diff(first, second, with_values, Selection(keys), progress)
 
 
 def _diff(
@@ -103,17 +96,13 @@ def _diff(
     if not with_values:
         return result
     tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
-    total = sum(math.prod(a.tensors[key].shape) * a.tensors[key].dtype.itemsize for key in tensors)
-    found: dict[str, ValueDifference] = {}
-    done = 0
-    for key, (one, other) in values([a, b], tensors):
-        compare(found.setdefault(key, ValueDifference(key)), one, other)
-        done += one.nbytes
-        if progress is not None:
-            progress(done, total)
-    result.values.extend(difference for difference in found.values() if not difference.equal)
-    result.objects.extend(_differing_objects(a, b, [key for key in common if key not in a.tensors | b.tensors]))
-    return Diff(**{**result.__dict__, "compared": len(found), "compared_bytes": done})
+    found = {key: ValueDifference(key) for key in tensors}
+    for key, (one, other) in values([a, b], tensors, progress):
+        compare(found[key], one, other)
+    result.values = [difference for difference in found.values() if not difference.equal]
+    result.objects = _differing_objects(a, b, [key for key in common if key not in a.tensors | b.tensors])
+    result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
+    return result
 
 
 def _kinds(source: Source) -> dict[str, str]:

@@ -10,15 +10,18 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from .. import settings
 from .._convert.formats import open_source
+from .._engine.errors import named_system_errors
+from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
-from .._native.names import checked_location
+from .._native.names import checked_location, metadata_name
 from .._read import contents
-from .._read.contents import Contents
+from .._read.check_records import locations_by_key
+from .._read.contents import Contents, of_safetensors
 from .._read.no_checkpoint import explained
 from .._state.key_selection import Selection
-from .._storage.directory import check_relative, is_file, is_folder, local_path, stat_of
+from .._storage.directory import check_relative, directory_at, is_file, is_folder, local_path, stat_of
 from .._storage.file_kinds import kind_of_file
-from ..errors import CheckpointError, CorruptCheckpointError, MissingKeysError
+from ..errors import CheckpointError, MissingKeysError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
 
@@ -42,10 +45,13 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     if is_file(where) and _is_raw(where):
         info = _of_raw_files(where)
     elif contents.is_safetensors(where):
-        info = _of_metadata(where, "safetensors", [contents.read(where, None, verify=False)])
+        info = _of_metadata(
+            where, "safetensors", [of_safetensors(where, SafetensorsContents.read(where, verify=False))]
+        )
     elif is_folder(where) and (ranks := metadata_file.metadata_ranks(where)):
         with explained(where):
-            info = _of_metadata(where, "dcp", [contents.read(where, rank, True, by_index=False) for rank in ranks])
+            parts = [contents.read(where, rank, True, by_index=False) for rank in ranks]
+            info = _of_metadata(where, "dcp", parts, _writer(where, ranks[0], parts[0]))
     else:
         info = _of_raw_files(where)
     if missing := selection.without_match([*info.tensors, *info.objects, *info.aliases]):
@@ -56,7 +62,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     return info
 
 
-def _of_metadata(path: str, format: str, parts: list[Contents]) -> CheckpointInfo:
+def _of_metadata(path: str, format: str, parts: list[Contents], writer: str = "") -> CheckpointInfo:
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     aliases: dict[str, str] = {}
@@ -66,20 +72,14 @@ def _of_metadata(path: str, format: str, parts: list[Contents]) -> CheckpointInf
             files.setdefault(chunk, _length(os.path.join(part.root, chunk)))
         aliases.update(_without_aliases(part, tensors))
     save_id = parts[0].save_id
-    return CheckpointInfo(path, format, _writer(path, format, parts[0]), save_id, tensors, objects, aliases, files)
+    return CheckpointInfo(path, format, writer, save_id, tensors, objects, aliases, files)
 
 
 def _stored(
     part: Contents, metadata: Metadata, tensors: dict[str, StoredTensor], objects: dict[str, StoredObject]
 ) -> Iterable[str]:
     """Adds what one metadata file names, and yields the names of its data files."""
-    if not isinstance(metadata.storage_data, dict):
-        raise CorruptCheckpointError(
-            f"the metadata of {part.path} does not say where anything is stored", key=None, file=part.path
-        )
-    locations: dict[str, dict[tuple[int, ...], object]] = {}
-    for index, place in metadata.storage_data.items():
-        locations.setdefault(index.fqn, {})[tuple(index.offset or ())] = place
+    locations = locations_by_key(metadata, part.path, _raise)
     for key, stored in metadata.state_dict_metadata.items():
         of_key = locations.get(key, {})
 
@@ -102,6 +102,10 @@ def _stored(
                 yield tensor.chunks[-1].file
 
 
+def _raise(error: CheckpointError) -> None:
+    raise error
+
+
 def _without_aliases(part: Contents, tensors: dict[str, StoredTensor]) -> dict[str, str]:
     """Moves the aliases from `tensors` to a mapping of their own, to the names of the stored tensors."""
     places = {
@@ -117,21 +121,20 @@ def _without_aliases(part: Contents, tensors: dict[str, StoredTensor]) -> dict[s
     return aliases
 
 
-def _writer(path: str, format: str, part: Contents) -> str:
-    if format == "safetensors":
-        return ""
-    ranks = metadata_file.metadata_ranks(path)
-    if metadata_file.has_checksum(metadata_file.metadata_bytes(path, ranks[0])):
+def _writer(path: str, rank: int | None, part: Contents) -> str:
+    """The software that wrote the metadata, as far as the end of the file and its version tell."""
+    length = metadata_file.TRAILER_BYTES
+    with named_system_errors(path):
+        _, end = directory_at(path).read_range(metadata_name(rank), -length, length)
+    if metadata_file.has_checksum(end):
         return "vescale_ckpt"
     version = getattr(part.metadata, "version", None)
     return f"torch.distributed.checkpoint {version}" if isinstance(version, str) else "torch.distributed.checkpoint"
 
 
 def _is_raw(path: str) -> bool:
-    try:
+    with named_system_errors(path):
         return kind_of_file(path) != "other"
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
 
 
 def _of_raw_files(path: str) -> CheckpointInfo:
@@ -140,13 +143,12 @@ def _of_raw_files(path: str) -> CheckpointInfo:
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, int] = {}
         for key, info in source.tensors.items():
-            count = math.prod(info.shape) * info.dtype.itemsize
             dtype = str(info.dtype).removeprefix("torch.")
             file, offset, length = source.location(key)
             name = os.path.basename(file)
             files.setdefault(name, _length(file))
             tensors[key] = StoredTensor(
-                info.shape, dtype, count, [StoredChunk((0,) * len(info.shape), info.shape, name, offset, length)]
+                info.shape, dtype, info.bytes, [StoredChunk((0,) * len(info.shape), info.shape, name, offset, length)]
             )
         objects = {key: StoredObject(os.path.basename(path), -1, -1) for key in source.object_names}
         return CheckpointInfo(path, source.format, "", "", tensors, objects, {}, files)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -53,25 +54,16 @@ def stats(
     Raises `MissingKeysError` for `keys` that match nothing, and the errors of reading: `CorruptCheckpointError`,
     `UntrustedCheckpointError`, `CheckpointError`.
     """
-    source = open_source(local_path(path))
-    try:
+    with closing(open_source(local_path(path))) as source:
         selection = Selection(keys)
         if missing := selection.without_match([*source.tensors, *source.object_names]):
             raise MissingKeysError(missing)
-        chosen = [key for key in source.tensors if key in selection]
-        total = sum(math.prod(source.tensors[key].shape) * source.tensors[key].dtype.itemsize for key in chosen)
         found: dict[str, _Sums] = {}
-        done = 0
-        for key, (piece,) in values([source], chosen):
+        for key, (piece,) in values([source], [key for key in source.tensors if key in selection], progress):
             info = source.tensors[key]
             sums = found.setdefault(key, _Sums(TensorStats(key, str(info.dtype).removeprefix("torch."), info.shape)))
             sums.add(piece)
-            done += piece.nbytes
-            if progress is not None:
-                progress(done, total)
         return [sums.result() for sums in found.values()]
-    finally:
-        source.close()
 
 
 class _Sums:

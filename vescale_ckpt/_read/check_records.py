@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._engine import _C
 from .._engine.dtypes import DTYPE_CODES, dtype_code
@@ -44,13 +44,11 @@ class Listing:
         return [os.path.join(self.root, name) for name in self.ends]
 
 
-def list_records(contents: Contents, where: str, whole: bool, on_error: Callable[[CheckpointError], None]) -> Listing:
-    """Lists the records that metadata names. Aliases are left out.
-
-    `where`: the metadata's file, for errors. `whole`: also checks that tensors are stored whole. `on_error` takes the
-    errors, one for each malformed key.
-    """
-    metadata = contents.metadata
+def locations_by_key(
+    metadata: Metadata, where: str, on_error: Callable[[CheckpointError], None]
+) -> dict[str, dict[tuple[int, ...], Any]]:
+    """The record locations that metadata gives, unchecked, by key and offset in the tensor. `on_error` takes the
+    errors, one for each location without a key. Raises `CorruptCheckpointError` if there are no locations at all."""
     if not isinstance(metadata.storage_data, dict):
         raise CorruptCheckpointError(f"{where} does not say where anything is stored", key=None, file=where)
     locations: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -60,6 +58,17 @@ def list_records(contents: Contents, where: str, whole: bool, on_error: Callable
         else:
             reason = f"the metadata places {index!r}, which is no name"
             on_error(CorruptCheckpointError(reason, key=None, file=where))
+    return locations
+
+
+def list_records(contents: Contents, where: str, whole: bool, on_error: Callable[[CheckpointError], None]) -> Listing:
+    """Lists the records that metadata names. Aliases are left out.
+
+    `where`: the metadata's file, for errors. `whole`: also checks that tensors are stored whole. `on_error` takes the
+    errors, one for each malformed key.
+    """
+    metadata = contents.metadata
+    locations = locations_by_key(metadata, where, on_error)
     listing = Listing(contents.root, contents.safetensors)
     numbers: dict[str, int] = {}
 

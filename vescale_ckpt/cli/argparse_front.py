@@ -51,6 +51,4 @@ def _add(parser: argparse.ArgumentParser, value: Value) -> None:
         more["metavar"] = value.metavar or value.parameter.upper()
     if value.many:
         more["action"] = "append"
-    if not value.is_option and not value.required:
-        more["nargs"] = "?"
     parser.add_argument(value.name, **more)

@@ -125,7 +125,7 @@ COMMANDS = (
     ),
     Command(
         "repair",
-        "remove what saves and exports that died have left",
+        "remove what saves that died have left",
         "tidy:repair",
         (
             Value("directory", "a checkpoint's directory, or that of a CheckpointManager", metavar="DIR"),

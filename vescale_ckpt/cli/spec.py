@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Value:
-    """An argument (a name without dashes) or an option of a command."""
+    """An argument, which must be given (a name without dashes), or an option of a command."""
 
     name: str  #: "path" or "--max-shard-size"
     help: str
@@ -20,7 +20,6 @@ class Value:
     metavar: str = ""
     many: bool = False  #: an option that may be given several times: its value is a list or None
     choices: tuple[str, ...] = ()
-    required: bool = True  #: of an argument: whether it must be given
 
     @property
     def is_option(self) -> bool:
@@ -37,7 +36,7 @@ class Value:
         text = self.help
         if self.choices:
             text += f" ({', '.join(self.choices)})"
-        if self.default not in (None, False, "") and "default" not in text:
+        if self.default not in (None, False, ""):
             text += f" [default: {self.default}]"
         return text
 

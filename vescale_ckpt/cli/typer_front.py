@@ -63,7 +63,7 @@ def _function(command: Command, call: Callable[[Command, SimpleNamespace], int])
 def _default(value: Value) -> Any:
     if value.kind is bool:
         return False
-    return inspect.Parameter.empty if not value.is_option and value.required else value.default
+    return value.default if value.is_option else inspect.Parameter.empty
 
 
 def _annotation(value: Value) -> Any:
@@ -73,7 +73,7 @@ def _annotation(value: Value) -> Any:
     kind: Any = Literal[value.choices] if value.choices else value.kind
     if value.many:
         kind = list[kind]
-    if value.kind is not bool and value.default is None and not (not value.is_option and value.required):
+    if value.is_option and value.kind is not bool and value.default is None:
         kind = kind | None
     if not value.is_option:
         return Annotated[kind, typer.Argument(**more)]
