@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
 from vescale_ckpt import cli
+from vescale_ckpt._native import metadata_file
 from vescale_ckpt.cli import argparse_front, output, typer_front
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
@@ -115,6 +118,12 @@ def test_the_page_of_commands_is_up_to_date() -> None:
 def test_the_models_that_help_names_are_those_that_there_are() -> None:
     (plan,) = (command for command in COMMANDS if command.name == "plan")
     assert plan.description.endswith(f"Models: {', '.join(MODELS)}.")
+
+
+def test_type_checkers_are_told_the_names_that_there_are() -> None:
+    stub = Path(vescale_ckpt.__file__).with_name("__init__.pyi").read_text()
+    assert sorted(re.findall(r"\w+ as (\w+)", stub)) == vescale_ckpt.__all__
+    assert all(getattr(vescale_ckpt, name) is not None for name in vescale_ckpt.__all__)
 
 
 # --- What commands find
@@ -301,6 +310,15 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: 
     lines = (out + err).strip().splitlines()
     assert 1 <= len(lines) <= 3 and all(len(line) < 600 and line.isprintable() for line in lines), lines
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_location_of_nothing_is_one_line(checkpoint: Path, capsys: Any) -> None:
+    metadata = metadata_file.read_metadata(str(checkpoint))
+    metadata.storage_data = {"no index": next(iter(metadata.storage_data.values()))}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / ".metadata.index").unlink()
+    status, _, err = run(capsys, "inspect", checkpoint)
+    assert status == 1 and "which is no name" in err
 
 
 def test_names_that_would_drive_the_terminal_are_escaped(tmp_path: Path, capsys: Any) -> None:
