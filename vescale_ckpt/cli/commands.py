@@ -210,6 +210,24 @@ COMMANDS = (
         ),
     ),
     Command(
+        "trace",
+        "show what each rank did in saves and loads, and which rank was slow",
+        "trace:run",
+        (
+            Value("directory", "where VESCALE_CKPT_TRACE had the ranks write their traces", metavar="DIR"),
+            Value("--of", "only saves and loads with this text in their names, for instance step-1000", default=""),
+            Value("--out", "write one merged trace for chrome://tracing or Perfetto", metavar="FILE"),
+            Value("--plot", "draw the time line of the last save or load (needs matplotlib)", metavar="FILE"),
+            _JSON,
+        ),
+        "Shows every save and load, and for the last one the phases of the slowest ranks.",
+        ("vescale-ckpt trace traces", "vescale-ckpt trace traces --of step-1000 --plot slow.png --out merged.json"),
+        json=(
+            "`operations` (each with `doing`, `kind`, `seconds`, `slowest_rank`, `mean_busy_seconds`, `ranks`: by "
+            "rank `seconds`, `busy_seconds`, and seconds by phase)"
+        ),
+    ),
+    Command(
         "settings",
         "list all settings, and where the value of each comes from",
         "settings:run",
