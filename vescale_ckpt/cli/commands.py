@@ -139,6 +139,25 @@ COMMANDS = (
         ),
     ),
     Command(
+        "copy",
+        "copy a checkpoint, verified, and resumable after a kill",
+        "copy:run",
+        (
+            Value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
+            Value("dst", "what it will be called there", metavar="DST"),
+            Value("--overwrite", "replace the checkpoint that is there", bool),
+            _JSON,
+        ),
+        "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
+        "command goes on with the files that are missing. Exit status 1 if SRC is damaged: then nothing is at DST.",
+        ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
+        json=(
+            "`path`, `seconds`, `files`, `bytes`, `resumed_files` and `resumed_bytes` (of these: complete when the "
+            "copy began), `unverified_bytes` (without checksums in SRC), `left_out` (names that do not belong to the "
+            "checkpoint)"
+        ),
+    ),
+    Command(
         "convert",
         "write a checkpoint in another format",
         "convert:run",
