@@ -10,6 +10,7 @@ _KEYS = Value(
     metavar="PATTERN", many=True,
 )  # fmt: skip
 _PATH = Value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_PLOT = Value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = Value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 
 COMMANDS = (
@@ -74,9 +75,12 @@ COMMANDS = (
         "stats",
         "show the range, mean, norm, zeros, NaN and infinite values of each tensor",
         "look:stats",
-        (_PATH, _KEYS, _JSON),
+        (_PATH, _KEYS, _PLOT, _JSON),
         "Exit status 1 if a tensor has NaN or infinite values.",
-        ("vescale-ckpt stats checkpoints/step-1000 --keys model",),
+        (
+            "vescale-ckpt stats checkpoints/step-1000 --keys model",
+            "vescale-ckpt stats model.safetensors --plot stats.png",
+        ),
         json=(
             "`sound`, `tensors` (each with `key`, `dtype`, `shape`, `elements`, `min`, `max`, `mean`, `norm`, "
             "`zeros`, `nan`, `inf`, `unknown`)"
@@ -226,6 +230,29 @@ COMMANDS = (
             "`ranks`, `items`, `pieces`, `bytes_least`, `bytes_most`, `bytes_mean`, `imbalance`, "
             "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
             "`metadata_bytes`, `index_bytes`"
+        ),
+    ),
+    Command(
+        "bench",
+        "measure a disk, and saves and loads on it beside stock DCP's",
+        "bench:run",
+        (
+            Value("directory", "where checkpoints will be; a new folder in it is used and removed", metavar="DIR"),
+            Value("--bytes", "of the state (default: 1GiB, or less if there is little room)", metavar="SIZE"),
+            Value("--repeats", "rounds that are counted", int, 5, metavar="N"),
+            Value("--no-trials", "do not try other settings", bool),
+            _PLOT,
+            _JSON,
+        ),
+        "Takes turns: the disk alone by direct I/O, this package, stock DCP, and this package with other numbers of "
+        "threads and sizes of slots. Loads are cold. Says which settings are worth changing, and which rule for "
+        "broadcast loads fits.",
+        ("vescale-ckpt bench /checkpoints", "vescale-ckpt bench /checkpoints --bytes 8GiB --plot bench.png"),
+        json=(
+            "`directory`, `file_system`, `bytes`, `rounds`, `cold`, `results` (each with `step`, `candidate`, "
+            "`seconds` of each round, `median`, `bytes_per_second`, `of_disk`, `of_stock`), `trials` and "
+            "`recommended` (each with `variable`, `value`, how many times faster `save`, `load` and both `together` "
+            "were, and `steady`: in which part of the rounds), `broadcast` (by where the ranks are: what fits)"
         ),
     ),
     Command(

@@ -25,8 +25,8 @@ def size(count: float) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number with six digits; empty for None."""
-    return "" if value is None else f"{value:.6g}"
+    """A number with four digits; empty for None."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def clean(text: str) -> str:
@@ -60,7 +60,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in columns:
             justify: Any = "right" if column in right else "left"
-            table.add_column(column, justify=justify, overflow="fold")
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right)
         for row in cells:
             table.add_row(*map(Text, row))
         console.print(table)
