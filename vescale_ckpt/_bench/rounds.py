@@ -118,6 +118,8 @@ def bench(
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     size = size if size is not None else _bytes_that_fit(root)
+    if size < MiB:
+        raise ValueError(f"a state of {size:,} bytes: at least 1 MiB is wanted")
     with named_system_errors(root):
         check_space(root, size + size // 8)
     if (memory := _available_memory()) < 2 * size:

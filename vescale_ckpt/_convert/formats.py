@@ -36,6 +36,11 @@ def format_of(path: str) -> Format | None:
     return _SUFFIXES.get(os.path.splitext(path)[1])
 
 
+def is_part_of_export(name: str) -> bool:
+    """Whether a folder of a format other than DCP has files of that name."""
+    return any(pattern.fullmatch(name) for pattern in _OF_FORMAT.values())
+
+
 def is_folder(path: str, format: Format) -> bool:
     """Whether a destination is a folder rather than a file."""
     return format in ("dcp", "npy") or (format == "safetensors" and not path.endswith(".safetensors"))

@@ -48,7 +48,7 @@ class ExportFolder:
         with named_system_errors(directory, needed):
             if names is None:
                 check_replaceable(directory)
-            leftovers.remove(_leftovers(directory))
+            leftovers.remove(left_by_exports(directory))
             check_space(directory, needed)
             try:
                 self.files.begin(lambda: self._make_first(sizes[0]))
@@ -101,7 +101,7 @@ class ExportFolder:
         self.files.discard()
 
 
-def _leftovers(directory: str) -> list[Leftover]:
+def left_by_exports(directory: str) -> list[Leftover]:
     """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
     exports: dict[str, list[str]] = {}
     found: list[Leftover] = []

@@ -234,6 +234,12 @@ def temporary_name(path: str) -> str:
     return f"{path}.tmp.{os.getpid()}.{next(_serial)}"
 
 
+def final_name(name: str) -> str | None:
+    """The name that a file or folder would have got that is named as `temporary_name` does. None for other names."""
+    found = _TEMPORARY.search(name)
+    return name[: found.start()].removesuffix(_ASIDE) if found is not None and found.end() == len(name) else None
+
+
 def temporary_ones(path: str) -> Iterator[str]:
     """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)

@@ -129,14 +129,18 @@ COMMANDS = (
     ),
     Command(
         "repair",
-        "remove what saves that died have left",
+        "remove what saves, exports and copies that died have left",
         "tidy:repair",
         (
-            Value("directory", "a checkpoint's directory, or that of a CheckpointManager", metavar="DIR"),
+            Value(
+                "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports",
+                metavar="DIR",
+            ),
             Value("--dry-run", "remove nothing, print what would be removed", bool),
             _JSON,
         ),
-        "Files of a save that is running stay. Damaged data cannot be repaired: see verify.",
+        "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
+        "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
         json=(
             "`removed` (paths), `dry_run`"
@@ -199,6 +203,31 @@ COMMANDS = (
         ),
         json=(
             "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out`"
+        ),
+    ),
+    Command(
+        "export",
+        "write the weights of a model as a Hugging Face folder",
+        "convert:export",
+        (
+            Value("src", "a training checkpoint of any format", metavar="SRC"),
+            Value("dst", "a directory; or one file, if it ends in .safetensors", metavar="DST"),
+            Value(
+                "--key", "the name of the model in the checkpoint, which is left out of its tensors' names",
+                default="model", metavar="NAME",
+            ),
+            Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True),
+            Value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
+            Value("--overwrite", "replace what is there", bool),
+            _JSON,
+        ),
+        "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert.",
+        (
+            "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16",
+            "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
+        ),
+        json=(
+            "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"
         ),
     ),
     Command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,10 @@ _MOST_PLOTTED = 300  # tensors in a picture
 
 
 def verify(options: SimpleNamespace) -> int:
-    from .._read.verify import verify
+    from .._read.verify import verify_with_progress
 
-    report = verify(options.path, quick=options.quick)
+    with output.progress("verifying") as progress:
+        report = verify_with_progress(options.path, options.quick, progress)
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
         return FINE if report.ok else FOUND
@@ -146,31 +146,25 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 
 def latest(options: SimpleNamespace) -> int:
-    from .._native.steps import SavedOrder, path_of
-    from .._read.verify import verify
-    from .._storage.directory import local_path
+    from .._native.steps import path_of
+    from .._read.newest import newest_sound
+    from .._storage.directory import is_folder, local_path
 
     root = local_path(options.directory)
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}
-    for step in SavedOrder(root).newest_first():
-        path = path_of(root, step)
-        report = verify(path, quick=not options.full)
-        if report.ok:
-            if options.json:
-                output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
-            else:
-                print(path)
-            return FINE
-        passed_over[step] = report.damaged[0].reason
+    step = newest_sound(root, quick=not options.full, passed_over=passed_over.__setitem__)
+    path = None if step is None else path_of(root, step)
     if options.json:
-        output.print_json("latest/1", {"step": None, "path": None, "passed_over": passed_over})
+        output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
+    elif path is not None:
+        print(path)
     else:
-        for step, reason in passed_over.items():
-            print(f"step {step} is passed over: {clean(reason)}")
+        for damaged, reason in passed_over.items():
+            print(f"step {damaged} is passed over: {clean(reason)}")
         print(f"{root} holds no checkpoint that is complete and sound")
-    return FOUND if passed_over else UNUSABLE
+    return FINE if path is not None else FOUND if passed_over else UNUSABLE
 
 
 def restorable(options: SimpleNamespace) -> int:
