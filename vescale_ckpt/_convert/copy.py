@@ -29,18 +29,16 @@ from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, met
 from .._read import contents
 from .._read.check_records import Progress, list_records
 from .._read.no_checkpoint import explained
-from .._read.verify import verify_with_progress
 from .._storage.directory import directory_at, is_file, is_folder, local_path, stat_of
-from .._storage.file_kinds import kind_of_file
 from .._storage.locks import LOCK_NAME
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder
 from ..errors import CheckpointError, CorruptCheckpointError
+from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
+from .check import verify_any
 from .formats import open_source
 from .pipeline import Buffers
-from .plan import cut
-from .source import Read
 
 _DCP_SUFFIX = ".distcp"
 
@@ -101,7 +99,7 @@ def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, prog
     directory_at(os.path.dirname(path)).make()
     with PendingFile(path) as pending:
         length, crc = transfer.copy(source, pending.directory, pending.create)
-        _compare(source, pending.paths[0], "", [("", length, crc)], transfer, report)
+        _compare(source, pending.paths[0], [("", length, crc)], transfer, report)
         _check_file_destination(source, path, overwrite)
         pending.commit()
     report.files, report.bytes = 1, length
@@ -124,7 +122,7 @@ class _FolderCopy:
         self._overwrite = overwrite
         self._report = report
         self._progress = progress
-        self._format, of_checkpoint = _contents_of(source)
+        of_checkpoint = _files_of_checkpoint(source)
         self._names, report.left_out = _names_to_copy(source, of_checkpoint)
 
     def run(self) -> None:
@@ -139,7 +137,7 @@ class _FolderCopy:
             check_space(folder.directory, sum(size for name, size in sizes.items() if name not in known))
             done = [self._copy(name, folder, known, transfer) for name in self._names]
             self._remove_others(folder.temporary)
-            _compare(self._source, folder.temporary, self._format, done, transfer, report)
+            _compare(self._source, folder.temporary, done, transfer, report)
             for name in {os.path.dirname(name) for name in self._names} - {""}:
                 directory_at(os.path.join(folder.temporary, name)).sync()
             self._check_destination()
@@ -194,7 +192,7 @@ class _FolderCopy:
         if not self._overwrite:
             raise _exists(path)
         try:
-            _, of_checkpoint = _contents_of(path)
+            of_checkpoint = _files_of_checkpoint(path)
         except CheckpointError as error:
             raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
         replaced, others = _names_to_copy(path, of_checkpoint)
@@ -217,9 +215,8 @@ def _exists(path: str) -> CheckpointError:
 # --- Which files
 
 
-def _contents_of(path: str) -> tuple[str, set[str]]:
-    """The format of the checkpoint in a folder, and the files with its tensors and objects. Raises if there is no sound
-    one."""
+def _files_of_checkpoint(path: str) -> set[str]:
+    """The files with the tensors and objects of the checkpoint in a folder. Raises if there is no sound one."""
 
     def fail(error: CheckpointError) -> None:
         raise error
@@ -231,11 +228,11 @@ def _contents_of(path: str) -> tuple[str, set[str]]:
                 found = contents.read(path, rank, True, by_index=False)
                 where = os.path.join(path, metadata_name(rank))
                 named |= {os.path.normpath(name) for name in list_records(found, where, rank is None, fail).ends}
-        return "dcp", named
+        return named
     if contents.is_safetensors(path):
-        return "safetensors", set(SafetensorsContents.read(path, verify=True).files)
+        return set(SafetensorsContents.read(path, verify=True).files)
     with closing(open_source(path)) as source:
-        return source.format, {os.path.basename(source.location(key)[0]) for key in source.tensors}
+        return {os.path.basename(source.location(key)[0]) for key in source.tensors}
 
 
 def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
@@ -359,7 +356,6 @@ class _Piece:
 def _compare(
     source: str,
     made: str,
-    format: str,
     files: Sequence[tuple[str, int, int]],
     transfer: _Transfer,
     report: CopyReport,
@@ -371,50 +367,29 @@ def _compare(
     def progress(done: int, total: int) -> None:
         transfer.moved(begun + done - transfer.done)
 
-    try:
-        found = _verify(made, progress)
-    except CorruptCheckpointError as error:
-        _verify(source, None)
+    found = verify_any(made, False, progress)
+    if found.damaged:
+        _raise_damage(verify_any(source, False))
+        first = found.damaged[0]
         raise CorruptCheckpointError(
-            f"the copy differs from {source}, which is sound: {error}", key=error.key, file=source, offset=error.offset
-        ) from None
+            f"the copy differs from {source}, which is sound: {first.reason}", key=first.key, file=source
+        )
     report.unverified_bytes = found.unverified_bytes
+    covered = found.files and not (found.unverified_bytes or found.harmless)  # all data, by the checkpoint's checksums
     for name, length, crc in files:
-        if found.covers_data and name.endswith((_DCP_SUFFIX, SUFFIX)):
+        if covered and name.endswith((_DCP_SUFFIX, SUFFIX)):
             continue
         path = os.path.join(made, name) if name else made
         if transfer.crc_of(path, length) != crc:
             raise CorruptCheckpointError(f"{path} cannot be read back as it was written", key=None, file=path)
 
 
-@dataclass(frozen=True)
-class _Verified:
-    unverified_bytes: int
-    covers_data: bool  #: whether all bytes of data files have checksums, and match them
-
-
-def _verify(path: str, progress: Progress | None) -> _Verified:
-    """Checks a checkpoint of any format against its checksums. Raises `CorruptCheckpointError`."""
-    if is_folder(path):
-        raw = not metadata_file.metadata_ranks(path) and not contents.is_safetensors(path)
-    else:
-        raw = kind_of_file(path) != "other"
-    if raw:
-        return _verify_raw(path)
-    found = verify_with_progress(path, False, progress)
-    if found.damaged:
-        first, more = found.damaged[0], len(found.damaged) - 1
-        reason = first.reason if first.key is None or first.key in first.reason else f"{first.key}: {first.reason}"
-        where = "" if first.file in reason else f" in {first.file} at {first.offset}"
-        text = reason + where + (f" (and {more:,} more)" if more else "")
-        raise CorruptCheckpointError(text, key=first.key, file=first.file, offset=first.offset)
-    return _Verified(found.unverified_bytes, not (found.unverified_bytes or found.harmless))
-
-
-def _verify_raw(path: str) -> _Verified:
-    """Of files of torch.save and numpy: reads every tensor, and compares it with the checksums of archives."""
-    with closing(open_source(path)) as source:
-        for key, info in source.tensors.items():
-            for offsets, sizes in cut(info.shape, max(1, (64 << 20) // info.dtype.itemsize)):
-                source.read([Read(key, offsets, torch.empty(sizes, dtype=info.dtype, device="cpu"))])
-    return _Verified(0, False)
+def _raise_damage(found: VerifyReport) -> None:
+    """Raises `CorruptCheckpointError` for the first damage of a report."""
+    if not found.damaged:
+        return
+    first, more = found.damaged[0], len(found.damaged) - 1
+    reason = first.reason if first.key is None or first.key in first.reason else f"{first.key}: {first.reason}"
+    where = "" if first.file in reason else f" in {first.file} at {first.offset}"
+    text = reason + where + (f" (and {more:,} more)" if more else "")
+    raise CorruptCheckpointError(text, key=first.key, file=first.file, offset=first.offset)

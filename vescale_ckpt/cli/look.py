@@ -16,10 +16,10 @@ _MOST_PLOTTED = 300  # tensors in a picture
 
 
 def verify(options: SimpleNamespace) -> int:
-    from .._read.verify import verify_with_progress
+    from .._convert.check import verify_any
 
     with output.progress("verifying") as progress:
-        report = verify_with_progress(options.path, options.quick, progress)
+        report = verify_any(options.path, options.quick, progress)
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
         return FINE if report.ok else FOUND
@@ -31,7 +31,7 @@ def verify(options: SimpleNamespace) -> int:
         print(f"not checked: {clean(text)}")
     checked = "structure" if report.quick else size(report.bytes)
     verdict = "sound" if report.ok else f"{len(report.damaged)} damaged"
-    print(f"{verdict}: {report.keys:,} keys in {report.files:,} files, {checked} checked")
+    print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked} checked")
     return FINE if report.ok else FOUND
 
 
