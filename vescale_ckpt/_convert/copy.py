@@ -22,7 +22,7 @@ from .._engine.errors import check_space, named_errors, named_system_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import overlap
 from .._engine.rows import int_table
-from .._hf.contents import SUFFIX, SafetensorsContents
+from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
 from .._hf.names import is_temporary_index, token_of
 from .._native import metadata_file
 from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, metadata_name
@@ -122,6 +122,7 @@ class _FolderCopy:
         self._overwrite = overwrite
         self._report = report
         self._progress = progress
+        self._metadata = _metadata_files(source)  # before they are read
         of_checkpoint = _files_of_checkpoint(source)
         self._names, report.left_out = _names_to_copy(source, of_checkpoint)
 
@@ -136,6 +137,8 @@ class _FolderCopy:
             known = _complete_files(folder, transfer)
             check_space(folder.directory, sum(size for name, size in sizes.items() if name not in known))
             done = [self._copy(name, folder, known, transfer) for name in self._names]
+            if _metadata_files(self._source) != self._metadata:
+                raise CheckpointError(f"{self._source} was saved to while it was copied", path=self._source)
             self._remove_others(folder.temporary)
             _compare(self._source, folder.temporary, done, transfer, report)
             for name in {os.path.dirname(name) for name in self._names} - {""}:
@@ -233,6 +236,13 @@ def _files_of_checkpoint(path: str) -> set[str]:
         return set(SafetensorsContents.read(path, verify=True).files)
     with closing(open_source(path)) as source:
         return {os.path.basename(source.location(key)[0]) for key in source.tensors}
+
+
+def _metadata_files(path: str) -> dict[str, tuple[int, ...]]:
+    """The files that say which others are the checkpoint, with what tells their versions apart."""
+    storage = directory_at(path)
+    found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
+    return {name: storage.stat(name).identity for name in found}
 
 
 def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:

@@ -66,7 +66,7 @@ def diff(options: SimpleNamespace) -> int:
             for value in found.values
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
-        output.print_table(columns, rows, right=columns[1:])
+        output.print_table(columns, rows, right=columns[1:], lead=1)
     compared = (
         f"; values of {found.compared:,} tensors compared, {size(found.compared_bytes)}" if options.values else ""
     )
@@ -101,7 +101,7 @@ def stats(options: SimpleNamespace) -> int:
         for tensor in found
     ]
     columns = ("tensor", "kind", "min", "max", "mean", "norm", "zeros", "NaN", "Inf")
-    output.print_table(columns, rows, right=columns[2:])
+    output.print_table(columns, rows, right=columns[2:], lead=2)
     bad = [tensor.key for tensor in found if not tensor.sound]
     print(f"{len(found):,} tensors" + (f", of which {len(bad):,} have NaN or infinite values" if bad else ""))
     return FINE if sound else FOUND

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -49,9 +50,16 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table. `right`: the columns that are aligned to the right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), lead: int = 0
+) -> None:
+    """A table. `right`: the columns that are aligned to the right. The first `lead` columns get a line of their own in
+    each row, where a terminal is too narrow for all."""
     cells = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
+    if lead and sys.stdout.isatty() and sum(widths) + 3 * len(widths) > shutil.get_terminal_size().columns:
+        _print_stacked(columns[lead:], widths[lead:], cells, right, lead)
+        return
     if (console := _console()) is not None:
         from rich import box
         from rich.table import Table
@@ -60,18 +68,32 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in columns:
             justify: Any = "right" if column in right else "left"
-            table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right)
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right or column == columns[0])
         for row in cells:
             table.add_row(*map(Text, row))
         console.print(table)
         return
-    widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
     for row in (list(columns), *cells):
-        aligned = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
-        )
-        print("  ".join(aligned).rstrip())
+        print(_aligned(row, columns, widths, right))
+
+
+def _print_stacked(
+    columns: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], right: Sequence[str], lead: int
+) -> None:
+    print(f"  {_aligned(columns, columns, widths, right)}")
+    console = _console()
+    for row in rows:
+        names = "  ".join(row[:lead])
+        if console is None:
+            print(names)
+        else:
+            console.print(names, style="bold", markup=False, soft_wrap=True)
+        print(f"  {_aligned(row[lead:], columns, widths, right)}")
+
+
+def _aligned(row: Sequence[str], columns: Sequence[str], widths: Sequence[int], right: Sequence[str]) -> str:
+    cells = zip(row, widths, columns, strict=True)
+    return "  ".join(cell.rjust(width) if name in right else cell.ljust(width) for cell, width, name in cells).rstrip()
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
