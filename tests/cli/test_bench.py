@@ -29,7 +29,7 @@ def names(directory: Path) -> list[str]:
 
 
 def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rounds, "_trials", lambda: [("threads", 1), ("slot_bytes", 4 << 20)])
+    monkeypatch.setattr(rounds, "_trials", lambda: [("threads", 1)])
     before = names(directory), dict(os.environ)
     dead = directory / "vescale-ckpt-bench-0123abcd"
     dead.mkdir()
@@ -41,10 +41,11 @@ def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: 
         (step, name) for step in ("save", "load") for name in ("disk", "vescale_ckpt", "stock DCP")
     ]
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in found.timings)
-    assert [trial.variable for trial in found.trials] == ["VESCALE_CKPT_THREADS", "VESCALE_CKPT_SLOT_BYTES"]
-    status = cli.main(["bench", str(directory), "--bytes", "1MiB", "--repeats", "1", "--no-trials", "--json"])
+    assert [trial.variable for trial in found.trials] == ["VESCALE_CKPT_THREADS"]
+    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    status = cli.main(["bench", str(directory), "--json"])
     content = json.loads(capsys.readouterr().out)
-    assert status == 0 and content["schema"] == "vescale_ckpt/bench/1" and content["bytes"] == 1 << 20
+    assert status == 0 and content["schema"] == "vescale_ckpt/bench/1" and content["bytes"] == 3 << 20
     assert set(content["broadcast"]) == {"one_node", "several_nodes"} and names(directory) == before[0]
 
 
@@ -101,7 +102,7 @@ def test_files_that_are_dropped_are_not_resident(tmp_path: Path) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     values = torch.tensor([1e-9, -4.0, 0.0, float("nan"), 1e9])
-    vescale_ckpt.save(tmp_path / "c", {"$x_^": values, "y": torch.ones(4), "e": torch.empty(0), "\x1b[2J": values})
+    vescale_ckpt.save(tmp_path / "c", {"$x_^$": values, "y": torch.ones(4), "e": torch.empty(0), "\x1b[2J": values})
     return tmp_path / "c"
 
 
@@ -116,10 +117,14 @@ def test_without_matplotlib_one_line_says_what_to_install(
     assert not (tmp_path / "a.png").exists()
 
 
-def test_pictures_are_drawn(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+def test_pictures_are_drawn(checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     assert cli.main(["stats", str(checkpoint), "--plot", str(tmp_path / "a.png")]) == 1
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    arguments = ["--bytes", "1MiB", "--repeats", "1", "--no-trials", "--plot", str(tmp_path / "b.svg")]
-    assert cli.main(["bench", str(tmp_path), *arguments]) == 0
+    timings = [
+        rounds.Timing(step, name, [1.0, 2.0]) for step in rounds.STEPS for name in ("disk", "vescale_ckpt", "stock DCP")
+    ]
+    found = rounds.BenchReport("/$x^$", "ext4", 1 << 20, 2, True, timings, [], [])
+    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    assert cli.main(["bench", str(tmp_path), "--plot", str(tmp_path / "b.svg")]) == 0
     assert b"<svg" in (tmp_path / "b.svg").read_bytes()

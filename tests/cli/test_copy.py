@@ -21,6 +21,7 @@ from vescale_ckpt import cli
 from vescale_ckpt._convert import copy as copy_module
 from vescale_ckpt._convert import pipeline
 from vescale_ckpt._engine import _C
+from vescale_ckpt._storage.resumable import ResumableFolder
 
 STATE = {"model": {str(number): torch.arange(600_000.0) + number for number in range(4)}, "step": 7}
 SMALLEST = str(3 << 20)
@@ -114,6 +115,27 @@ def _copy_killed_at(take: int, source: Path, dst: Path) -> None:
 
     buffers.take = taken  # type: ignore[method-assign]
     cli.main(["copy", str(source), str(dst)])
+
+
+def test_ctrl_c_leaves_what_is_complete(sources: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    notes = ResumableFolder.note
+
+    def noted(self: ResumableFolder, entry: Any) -> None:
+        notes(self, entry)
+        if entry[0].startswith("model-00002"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ResumableFolder, "note", noted)
+    status, _, err = run(capsys, sources / "hf", tmp_path / "copy")
+    assert status == 130 and "goes on" in err and not (tmp_path / "copy").exists()
+    status, found, _ = run(capsys, sources / "hf", tmp_path / "copy")
+    assert status == 0 and found["resumed_files"] == 3 and equal(sources / "hf", tmp_path / "copy")
+
+
+def test_a_directory_of_checkpoints_is_explained(tmp_path: Path, capsys: Any) -> None:
+    vescale_ckpt.save(tmp_path / "step-3", {"x": torch.ones(1)})
+    status, _, err = run(capsys, tmp_path, tmp_path / "copy")
+    assert status == 2 and "step-3 was saved last: give the path of one" in err
 
 
 def test_what_was_damaged_since_the_kill_is_copied_again(sources: Path, tmp_path: Path, capsys: Any) -> None:

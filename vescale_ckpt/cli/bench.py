@@ -149,7 +149,7 @@ def _plot(found: BenchReport, path: str) -> None:
         axes.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3, fontsize=9)
     axes.set_xticks(range(len(STEPS)), STEPS)
     axes.set_ylabel("GB/s (median and range)")
-    axes.set_title(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}", fontsize=10)
+    axes.set_title(plots.plain(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}"), fontsize=10)
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))

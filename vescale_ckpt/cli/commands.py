@@ -273,9 +273,9 @@ COMMANDS = (
             _PLOT,
             _JSON,
         ),
-        "Takes turns: the disk alone by direct I/O, this package, stock DCP, and this package with other numbers of "
-        "threads and sizes of slots. Loads are cold. Says which settings are worth changing, and which rule for "
-        "broadcast loads fits.",
+        "Takes turns: the disk alone by direct I/O, this package, stock DCP with as many threads, and this package "
+        "with other numbers of threads and sizes of slots. All is durable, and loads are cold. Says which settings are "
+        "worth changing, and which rule for broadcast loads fits.",
         ("vescale-ckpt bench /checkpoints", "vescale-ckpt bench /checkpoints --bytes 8GiB --plot bench.png"),
         json=(
             "`directory`, `file_system`, `bytes`, `rounds`, `cold`, `results` (each with `step`, `candidate`, "

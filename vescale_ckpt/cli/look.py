@@ -115,7 +115,8 @@ def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
     height = min(60.0, 1.5 + 0.17 * max(8, len(shown)))
     drawn, ((ranges, norms),) = plots.figure(11, height, columns=2)
     at = range(len(shown))
-    names = [clean(tensor.key) if len(tensor.key) < 60 else f"...{clean(tensor.key[-57:])}" for tensor in shown]
+    names = [tensor.key if len(tensor.key) < 60 else f"...{tensor.key[-57:]}" for tensor in shown]
+    names = [plots.plain(name) for name in names]
     lows, highs, means = ([getattr(tensor, name) for tensor in shown] for name in ("min", "max", "mean"))
     ranges.hlines(at, lows, highs, color=plots.OURS_COLOUR, linewidth=3, label="min to max")
     ranges.plot(means, at, "|", color="#222222", markersize=7, label="mean")
@@ -133,7 +134,7 @@ def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     ranges.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     more = f" (the first {len(shown):,}, {left_out:,} more are not drawn)" if left_out > 0 else ""
-    drawn.suptitle(clean(f"{title}{more}"), fontsize=9)
+    drawn.suptitle(plots.plain(f"{title}{more}"), fontsize=9)
     plots.write(drawn, path)
 
 

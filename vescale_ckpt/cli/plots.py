@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from .._storage.directory import directory_at, is_folder, local_path
+from .output import clean
 
 FORMATS = ("png", "svg", "pdf")
 OURS_COLOUR, OTHER_COLOUR, DISK_COLOUR = "#1f6f8b", "#c9803a", "#9aa5ab"
@@ -28,6 +29,11 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
     """A figure of so many inches, and its axes."""
     drawn, axes = _library().subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
     return drawn, axes
+
+
+def plain(text: str) -> str:
+    """Text in which matplotlib sees no formula, and no control character."""
+    return clean(text).replace("$", r"\$")
 
 
 def write(drawn: Any, path: str) -> None:
