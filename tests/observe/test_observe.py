@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,7 +22,9 @@ import vescale_ckpt
 from vescale_ckpt import metrics
 from vescale_ckpt._engine import _C
 from vescale_ckpt._inspect import trace as traces
-from vescale_ckpt._observe import logs
+from vescale_ckpt._observe import bar, logs
+from vescale_ckpt._observe.bar import Bar
+from vescale_ckpt._observe.texts import seconds_text, size
 from vescale_ckpt._observe.timeline import Timeline, phase
 from vescale_ckpt.cli import main
 from vescale_ckpt.reports import JobStats
@@ -323,3 +327,40 @@ def test_a_directory_without_traces(tmp_path: Path, capsys: pytest.CaptureFixtur
     for path in (tmp_path, tmp_path / "none"):
         assert main(["trace", str(path)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- Bars and texts
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # not installed
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    shown = Bar("copying")
+    shown.show(1, 4)
+    assert not terminal.getvalue()
+    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0)
+    shown.show(2 << 20, 4 << 20)
+    assert "copying: 2.00 MiB of 4.00 MiB" in terminal.getvalue()
+    shown.end()
+    assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_progress_setting_prints_lines_where_there_is_no_terminal(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_PROGRESS", "1")
+    monkeypatch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", str(12 << 20))
+    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0.1)
+    vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
+    told = capsys.readouterr().err
+    assert f"saving to {checkpoint}: " in told and "of 24.00 MiB" in told, told
+
+
+def test_sizes_and_seconds_are_said_in_units_that_fit() -> None:
+    assert [size(count) for count in (0, 1023, 1024, 3 << 29)] == ["0 B", "1,023 B", "1.00 KiB", "1.50 GiB"]
+    assert list(map(seconds_text, (0.00123, 0.0456, 1.234, 56.7))) == ["1.2 ms", "46 ms", "1.23 s", "57 s"]

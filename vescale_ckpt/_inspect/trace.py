@@ -1,4 +1,4 @@
-"""Merges the traces of a job's ranks, finds the slow rank of each save and load, and draws them as a time line."""
+"""Merges the traces of a job's ranks and finds the slow rank of each save and load."""
 
 from __future__ import annotations
 
@@ -11,18 +11,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-#: The phases in the order in which they come, with their colours.
-COLOURS = {
-    "metadata": "#8172b3",
-    "plan": "#64b5cd",
-    "snapshot": "#dd8452",
-    "read": "#4c72b0",
-    "write": "#4c72b0",
-    "sync": "#55a868",
-    "commit": "#c44e52",
-    "hand over": "#937860",
-    "wait": "#d9d9d9",
-}
+#: The phases in the order in which they come.
+PHASES = ("metadata", "plan", "snapshot", "read", "write", "sync", "commit", "hand over", "wait")
 _WAIT = "wait"
 
 
@@ -109,10 +99,10 @@ def operations(events: list[dict[str, Any]]) -> list[Operation]:
     found: dict[tuple[str, int], Operation] = {}
     counts: defaultdict[tuple[int, str], int] = defaultdict(int)
     spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("save", "load")]
-    wholes = [event for event in spans if event["name"] not in COLOURS]
+    wholes = [event for event in spans if event["name"] not in PHASES]
     phases: defaultdict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for event in spans:
-        if event["name"] in COLOURS:
+        if event["name"] in PHASES:
             phases[event["pid"], event["cat"]].append(event)
     for event in sorted(wholes, key=lambda event: event["ts"]):
         rank, doing = event["pid"], event["name"]
@@ -147,44 +137,3 @@ def _exclusive(spans: list[tuple[str, float, float]]) -> dict[str, float]:
 def write_merged(events: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """Writes one file for viewers of Chrome's format (chrome://tracing, Perfetto), where each rank is a process."""
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def draw(operation: Operation, path: str | os.PathLike[str]) -> None:
-    """Draws the phases of each rank as bars along one axis of time. The slowest rank is named. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    ranks, start = sorted(operation.ranks), operation.begin
-    figure, axes = pyplot.subplots(figsize=(11, min(24.0, 2.2 + 0.28 * len(ranks))), layout="constrained")
-    for row, rank in enumerate(ranks):
-        for name, begin, end in operation.ranks[rank].spans:
-            axes.broken_barh([(begin - start, end - begin)], (row - 0.4, 0.8), facecolors=COLOURS[name], linewidth=0)
-    shown = [name for name in COLOURS if any(name in times.seconds for times in operation.ranks.values())]
-    axes.legend(
-        handles=[Patch(color=COLOURS[name], label=name) for name in shown],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.12 if len(ranks) > 12 else -0.25),
-        ncols=len(shown),
-        frameon=False,
-    )
-    step = max(1, len(ranks) // 32)
-    axes.set_yticks(range(0, len(ranks), step), [str(rank) for rank in ranks[::step]])
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_xlim(0, operation.seconds)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("rank")
-    slowest = operation.slowest
-    title = f"{operation.doing}: {operation.seconds:.2f} s"
-    if len(ranks) > 1:
-        title += f"; slowest: rank {slowest}, busy {operation.ranks[slowest].busy:.2f} s "
-        title += f"(mean {operation.mean_busy:.2f} s)"
-        for label in axes.get_yticklabels():
-            if label.get_text() == str(slowest):
-                label.set_color(COLOURS["commit"])
-                label.set_fontweight("bold")
-    axes.set_title(title, loc="left", fontsize=11, wrap=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
