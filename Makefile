@@ -88,7 +88,7 @@ wheels:
 .PHONY: docs
 docs: $(STAMP)
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements-docs.txt
-	PATH="$(abspath $(VENV))/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	$(PY) scripts/check_site.py
 
 clean:

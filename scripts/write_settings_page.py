@@ -20,22 +20,24 @@ All variables are checked then, on all ranks: if one is wrong on any rank, neede
 variable with this prefix that is no setting, a warning names the most similar setting. `vescale-ckpt settings` shows
 all of them, with where each value comes from.
 
-| variable | default | meaning |
-|---|---|---|
 """
 
-TAIL = """
+TAIL = """## On one machine
+
 `VESCALE_CKPT_NODE`, a whole number, says which machine a process is on. Without it, processes under the same boot of a
 kernel count as one machine.
 
-At build time: `CXX` chooses the compiler, `VESCALE_CKPT_NO_NVCC=1` leaves out the CUDA kernels, `VESCALE_CKPT_WERROR=1`
+## At build time
+
+`CXX` chooses the compiler, `VESCALE_CKPT_NO_NVCC=1` leaves out the CUDA kernels, `VESCALE_CKPT_WERROR=1`
 turns warnings into errors.
 """
+
+MOST_BYTES = 1 << 40  # larger limits are none
 
 #: What the page says of a setting beyond its line in the table of the code.
 MORE = {
     "threads": "Argument: `thread_count=`.",
-    "slot_bytes": "A multiple of 1 MiB.",
     "arena_bytes": "The memory is kept between saves.",
     "broadcast_bytes": "In each process, for `broadcast_checkpoint=`. It is given back after the load.",
     "broadcast_scope": "`node`: ranks read for each other only within a node, so that each node reads once and nothing "
@@ -56,27 +58,29 @@ MORE = {
 def number(setting: Setting, value: int) -> str:
     if "bytes" in setting.name and value and value % MiB == 0:
         return f"{value} ({value // MiB} MiB)"
-    return str(value)
+    return f"{value:,}"
 
 
-def row(setting: Setting) -> str:
+def section(setting: Setting) -> str:
     default = setting.default
     shown = f"`{default}`" if isinstance(default, str) else number(setting, default)
     if setting.choices:
-        allowed = f"One of {', '.join(f'`{choice}`' for choice in setting.choices)}."
-    elif setting.most < 1 << 40:
-        allowed = f"From {number(setting, setting.least)} to {setting.most:,}." if setting.most > 1 else ""
+        allowed = f"one of {', '.join(f'`{choice}`' for choice in setting.choices)}"
+    elif setting.most < MOST_BYTES:
+        allowed = f"{number(setting, setting.least)} to {setting.most:,}"
     else:
-        allowed = f"At least {number(setting, setting.least)}." if setting.least else ""
+        allowed = f"at least {number(setting, setting.least)}"
+        if setting.step > 1:
+            allowed += f", a multiple of {number(setting, setting.step)}"
     about = setting.help[0].upper() + setting.help[1:].rstrip(".") + "."
-    text = " ".join(part for part in (about, MORE.get(setting.name, ""), allowed) if part)
-    return f"| `{setting.variable}` | {shown} | {text.replace('|', chr(92) + '|')} |\n"
+    text = " ".join(part for part in (about, MORE.get(setting.name, "")) if part)
+    return f"## {setting.variable}\n\nDefault: {shown}. Allowed: {allowed}.\n\n{text}\n\n"
 
 
 def page() -> str:
     if unknown := sorted(MORE.keys() - SETTINGS.keys()):
         raise KeyError(f"no settings: {', '.join(unknown)}")
-    return HEAD + "".join(map(row, SETTINGS.values())) + TAIL
+    return HEAD + "".join(map(section, SETTINGS.values())) + TAIL
 
 
 if __name__ == "__main__":
