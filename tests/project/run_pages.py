@@ -1,7 +1,10 @@
-"""Runs the code blocks of pages, each page in a directory of its own: `python run_pages.py PAGE...`.
+"""Runs the code blocks of pages, each page in a directory of its own: `python run_pages.py [--ranks N] PAGE...`.
 
 The ```python blocks of a page run one after another in one namespace. Of ```sh blocks the lines that begin with
 `vescale-ckpt` run, in this process. Prints what went wrong, by page and line. Exit status 1 if anything did.
+
+With `--ranks` the pages run on that many ranks, in the working directory. They are forked after the imports, which cost
+more than most pages.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+import vescale_ckpt
 from vescale_ckpt import cli
+
+vescale_ckpt.save  # noqa: B018  # imports what the pages need
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -39,10 +45,9 @@ def run(page: Path) -> None:
                         raise RuntimeError(f"{page}: exit status {status}: {line}")
 
 
-def main(pages: list[str]) -> int:
-    faulthandler.dump_traceback_later(350)  # before the test ends this process
+def run_all(pages: list[str], directory: str | None) -> int:
+    faulthandler.dump_traceback_later(150)  # before the test ends this process
     failed = False
-    directory = os.environ.get("PAGES_DIRECTORY")  # one for all ranks
     for page in pages:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as own:
@@ -59,6 +64,25 @@ def main(pages: list[str]) -> int:
                     dist.destroy_process_group()
         print(f"{page}: {time.perf_counter() - began:.2f} s", flush=True)
     return int(failed)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[0] != "--ranks":
+        return run_all(arguments, None)
+    os.environ["WORLD_SIZE"] = arguments[1]
+    children = []
+    for rank in range(int(arguments[1])):
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = run_all(arguments[2:], os.getcwd())
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        children.append(child)
+    return int(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*DOCS, README, ROOT / "CONTRIBUTING.md"]
 COMMANDS = ROOT / "docs" / "commands.md"  # its examples name checkpoints that are not there
 RANKS = ROOT / "docs" / "howto" / "ranks.md"
-TIMEOUT = 400  # seconds, for pages to run on a busy machine
+TIMEOUT = 200  # seconds, for pages to run on a busy machine
 _PATH = re.compile(r"`((?:csrc|tests|scripts|benchmarks|examples|docs|vescale_ckpt|_[a-z]+|manager)/[\w/.-]*)`")
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
@@ -94,48 +95,36 @@ def test_every_public_name_has_a_place_in_the_reference_and_a_text() -> None:
 # --- Code
 
 
-def run_pages(pages: list[Path], directory: Path, ranks: int = 1, **variables: object) -> str:
-    """Runs the code of pages in a process, or in one for each rank. Returns what they have printed, of rank 0 first."""
+def run_pages(directory: Path, *arguments: str | Path, **variables: object) -> str:
+    """Runs the code of pages in a process of its own. Returns what it has printed."""
     environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("run_pages.py"), *pages]
-    logs = [directory / f"log-{rank}" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        own = environment if ranks == 1 else {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with log.open("w") as output:
-            processes.append(subprocess.Popen(command, cwd=directory, env=own, stdout=output, stderr=output))
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("run_pages.py"), *arguments]
+    log = directory / "log"
+    with log.open("w") as output:  # a file, which a process that is killed leaves
+        process = subprocess.Popen(
+            command, cwd=directory, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
-        for process in processes:
-            process.wait(TIMEOUT)
-    finally:
-        for process in processes:
-            process.kill()
-        output = "".join(log.read_text() for log in logs)
-        print(output)
-    assert [process.wait() for process in processes] == [0] * ranks, output
-    return output
+        status: int | None = process.wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        status = None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert status == 0, log.read_text()
+    return log.read_text()
 
 
 def test_the_code_of_the_pages_runs(tmp_path: Path) -> None:
     """In one process, because importing torch costs more than any page."""
-    output = run_pages([page for page in [*DOCS, README] if page not in (COMMANDS, RANKS)], tmp_path)
+    output = run_pages(tmp_path, *[page for page in [*DOCS, README] if page not in (COMMANDS, RANKS)])
     assert "different" in output and "sound:" in output  # the commands have run
 
 
 def test_the_page_for_many_ranks_runs_on_two(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it
-    run_pages(
-        [RANKS],
-        tmp_path,
-        ranks=2,
-        WORLD_SIZE=2,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=store.port,
-        TORCHELASTIC_USE_AGENT_STORE=True,
-        PAGES_DIRECTORY=tmp_path / "work",
-    )
+    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    run_pages(tmp_path, "--ranks", "2", RANKS, **port)
 
 
 def test_every_block_has_a_language_that_this_test_knows() -> None:
