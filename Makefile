@@ -84,5 +84,12 @@ matrix:
 wheels:
 	scripts/build_wheels.sh
 
+# The documentation as a site, into site/. Links, anchors and the reference's names are checked.
+.PHONY: docs
+docs: $(STAMP)
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-docs.txt
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	$(PY) scripts/check_site.py
+
 clean:
-	rm -rf build dist *.egg-info vescale_ckpt/_engine/*.so tests/cpp/build
+	rm -rf build dist site *.egg-info vescale_ckpt/_engine/*.so tests/cpp/build

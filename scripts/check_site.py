@@ -1,0 +1,84 @@
+"""Checks the site that mkdocs has built: all public names with text, no broken link, nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "site"
+
+
+class Page(HTMLParser):
+    """The ids, links and fetched addresses of a page, and how long the text is that follows each heading of a name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.text_of: dict[str, int] = {}
+        self._name = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if "id" in given:
+            self.ids.add(given["id"])
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in ("script", "img", "iframe") and "src" in given:
+            self.fetched.append(given["src"])
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect"):
+            self.fetched.append(given["href"])
+        if tag in ("h1", "h2", "h3", "h4", "h5"):
+            self._name = given.get("id", "")
+            self.text_of[self._name] = 0
+
+    def handle_data(self, data: str) -> None:
+        if self._name:
+            self.text_of[self._name] += len(data.strip())
+
+
+def public_names() -> set[str]:
+    """`vescale_ckpt.__all__`, without importing it: the names in the table of `vescale_ckpt/__init__.py`."""
+    for node in ast.parse((ROOT / "vescale_ckpt" / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_NAMES":
+            return {name for names in ast.literal_eval(node.value).values() for name in names}
+    raise SystemExit("vescale_ckpt/__init__.py has no table _NAMES any more")
+
+
+def problems() -> list[str]:
+    pages = {path: Page(path) for path in SITE.rglob("*.html")}
+    found = []
+    text_of: dict[str, int] = {}
+    for path, page in pages.items():
+        where = path.relative_to(SITE)
+        if where.parts[0] == "reference":
+            text_of.update(page.text_of)
+        found += [f"{where} fetches {address}" for address in page.fetched if urlsplit(address).netloc]
+        if where.name == "404.html":
+            continue  # its links are absolute
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.exists():
+                found.append(f"{where} links to {link}, which is not there")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+                found.append(f"{where} links to {link}, which has no such anchor")
+    for name in sorted(public_names()):
+        shown = text_of.get(f"vescale_ckpt.{name}", 0)
+        if shown < 60:
+            found.append(f"the reference shows {shown} characters of vescale_ckpt.{name}")
+    return found
+
+
+if __name__ == "__main__":
+    wrong = problems()
+    print("\n".join(wrong) or f"{len(list(SITE.rglob('*.html')))} pages, {len(public_names())} public names: fine")
+    sys.exit(1 if wrong else 0)
