@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -218,6 +219,7 @@ _pools: dict[int, _Pool] = {}
 
 
 def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None:
+    gc.freeze()  # what was imported before the fork is no garbage
     stacks = open(os.path.join(directory, f"stacks_{rank}"), "w")  # noqa: SIM115  # faulthandler keeps it
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

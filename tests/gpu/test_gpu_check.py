@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_forks import run_python
+
+from benchmarks import gpu_train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -147,9 +150,10 @@ def test_saves_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert figures.keys() >= wanted | {"save_of_host", "load_of_host", "growth_host_mib", "growth_handles"}
 
 
-def test_training_that_is_killed_goes_on_bit_for_bit() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_train", "--device=cpu"], cwd=ROOT, capture_output=True, text=True,
-        timeout=2 * BOUND,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_training_that_is_killed_goes_on_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_train.subprocess, "run", run_python)
+    monkeypatch.setattr(sys, "argv", ["gpu_train", "--device=cpu"])
+    gpu_train.main()
+    assert json.loads(capsys.readouterr().out)["train_resumed_from"] in (20, 25)
