@@ -32,7 +32,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120.0  # seconds a run may take
+TIMEOUT = 300.0  # seconds a run may take
 _START_TIMEOUT = 300.0  # the first ranks wait for torch to be imported, from a cold disk perhaps
 _PATIENCE_AFTER_FAILURE = 10.0
 # gloo's own limit is half an hour; a rank left alone in a collective should say so before the run is ended.
