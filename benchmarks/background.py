@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
 from benchmarks import harness, states
-from benchmarks.ceiling import RawFile
 from benchmarks.harness import CEILING, STOCK, Sample, Steps
 from benchmarks.measure import settle, synchronize
+from vescale_ckpt._bench.raw_file import RawFile
 
 COPIERS = 2  # threads of the memcpy that stalls are compared with: all cores of a small machine
 

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
 import vescale_ckpt
-from benchmarks.ceiling import RawFile
 from benchmarks.harness import CEILING
 from benchmarks.measure import Plain
 from benchmarks.states import State
+from vescale_ckpt._bench.raw_file import RawFile
 
 
 class Candidate(ABC):

@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from benchmarks import cache, harness, states
 from benchmarks.candidates import sync
-from benchmarks.ceiling import RawFile
 from benchmarks.harness import CEILING, STOCK, Sample, Steps, WrongContentsError
 from benchmarks.measure import measure, settle
+from vescale_ckpt._bench.raw_file import RawFile
 
 
 class Case:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from benchmarks import gpu_saves
 from benchmarks.background import Saves
 from benchmarks.candidates import REGISTRY
-from benchmarks.ceiling import RawFile
 from benchmarks.figures import record
 from benchmarks.gpu_saves import timed
 from benchmarks.harness import STOCK, Row, Steps, Turn, alternate, summarize, table, working_directory
 from benchmarks.one_process import SavesAndLoads
+from vescale_ckpt._bench.raw_file import RawFile
 from vescale_ckpt._engine import _C
 
 GiB = 1 << 30

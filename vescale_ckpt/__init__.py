@@ -37,7 +37,8 @@ _NAMES = {
         "UntrustedCheckpointError",
     ),
     "manager.manager": ("CheckpointManager",),
-    "reports": ("CheckpointInfo", "LoadReport", "LoadStats", "SaveStats", "VerifyReport"),
+    "reports": ("CheckpointInfo", "JobStats", "LoadReport", "LoadStats", "SaveStats", "VerifyReport"),
+    "metrics": ("metrics",),  # the module itself
     "safetensors": ("safetensors",),  # the module itself
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

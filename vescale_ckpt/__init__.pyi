@@ -1,5 +1,6 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
+from . import metrics as metrics
 from . import safetensors as safetensors
 from ._collective.handle import SaveHandle as SaveHandle
 from ._convert.run import ConvertReport as ConvertReport
@@ -54,6 +55,7 @@ from .errors import (
 )
 from .manager.manager import CheckpointManager as CheckpointManager
 from .reports import CheckpointInfo as CheckpointInfo
+from .reports import JobStats as JobStats
 from .reports import LoadReport as LoadReport
 from .reports import LoadStats as LoadStats
 from .reports import SaveStats as SaveStats

@@ -29,6 +29,7 @@ from ._engine import _C
 from ._engine.gc import gc_paused
 from ._engine.rows import words
 from ._hf.folder import shard_bytes
+from ._observe.timeline import WAIT, Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
 from ._ranks.store_thread import GRACE_SECONDS
@@ -118,16 +119,18 @@ def save(
     directory = local_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
-    with queue.lock:
+    timeline = Timeline("save", directory, f"saving to {os.fspath(path)}")
+    with queue.lock, timeline.here():
         if on_busy != "wait" and not queue.all_free(process_group, timeout):
-            busy = SaveInProgressError(f"saving to {os.fspath(path)}: the save before this one goes on")
+            busy = SaveInProgressError(f"{timeline.doing}: the save before this one goes on")
             if on_busy == "raise":
                 raise busy
             logger.warning("%s: this one is skipped", busy)
             return SaveHandle.of_skipped(busy)
         limit = settings.timeout(timeout)
         began = time.monotonic()
-        queue.wait_until_done(limit)
+        with phase(WAIT, "the save before this one"):
+            queue.wait_until_done(limit)
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):
             # The ranks of that save timed out, and may time out again: both waits share one timeout.
@@ -135,12 +138,12 @@ def save(
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
-        doing = f"saving to {os.fspath(path)}"
+        timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
         kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
-        save = kind(exchange, planner, directory, doing, **options)
+        save = kind(exchange, planner, directory, timeline, **options)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
@@ -151,6 +154,7 @@ def save(
         finally:
             save.release_state()
         if packed and async_checkpoint:
+            timeline.returned()
             return queue.finish_in_background(save)
         if async_checkpoint:
             logger.warning("the save to %s was made before training went on: DCP planned it", os.fspath(path))
@@ -259,13 +263,16 @@ def load(
         if keys is not None or rename is not None or allow_cast or not strict:
             raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
     selection = Selection(keys)
-    exchange = Exchange.of(process_group, timeout, purpose="load")
-    reader = StorageReader(path, verify=verify, weights_only=weights_only)
-    reader.timeout = exchange.timeout
-    loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint)
-    if state is None:
-        return loading.all()
-    return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
+    timeline = Timeline("load", local_path(path), f"loading {os.fspath(path)}")
+    with timeline.here():
+        exchange = Exchange.of(process_group, timeout, purpose="load")
+        timeline.begin(exchange.rank, exchange.size)
+        reader = StorageReader(path, verify=verify, weights_only=weights_only)
+        reader.timeout = exchange.timeout
+        loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint, timeline)
+        if state is None:
+            return loading.all()
+        return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)
 
 
 def prepare(

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .errors import Mismatch
+
+
+@dataclass(frozen=True)
+class JobStats:
+    """What all ranks of a save or load did. The same on all ranks."""
+
+    ranks: int
+    bytes: int  #: of tensor data, of all ranks
+    most_bytes: int  #: of one rank
+    slowest_rank: int  #: the rank with the most seconds of work of its own
+    slowest_seconds: float  #: of that rank
+    mean_seconds: float  #: of all ranks
+
+    @property
+    def imbalance(self) -> float:
+        """By which share of the mean the rank with the most bytes exceeds the mean. 0: all have equally many."""
+        return self.most_bytes * self.ranks / self.bytes - 1 if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,12 @@ class TransferStats:
     uncached_bytes: int  #: through the page cache, pages dropped at once
     buffered_bytes: int
     io_path: str  #: the last five in words
+    total_seconds: float = field(default=0.0, kw_only=True)  #: from the call until it is durable, or loaded
+    #: until the call returned; in asynchronous saves less than `total_seconds`
+    blocked_seconds: float = field(default=0.0, kw_only=True)
+    #: seconds by phase: plan, snapshot, write, sync, commit; metadata, plan, read, hand over; wait (for other ranks)
+    phases: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    job: JobStats | None = field(default=None, kw_only=True)  #: None where DCP's collectives do not tell
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class SaveStats(TransferStats):
     """What one rank wrote."""
 
     file_bytes: int  #: length of the files written
+    plan_reused: bool | None = field(default=None, kw_only=True)  #: whether the plan of an earlier save was used again
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ logger = logging.getLogger(__name__)
 PREFIX = "VESCALE_CKPT_"
 
 MiB = 1 << 20
+_LEVELS = ("off", "debug", "info", "warning", "error")
 _LONGEST = 10**9  # seconds: 31 years; much larger values overflow
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the table. `least` and `most` bound numbers, `step` divides them, `choices` lists allowed texts."""
+    """One row of the table. `least` and `most` bound numbers, `step` divides them, `choices` lists allowed texts (none:
+    any text)."""
 
     name: str
     default: int | str
@@ -39,7 +41,7 @@ class Setting:
 
     def parse(self, text: str) -> int | str:
         if isinstance(self.default, str):
-            if text not in self.choices:
+            if self.choices and text not in self.choices:
                 raise ValueError(f"{self.variable}={text!r}: one of {', '.join(self.choices)} is wanted")
             return text
         try:
@@ -72,6 +74,10 @@ SETTINGS = {
         Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
         Setting("exit_status", 1, "status of a process whose asynchronous save failed unseen; 0: as it is", most=255),
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
+        Setting("log", "off", "prints the package's log from this level on to standard error", choices=_LEVELS),
+        Setting("progress", 0, "1: rank 0 shows how far saves and loads have come, on standard error", most=1),
+        Setting("trace", "", "directory for traces of all ranks, in Chrome's format; empty: none"),
+        Setting("report_seconds", 30, "a step that takes longer is reported so often", least=1, most=_LONGEST),
     )
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/crc32.h"
 #include "base/error.h"
+#include "base/trace.h"
 #include "bindings/bindings.h"
 #include "format/checksum_table.h"
 #include "format/pickle_check.h"
@@ -211,6 +212,15 @@ std::vector<std::tuple<std::string, std::string, uint32_t>> dtype_table() {
   return table;
 }
 
+py::tuple take_trace() {
+  const trace::Taken taken = trace::take();
+  py::list spans;
+  for (const trace::Span& span : taken.spans) {
+    spans.append(py::make_tuple(trace::name_of(span.step), span.lane, span.begin, span.end, span.bytes));
+  }
+  return py::make_tuple(std::move(spans), taken.dropped);
+}
+
 Call named_call(const std::string& name) {
   const auto call = system::call_named(name);
   if (!call) throw py::value_error("unknown system call \"" + name + "\"");
@@ -338,6 +348,9 @@ void bind_engine(py::module_& module) {
   });
 
   // For tests: let system calls fail.
+  module.def("enable_trace", &trace::enable, py::arg("on"));
+  module.def("take_trace", &take_trace, "(step, lane, begin, end, bytes) in nanoseconds of CLOCK_MONOTONIC; dropped");
+  module.def("bytes_read", &io::bytes_read);
   module.def(
       "inject_fault",
       [](const std::string& call, int error, uint64_t skip, uint64_t times) {

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/system.h"
+#include "base/trace.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080  // Linux 6.14
@@ -124,7 +125,9 @@ void File::truncate(uint64_t size) {
 }
 
 void File::sync() {
+  trace::Laps laps;
   if (const int result = system::sync(plain_); result < 0) throw Error::system("sync", path_, 0, -result);
+  laps.lap(trace::Step::sync, size_);
 }
 
 void File::write_back() {

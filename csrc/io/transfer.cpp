@@ -1,6 +1,7 @@
 #include "io/transfer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <string>
 
@@ -9,6 +10,8 @@
 
 namespace vescale_ckpt::io {
 namespace {
+
+std::atomic<uint64_t> all_read{0};
 
 // Asks the system for what is left of a transfer: bytes moved, or -errno.
 int64_t move_some(Transfer& transfer) {
@@ -66,6 +69,11 @@ void transfer_exactly(Call call, File& file, uint64_t offset, std::byte* data, u
 void perform(Transfer& transfer) {
   while (!advance(transfer, move_some(transfer))) {
   }
+  if (transfer.call == Call::read) all_read.fetch_add(transfer.done, std::memory_order_relaxed);
+}
+
+uint64_t bytes_read() {
+  return all_read.load(std::memory_order_relaxed);
 }
 
 void read_exactly(File& file, uint64_t offset, std::span<std::byte> target) {

@@ -29,6 +29,9 @@ struct Transfer {
 // repeated the next way. Throws Error.
 void perform(Transfer& transfer);
 
+// Bytes that perform() has read into memory in this process so far.
+uint64_t bytes_read();
+
 // Read or write a few bytes at once, through the page cache. Throw Error.
 void read_exactly(File& file, uint64_t offset, std::span<std::byte> target);
 void write_exactly(File& file, uint64_t offset, std::span<const std::byte> source);

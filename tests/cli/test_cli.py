@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from vescale_ckpt import cli
 from vescale_ckpt._native import metadata_file
+from vescale_ckpt._storage import locks
 from vescale_ckpt.cli import argparse_front, output, typer_front
 from vescale_ckpt.cli.commands import COMMANDS
 from vescale_ckpt.simulate.models import MODELS
@@ -239,6 +241,26 @@ def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, "latest", tmp_path / "none")[0] == 2
 
 
+@pytest.mark.parametrize("name", ["m.pt", "m.npz", "npy"])
+def test_verify_reads_files_of_torch_and_numpy(checkpoint: Path, tmp_path: Path, capsys: Any, name: str) -> None:
+    path = tmp_path / name
+    format = {"m.pt": "torch", "m.npz": "npz", "npy": "npy"}[name]
+    vescale_ckpt.convert(checkpoint, path, format=format, on_objects="drop")  # type: ignore[arg-type]
+    status, found = run_json(capsys, "verify", path)
+    assert (status, found["bytes"], found["unverified_bytes"]) == (0, 54, 54 if name == "npy" else 0)
+    assert run_json(capsys, "verify", path, "--quick")[1]["unchecked"]
+    if name == "npy":
+        return
+    data = path.read_bytes()
+    at = data.index(STATE["model"]["a.weight"].numpy().tobytes())  # type: ignore[index]
+    path.write_bytes(data[:at] + b"\xff" + data[at + 1 :])
+    status, found = run_json(capsys, "verify", path)
+    assert status == 1 and "a.weight" in found["damaged"][0][3]
+    path.write_bytes(data[:-30])
+    assert run_json(capsys, "verify", path)[0] == 1
+    assert run(capsys, "verify", tmp_path / "nothing")[0] == 2
+
+
 def test_prune_and_repair_remove_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with vescale_ckpt.CheckpointManager(tmp_path, async_checkpoint=False) as manager:
         for step in range(1, 6):
@@ -256,6 +278,67 @@ def test_prune_and_repair_remove_what_they_say(tmp_path: Path, capsys: pytest.Ca
     assert found["removed"] == [str(left)] and not left.exists()
     assert run(capsys, "verify", tmp_path / "step-5")[0] == 0
     assert "nothing is left over" in run(capsys, "repair", tmp_path / "step-5")[1]
+
+
+def test_repair_removes_what_dead_exports_and_conversions_left(tmp_path: Path, capsys: Any) -> None:
+    dead = ["model-00001-of-00002.safetensors.tmp.0123abcd", "model-00002-of-00002.safetensors.tmp.0123abcd"]
+    dead += ["m.safetensors.tmp.1.0", "m.pt.tmp.77.3"]
+    for name in (*dead, "notes.txt.tmp.1.0", "model.safetensors.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    for name, inside in (("hf.tmp.12.3", "model.safetensors"), ("copy.tmp.12.3", ".copy.journal")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / inside).touch()
+    (tmp_path / "mine.tmp.12.3").mkdir()
+    (tmp_path / "mine.tmp.12.3" / "thesis.tex").touch()
+    running = locks.lock(str(tmp_path / "m.pt.tmp.77.3"))  # by an export that is running
+    wanted = sorted(str(tmp_path / name) for name in (*dead[:3], "hf.tmp.12.3", "copy.tmp.12.3"))
+    before = content_of(tmp_path)
+    status, found = run_json(capsys, "repair", tmp_path, "--dry-run")
+    assert (status, sorted(found["removed"])) == (0, wanted) and content_of(tmp_path) == before
+    status, found = run_json(capsys, "repair", tmp_path)
+    assert (status, sorted(found["removed"])) == (0, wanted)
+    left = {"m.pt.tmp.77.3", "notes.txt.tmp.1.0", "model.safetensors.tmp", "mine.tmp.12.3"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert running is not None
+
+
+def test_export_writes_a_model_under_its_own_names(
+    front: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "hf"
+    status, found = run_json(capsys, "export", checkpoint, out, "--dtype", "bfloat16", "--max-shard-size", "30B")
+    assert status == 0 and (found["tensors"], found["bytes"], found["files"]) == (2, 30, 1)
+    tensors = vescale_ckpt.safetensors.load_file(out / "model.safetensors")
+    assert {key: tensor.dtype for key, tensor in tensors.items()} == dict.fromkeys(
+        ["a.bias", "a.weight"], torch.bfloat16
+    )
+    status, _, err = run(capsys, "export", checkpoint, out)
+    assert status == 2 and "exists" in err
+    assert "in 2 files" in run(capsys, "export", checkpoint, out, "--overwrite", "--max-shard-size", "48B")[1]
+    status, _, err = run(capsys, "export", checkpoint, tmp_path / "other", "--key", "ema")
+    assert status == 2 and "--key" in err and not (tmp_path / "other").exists()
+    status, _, err = run(capsys, "export", checkpoint, tmp_path / "all.safetensors", "--key", "")
+    assert status == 0 and "model.a.bias" in vescale_ckpt.safetensors.load_file(tmp_path / "all.safetensors")
+
+
+def test_shells_are_told_the_commands(capsys: Any, monkeypatch: Any) -> None:
+    for name, value in {
+        "_VESCALE_CKPT_COMPLETE": "complete_bash", "COMP_WORDS": "vescale-ckpt co", "COMP_CWORD": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    status, out, _ = run(capsys)
+    assert status == 0 and out.split() == ["copy", "convert"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_help_fits_the_terminal(columns: int, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in [["--help"], *([command.name, "--help"] for command in COMMANDS)]:
+        lines = run(capsys, *arguments)[1].split("\nExamples")[0].splitlines()
+        assert all(len(line) <= columns or " " not in line.strip() for line in lines), arguments
+        assert "\033" not in "".join(lines)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\033[1mCommands" in run(capsys, "--help")[1]
 
 
 def test_convert_and_plan_print_documented_json(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
@@ -289,7 +372,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "stats", "diff", "restorable", "convert", "plan", "latest"])
+@pytest.mark.parametrize("command", [name for name in (command.name for command in COMMANDS) if name != "settings"])
 @pytest.mark.parametrize("what", [*HOSTILE, "a folder of nothing", "metadata of nonsense"])
 def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: str) -> None:
     path = tmp_path / "bad"
@@ -303,13 +386,25 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, command: str, what: 
     more = {
         "diff": [path],
         "restorable": ["--like", path],
-        "convert": [tmp_path / "out.safetensors"],
+        **{name: [tmp_path / "out.safetensors"] for name in ("convert", "export", "copy")},
+        "prune": ["--keep", 1],
+        "bench": ["--bytes", "1MiB", "--repeats", 1, "--no-trials"],
     }.get(command, [])
+    before = content_of(tmp_path)
+    if path.is_dir() and command == "bench":  # takes any directory: test_bench.py
+        return
     status, out, err = run(capsys, command, path, *more)
+    if path.is_dir() and command == "repair":
+        assert status == 0 and content_of(tmp_path) == before
+        return
     assert status in (1, 2)
     lines = (out + err).strip().splitlines()
     assert 1 <= len(lines) <= 3 and all(len(line) < 600 and line.isprintable() for line in lines), lines
-    assert not (tmp_path / "out.safetensors").exists()
+    assert content_of(tmp_path) == before
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in directory.rglob("*")}
 
 
 def test_a_location_of_nothing_is_one_line(checkpoint: Path, capsys: Any) -> None:
@@ -336,8 +431,26 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(checkpoint: Path) -> Non
     assert "Traceback" not in result.stderr and "BrokenPipe" not in result.stderr
 
 
-def test_sizes_are_said_in_the_largest_unit() -> None:
-    assert [output.size(count) for count in (0, 1023, 1024, 3 << 29)] == ["0 B", "1,023 B", "1.00 KiB", "1.50 GiB"]
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_tables_fit_the_terminal(with_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_rich:
+        monkeypatch.setattr(output, "_console", lambda stderr=False: None)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for columns in (80, 160):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        output.print_table(("tensor", "kind", "min", "max"), [(name, "float32 [4096, 4096]", "-1", "7" * 20)] * 2,
+                           right=("min", "max"), lead=2)  # fmt: skip
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+        assert all(len(line) <= columns for line in lines) and sum(name in line for line in lines) == 2
+        together = any(name in line and "7" * 20 in line for line in lines)
+        assert together == (columns == 160)
 
 
 def test_both_front_ends_take_the_same_commands() -> None:

@@ -46,6 +46,7 @@ class CollectivePlan:
         self._planner = planner
         self._on_devices = on_devices
         self.description: Description | None = None
+        self.reused: bool | None = None  #: whether `make` used a plan of an earlier save; None: DCP plans
         self._local: PackedSavePlan | None = None
 
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
@@ -77,6 +78,7 @@ class CollectivePlan:
         if not all_pack:
             return None
         assert self._local is not None
+        self.reused = same_plan
         return self._plan(self._local, same_plan)
 
     def _check_shared_directory(self, mark: DirectoryMark, number: int) -> None:

@@ -14,6 +14,7 @@ from .._engine.dtypes import dtype_code
 from .._engine.rows import NO_LIMIT, TENSOR
 from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS
 from .._hf.names import name_of_rank
+from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
@@ -44,7 +45,9 @@ class LocalExport(CollectiveExport):
         self._together("write", self._write_file)
         with self.exchange.commit_in_doubt(lambda: self._committed):
             self._together("make way", self._make_way)
-            self._together("commit", lambda: self._commit(self._save.folder.give_names))
+            with phase("commit"):
+                self.steps.take(self._commit, self._save.folder.give_names)
+            self._raise_or_sum_up()
 
     def _together(self, phase: str, step: Callable[[], None]) -> None:
         """Takes a step and waits until all ranks have taken it. Raises on all ranks if it fails on one."""

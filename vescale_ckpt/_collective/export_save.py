@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._engine import _C
+from .._observe.timeline import phase
 from .._plan.save_plan import PackedResults
 from .._ranks.message import pack, unpack
 from .._state.shared_memory import empty_duplicates, tied_names
@@ -26,7 +27,8 @@ class CollectiveExport(CollectiveSave):
         if not super().begin(state, error, gated):
             return False
         try:
-            self._lay_out()
+            with phase("plan", "lay out the files"):
+                self._lay_out()
         except BaseException:
             self._save.end()
             raise

@@ -68,6 +68,12 @@ class SaveHandle:
         except futures.TimeoutError as late:  # a class of its own before Python 3.11
             raise TimeoutError(f"the save is not done after {timeout:g} s") from late
 
+    @property
+    def stats(self) -> SaveStats | None:
+        """The statistics of this rank; None until the checkpoint is durable, and if the save has failed."""
+        done = self._result.done() and self._result.exception() is None
+        return self._result.result() if done else None
+
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
         """Calls `function(handle)` when the save is done, on the save's thread; at once if it is done already."""
         self._result.add_done_callback(lambda _: function(self))

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,7 +18,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
 from .._dcp.storage_reader import StorageReader
+from .._engine import _C
 from .._engine.gc import gc_paused
+from .._observe.timeline import Timeline, phase
+from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
 from .._read.contents import Contents
 from .._read.contents import packed as packed_contents
@@ -36,10 +40,11 @@ from ..errors import (
     MissingKeysError,
     UntrustedCheckpointError,
 )
-from ..reports import LoadReport, LoadStats
+from ..reports import JobStats, LoadReport, LoadStats
 from ..settings import Broadcast
 
 _Result = TypeVar("_Result")
+_PHASES = {"read metadata": "metadata", "hand over": "hand over"}  # of the timeline, for steps; other steps plan
 
 
 @dataclass
@@ -93,9 +98,17 @@ class CollectiveLoad:
     where all ranks raise."""
 
     def __init__(
-        self, exchange: Exchange, reader: StorageReader, selection: Selection, strict: bool, broadcast: Broadcast
+        self,
+        exchange: Exchange,
+        reader: StorageReader,
+        selection: Selection,
+        strict: bool,
+        broadcast: Broadcast,
+        timeline: Timeline,
     ) -> None:
         self._exchange = exchange
+        self._timeline = timeline
+        self._job: JobStats | None = None
         self._reader = reader
         self._selection = selection
         self._strict = strict
@@ -121,13 +134,18 @@ class CollectiveLoad:
         except BaseException:
             loading.application.abandon()
             raise
-        return LoadReport(fit.missing, fit.unexpected, fit.mismatched, stats)
+        return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
+
+    def _end(self, stats: LoadStats) -> LoadStats:
+        timed = self._timeline.with_times(stats, self._job)
+        self._timeline.end(timed)
+        return timed
 
     def all(self) -> dict[str, Any]:
         """Loads the whole checkpoint into new tensors and objects, nested as they were saved."""
         metadata, contents = self._metadata()
         planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection))
-        self._read(planner)
+        stats = self._read(planner)
 
         def result() -> dict[str, Any]:
             assert planner.metadata is not None
@@ -138,7 +156,9 @@ class CollectiveLoad:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
             return nested(values, stored.planner_data, structure)
 
-        return self._together(result, "hand over")
+        loaded = self._together(result, "hand over")
+        self._end(stats)
+        return loaded
 
     def by_planner(self, planner: LoadPlanner, state: MutableMapping[str, Any]) -> LoadReport:
         """Loads into `state` in the steps of `dcp.load`, over this package's exchanges for their timeouts and errors.
@@ -163,11 +183,15 @@ class CollectiveLoad:
             application.abandon()
             raise
         assert self._reader.last_stats is not None
-        return LoadReport([], [], [], self._reader.last_stats)
+        return LoadReport([], [], [], self._end(self._reader.last_stats))
 
     def _metadata(self) -> tuple[Metadata, Contents]:
         """The metadata for planners, and the contents that it was made from. The coordinator reads them for all ranks
         if all ranks see the same file. Raises on all ranks if one rank has none."""
+        with phase("metadata"):
+            return self._shared_metadata()
+
+    def _shared_metadata(self) -> tuple[Metadata, Contents]:
         exchange, reader = self._exchange, self._reader
         try:
             mark = reader.mark()
@@ -234,12 +258,34 @@ class CollectiveLoad:
         if self._broadcast is not False and self._exchange.size > 1:
             broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"))
 
+        began, items, alone = _C.bytes_read(), plan.items, broadcast is None
+
+        @cache  # rarely asked for
+        def total() -> int:
+            return items.bytes_read_alone(self._reader.verify) if alone and isinstance(items, PackedReads) else 0
+
+        self._timeline.progress = lambda: (_C.bytes_read() - began, total())
+
         def read() -> LoadStats:
             self._reader.read(plan, planner, broadcast)
             assert self._reader.last_stats is not None
             return self._reader.last_stats
 
-        return self._together(read, "read")
+        return self._read_together(read)
+
+    def _read_together(self, read: Callable[[], LoadStats]) -> LoadStats:
+        """Reads. Raises on all ranks if one has failed; else all learn what the job did."""
+        stats, error = None, None
+        try:
+            with phase("read"):
+                stats = read()
+        except Exception as raised:
+            error = raised
+        votes = self._timeline.votes(0 if stats is None else stats.bytes)
+        agreed = self._exchange.fail_together(error, self._phase("read"), LoadFailedError, *votes)
+        self._job = self._timeline.job(agreed)
+        assert stats is not None
+        return stats
 
     def _read_by(self, planner: LoadPlanner, state: dict[str, Any]) -> None:
         exchange, reader = self._exchange, self._reader
@@ -265,14 +311,17 @@ class CollectiveLoad:
 
         answer = exchange.scatter(self._together(plan_all, "plan for all"), self._phase("scatter plans"))
 
-        def read() -> None:
+        def read() -> LoadStats:
             final = plans[0] if plans else pickle.loads(answer)
             reader.read_data(planner.finish_plan(final), planner).wait()
+            assert reader.last_stats is not None
+            return reader.last_stats
 
-        self._together(read, "read")
+        self._read_together(read)
 
     def _together(self, step: Callable[[], _Result], name: str) -> _Result:
-        return self._exchange.together(step, self._phase(name), LoadFailedError)
+        with phase(_PHASES.get(name, "plan")):
+            return self._exchange.together(step, self._phase(name), LoadFailedError)
 
     def _phase(self, step: str) -> str:
         return f"loading {self._reader.given_path}: {step}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -13,6 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from .._dcp.save_planner import SavePlanner
 from .._dcp.storage_writer import StorageWriter
 from .._engine.errors import named_system_errors
+from .._engine.rows import words
+from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .._ranks.exchange import Exchange
 from .._ranks.shared_directory import DirectoryMark
@@ -22,7 +26,7 @@ from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
 from .._write.snapshot import StagedPlan
-from ..reports import SaveStats
+from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 from .steps import Steps
 
@@ -35,21 +39,24 @@ class CollectiveSave(ABC):
 
     Args:
         path: of the directory, absolute.
-        doing: names the save in errors and phases; equal on all ranks.
+        timeline: of this save. Its `doing` is equal on all ranks.
         options: those of `StorageWriter`.
     """
 
     _kind: ClassVar[type[RankSave]]  # this rank's save in the format
     _save: RankSave
 
-    def __init__(self, exchange: Exchange, planner: SavePlanner, path: str, doing: str, **options: Any) -> None:
+    def __init__(self, exchange: Exchange, planner: SavePlanner, path: str, timeline: Timeline, **options: Any) -> None:
         self.exchange = exchange
         self.planner = planner
         self.path = path
-        self.steps = Steps(exchange, doing)
+        self.timeline = timeline
+        self.steps = Steps(exchange, timeline.doing)
         self.staged_plan: StagedPlan | None = None
         self.stats: SaveStats | None = None  # of this rank, set after writing
         self._options = options
+        self._job: JobStats | None = None
+        self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
         self._of_all: GlobalSavePlan | None = None
         self._committed = False  # by this rank
@@ -58,12 +65,17 @@ class CollectiveSave(ABC):
         """Plans with the other ranks what each will write. Returns False if the save is already complete: it was made
         by plans of DCP's items, because the planner or a value of the state does not allow packed plans. `error`: why
         this rank cannot take part. `gated`: do not wait for devices. Raises on all ranks if one has failed."""
+        with phase("plan"):
+            return self._begin(state, error, gated)
+
+    def _begin(self, state: Mapping[str, Any], error: BaseException | None, gated: bool) -> bool:
         mark = self._directory_mark()
         # From `doing` and the mark it detects ranks that are at different saves or in different directories.
         plan = CollectivePlan(self.steps, self.planner, mark, on_devices=not gated)
         self.steps.error = error
         values = self.steps.take(self._prepare, state, plan, mark)
         planned = plan.make()
+        self._plan_reused = plan.reused
         if planned is None:
             assert values is not None
             self._save_by_items(values)
@@ -74,7 +86,9 @@ class CollectiveSave(ABC):
     def stage(self, gate: Gate | None) -> None:
         """Copies what this rank will write. Afterwards the state may change, except for what a gate still guards."""
         assert self._items is not None
-        self.staged_plan = self.steps.take(StagedPlan, self._save, self._items, gate)
+        with phase("snapshot"):
+            self.staged_plan = self.steps.take(StagedPlan, self._save, self._items, gate)
+        self.timeline.progress = None if self.staged_plan is None else self.staged_plan.progress
 
     def release_state(self) -> None:
         """Drops references to the state, which may be large: the planner outlives the save."""
@@ -84,12 +98,12 @@ class CollectiveSave(ABC):
     def finish(self) -> SaveStats:
         """Writes and commits. Raises on all ranks if one has failed. Nothing is committed then, unless the error is a
         timeout whose `committed` says that it may be."""
-        try:
-            self._write_and_commit()
-        finally:
-            self._save.end()
-        assert self.stats is not None
-        return self.stats
+        with self.timeline.here():
+            try:
+                self._write_and_commit()
+            finally:
+                self._save.end()
+            return self._end()
 
     # --- What depends on the format
 
@@ -130,15 +144,31 @@ class CollectiveSave(ABC):
     def _write_and_commit(self) -> None:
         of_all = self.steps.gather(lambda: self._message(self._write()), "write")
         with self.exchange.commit_in_doubt(lambda: self._committed):
-            self._commit_all(of_all)
-            self.steps.raise_together("commit")
+            with phase("commit"):
+                self._commit_all(of_all)
+            self._raise_or_sum_up()
+
+    def _raise_or_sum_up(self) -> None:
+        """Raises on all ranks if one has an error. Else all learn what the job did."""
+        votes = self.timeline.votes(0 if self.stats is None else self.stats.bytes)
+        self._job = self.timeline.job(self.steps.raise_together("commit", *votes))
+
+    def _end(self) -> SaveStats:
+        assert self.stats is not None
+        timed = self.timeline.with_times(self.stats, self._job)
+        self.stats = replace(timed, plan_reused=self._plan_reused)
+        self.timeline.end(self.stats)
+        return self.stats
 
     def _write(self) -> PackedResults:
         if self.staged_plan is not None:
             results, self.stats = self.staged_plan.write()
         else:
             assert self._items is not None
-            results, self.stats = write_packed(self._save, self._items)
+            save, items = self._save, self._items
+            total = cache(lambda: sum(words(items.body_bytes())))  # rarely asked for
+            self.timeline.progress = lambda: (save.progress(), total())
+            results, self.stats = write_packed(save, items)
         return results
 
     def _commit(self, step: Callable[..., None], *arguments: Any) -> None:
@@ -188,5 +218,7 @@ class CollectiveSave(ABC):
         results = steps.gather(write, "write")
         with exchange.commit_in_doubt(lambda: self._committed):
             if results is not None:
-                steps.take(commit, results[1:])
-            steps.raise_together("commit")
+                with phase("commit"):
+                    steps.take(commit, results[1:])
+            self._raise_or_sum_up()
+        self._end()

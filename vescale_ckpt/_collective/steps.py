@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from .._ranks.exchange import Exchange
@@ -43,6 +43,7 @@ class Steps:
         gathered = self.exchange.gather(self.take(step) or b"", self.phase(phase))
         return gathered if gathered is not None and all(gathered) else None
 
-    def raise_together(self, phase: str) -> None:
-        """Raises on all ranks if one has an error."""
-        self.exchange.fail_together(self.error, self.phase(phase))
+    def raise_together(self, phase: str, least: Sequence[int] = (), sums: Sequence[int] = ()) -> list[int]:
+        """Raises on all ranks if one has an error. Returns the minima of `least` over all ranks and the sums of
+        `sums`."""
+        return self.exchange.fail_together(self.error, self.phase(phase), least=least, sums=sums)

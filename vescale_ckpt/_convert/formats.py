@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from .._native.metadata_file import has_metadata
+from .._native.metadata_file import NO_CHECKPOINT, has_metadata
+from .._read.no_checkpoint import explained
 from .._storage.directory import directory_at, stat_of
 from .._storage.directory import is_folder as is_directory
 from .._storage.file_kinds import kind_of_file
@@ -34,6 +36,11 @@ _OF_FORMAT = {
 def format_of(path: str) -> Format | None:
     """The format that the name of a destination implies, or None."""
     return _SUFFIXES.get(os.path.splitext(path)[1])
+
+
+def is_part_of_export(name: str) -> bool:
+    """Whether a folder of a format other than DCP has files of that name."""
+    return any(pattern.fullmatch(name) for pattern in _OF_FORMAT.values())
 
 
 def is_folder(path: str, format: Format) -> bool:
@@ -90,11 +97,9 @@ def open_source(path: str) -> Source:
             return SafetensorsSource(path)
         if any(name.endswith(".npy") for name in names):
             return _numpy_source(path)
-        raise CheckpointError(
-            f"{path} has no .metadata, no .safetensors and no .npy files: not a checkpoint, or one whose save did not "
-            "finish",
-            path=path,
-        )
+        with explained(path):
+            text = f"{path} has no .metadata, no .safetensors and no .npy files: {NO_CHECKPOINT}"
+            raise CheckpointError(text, path=path, errno=errno.ENOENT)
     try:
         kind = kind_of_file(path)
     except OSError as error:

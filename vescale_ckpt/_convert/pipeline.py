@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -90,6 +90,7 @@ class Buffers:
     def __init__(self) -> None:
         self.bytes = max(2 * PAGE, settings.number("convert_bytes") // _AT_ONCE // PAGE * PAGE)
         self._free: list[torch.Tensor] = []
+        self.written: Callable[[int], None] | None = None  #: called with the bytes of tensors that were written
 
     @property
     def most_bytes(self) -> int:
@@ -148,6 +149,8 @@ def transfer(segments: Iterable[Segment], source: Source, file: File, buffers: B
 
     def write(batch: Batch) -> None:
         file.write(batch)
+        if buffers.written is not None:
+            buffers.written(sum(placed.target.nbytes for placed in batch.segments))
         buffer, batch.segments = batch.buffer, []
         buffers.give_back(buffer)
 

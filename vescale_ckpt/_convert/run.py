@@ -16,6 +16,7 @@ from .. import settings
 from .._engine.errors import of_system
 from .._hf.folder import shard_bytes
 from .._ranks.exchange import Exchange
+from .._read.check_records import Progress
 from .._storage.directory import local_path
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
@@ -92,13 +93,35 @@ def convert(
     ranks, `SaveFailedError` with them as `cause`), before anything is written; `MissingKeysError` for `keys` that
     select nothing, `CorruptCheckpointError`, `UntrustedCheckpointError`, `StorageFullError`, `CheckpointError`.
     """
+    exchange = Exchange.of(process_group, timeout, purpose="convert")
+
+    def make(source: Source) -> Plan:
+        return plan(source, keys, rename, stack, dtype)
+
+    return convert_by_plan(src, dst, format, make, max_shard_size, on_objects, overwrite, exchange, None)
+
+
+def convert_by_plan(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    format: Format,
+    make: Callable[[Source], Plan],
+    max_shard_size: int | str,
+    on_objects: Objects,
+    overwrite: bool,
+    exchange: Exchange,
+    progress: Progress | None,
+) -> ConvertReport:
+    """The same, with the plan that `make` returns. `progress` is called with the bytes that this rank has written, and
+    with its share of all."""
     checked_path("src", src)
     checked_path("dst", dst)
-    exchange = Exchange.of(process_group, timeout, purpose="convert")
     started = time.perf_counter()
     with ExitStack() as closing:
         conversion = _Conversion(exchange, src, dst, format, closing)
-        conversion.plan(lambda source: plan(source, keys, rename, stack, dtype), max_shard_size, on_objects, overwrite)
+        conversion.plan(make, max_shard_size, on_objects, overwrite)
+        if progress is not None:
+            conversion.tell(progress)
         files = conversion.write()
     made = conversion.made
     return ConvertReport(
@@ -161,6 +184,17 @@ class _Conversion:
         text = f"{self._format} {self._buffers.bytes} {most_bytes} {self.made}".encode()
         if not self._exchange.all_have(text, self._phase("compare")):
             raise CheckpointError("ranks would convert differently: their arguments, settings or files differ")
+
+    def tell(self, progress: Progress) -> None:
+        """Calls `progress` whenever bytes were written."""
+        done, total = 0, sum(output.bytes for output in self.made.outputs) // self._exchange.size
+
+        def written(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(min(done, total), total)
+
+        self._buffers.written = written
 
     def _check_objects(self, on_objects: Objects) -> None:
         if self._format in _KEEPS_OBJECTS or not self.made.objects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._native import metadata_file
 from .._native.names import metadata_name
+from .._observe import timeline
+from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange
 from .._ranks.groups import resolved
@@ -243,14 +246,23 @@ class StorageReader(DcpStorageReader):
             self.timeout,
         )
         load = Load(self.contents, options, self._seen)
+        measured = None
+        if timeline.current() is None:  # else `vescale_ckpt.load` measures
+            measured = Timeline("load", self.path, f"loading {self.given_path}")
+            group = resolved(self.process_group)
+            rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+            measured.begin(rank, ranks, " by dcp.load")
         try:
-            with gc_paused():
+            with gc_paused(), nullcontext() if measured is None else measured.here(), timeline.phase("read"):
                 of = plan.items
                 if isinstance(planner, OurLoadPlanner) and isinstance(of, PackedReads) and of.planner() is planner:
                     stats = load_packed(load, of, planner.state_dict, planner.put_object, broadcast)
                 else:
                     stats = ItemLoad(load, item_targets(planner)).run(of, broadcast)
                 self.last_stats = stats
+            if measured is not None:
+                self.last_stats = measured.with_times(stats)
+                measured.end(self.last_stats)
         finally:
             self._unlock()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -19,6 +21,9 @@ from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
 from .._hf.folder import shard_bytes
 from .._hf.header import checked_metadata
+from .._observe import timeline
+from .._observe.timeline import Timeline
+from .._plan.save_plan import PackedResults
 from .._ranks.groups import check_alone_on_purpose
 from .._storage.directory import local_path
 from .._write.rank_save import SaveOptions, new_save_id
@@ -97,7 +102,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             texts=checked_metadata({"format": "pt"} if metadata is None else dict(metadata)),
         )
         self.last_stats: SaveStats | None = None
+        self._is_coordinator = True
         self._save: NativeFormat | ExportFormat | None = None  # from `prepare_local_plan` to the end of that save
+        self._timeline: Timeline | None = None  # from `set_up_storage_writer` to the end of that save
 
     # --- DCP's calls, in the order in which they come
 
@@ -130,24 +137,39 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         settings.check()
         check_alone_on_purpose()
         alone = not kwargs.get("use_collectives", True)
-        self.options = replace(self.options, rank=kwargs.get("rank") or 0, alone=alone)
+        rank = kwargs.get("rank") or 0
+        self.options = replace(self.options, rank=rank, alone=alone)
+        self._is_coordinator = is_coordinator
+        self._timeline = None
+        if timeline.current() is None:  # else `vescale_ckpt.save` measures
+            self._timeline = Timeline("save", self.path, f"saving to {self.path}")
+            ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() and not alone else 1
+            self._timeline.begin(rank, ranks, " by dcp.save")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """DCP calls it on each rank, with the rank's local plan. Begins the save."""
         self._end()  # the save before this one
         self._save = FORMATS[self.format](self.options)
-        return self._save.prepare_local_plan(plan)
+        with self._in_phase("plan"):
+            return self._save.prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """DCP calls it on the coordinator, with the answers to all ranks, which may be changed."""
-        return self._this_save.prepare_global_plan(plans)
+        with self._in_phase("plan"):
+            return self._this_save.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """DCP calls it on each rank. The data is written and synced when this returns."""
         future: Future[list[WriteResult]] = Future()
-        with gc_paused():
+        with gc_paused(), self._in_phase("write"):
             results, self.last_stats = self._this_save.write_data(plan, planner)
-            future.set_result(results)  # type: ignore[arg-type]  # looks like a list
+        if (measured := self._timeline) is not None:
+            if isinstance(results, PackedResults):
+                results.votes = measured.votes(self.last_stats.bytes)
+            self.last_stats = measured.with_times(self.last_stats)
+            if not self._is_coordinator:
+                measured.end(self.last_stats)
+        future.set_result(results)  # type: ignore[arg-type]  # looks like a list
         if isinstance(planner, OurSavePlanner):
             planner.forget_state()  # the planner outlives the save, and a staged state is as large as the model
         return future
@@ -156,9 +178,15 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """DCP calls it on the coordinator, with the results of all ranks. Commits."""
         try:
-            self._this_save.commit_results(metadata, results)
+            with self._in_phase("commit"):
+                self._this_save.commit_results(metadata, results)
         finally:
             self._end()
+        if (measured := self._timeline) is not None and self.last_stats is not None:
+            votes = [votes for of_rank in results if (votes := getattr(of_rank, "votes", None)) is not None]
+            job = measured.job(_agreed(votes)) if len(votes) == measured.ranks else None
+            self.last_stats = measured.with_times(self.last_stats, job)
+            measured.end(self.last_stats)
 
     @property
     def _this_save(self) -> NativeFormat | ExportFormat:
@@ -166,13 +194,22 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             raise CheckpointError("a save begins with StorageWriter.prepare_local_plan, which was not called")
         return self._save
 
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        """A context for a part of the save in one of DCP's calls."""
+        if self._timeline is None:
+            yield
+            return
+        with self._timeline.here(), timeline.phase(name):
+            yield
+
     def _end(self) -> None:
         if self._save is not None:
             self._save.end()
         self._save = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_save": None}
+        return {**self.__dict__, "_save": None, "_timeline": None}
 
     # --- `dcp.async_save` uses the writer as its stager
 
@@ -184,3 +221,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def close(self) -> None:
         Stager().close()
+
+
+def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:
+    """The minima and sums of the ranks' votes, as `Exchange.agree` finds them."""
+    least, sums = zip(*votes, strict=True)
+    return [*map(min, zip(*least, strict=True)), *map(sum, zip(*sums, strict=True))]

@@ -21,15 +21,15 @@ _UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KM
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
-def shard_bytes(size: int | str) -> int:
+def shard_bytes(size: int | str, name: str = "max_shard_size") -> int:
     """The bytes of `size`: a number, or text with a unit: "5GB" (powers of 1000, as in Hugging Face), "5GiB" (of 1024).
-    Raises ValueError for anything else, and for less than 1."""
+    Raises ValueError with the name of the argument for anything else, and for less than 1."""
     bytes_ = size if isinstance(size, int) and not isinstance(size, bool) else None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size, re.IGNORECASE)):
         unit = _UNITS.get(found[2].upper() if found[2].upper() != "B" else "")
         bytes_ = None if unit is None else int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
     if bytes_ is None or bytes_ < 1:
-        raise ValueError(f"max_shard_size={size!r}: bytes, or text like '5GB' or '500MiB', are wanted")
+        raise ValueError(f"{name}={size!r}: bytes, or text like '5GB' or '500MiB', are wanted")
     return bytes_
 
 
@@ -48,7 +48,7 @@ class ExportFolder:
         with named_system_errors(directory, needed):
             if names is None:
                 check_replaceable(directory)
-            leftovers.remove(_leftovers(directory))
+            leftovers.remove(left_by_exports(directory))
             check_space(directory, needed)
             try:
                 self.files.begin(lambda: self._make_first(sizes[0]))
@@ -101,7 +101,7 @@ class ExportFolder:
         self.files.discard()
 
 
-def _leftovers(directory: str) -> list[Leftover]:
+def left_by_exports(directory: str) -> list[Leftover]:
     """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
     exports: dict[str, list[str]] = {}
     found: list[Leftover] = []

@@ -242,9 +242,16 @@ def body_bytes(items: Sequence[WriteItem]) -> array[int]:
 class PackedResults(LazyList):
     """The record locations of a rank's local plan. Looks like `list[WriteResult]` on the rank that wrote."""
 
-    def __init__(self, locations: bytes, names: list[str], items: PackedItems | None = None) -> None:
+    def __init__(
+        self,
+        locations: bytes,
+        names: list[str],
+        items: PackedItems | None = None,
+        votes: tuple[list[int], list[int]] | None = None,
+    ) -> None:
         self.locations = locations
         self.names = names
+        self.votes = votes  #: `Timeline.votes` of the rank that wrote
         self._of = items
 
     def __len__(self) -> int:
@@ -260,7 +267,7 @@ class PackedResults(LazyList):
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedResults, (self.locations, self.names)
+        return PackedResults, (self.locations, self.names, None, self.votes)
 
 
 def write_result(

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from .._engine.torch_private import Store
+from .._observe.timeline import WAIT
+from .._observe.timeline import phase as observed_phase
 from . import nccl
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Notes, Rendezvous
@@ -83,7 +85,8 @@ class Connections:
         # No other variable may hold work in flight: gloo closes only after all of it is released.
         self._pending: deque[tuple[int, dist.Work]] = deque()
         self._gloo: dist.ProcessGroupGloo | None = None
-        rendezvous.meet(_CONNECTING, timeout)
+        with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
+            rendezvous.meet(_CONNECTING, timeout)
         try:
             self._gloo = self._connected(rendezvous.store_for_connections())
         except (RuntimeError, TimeoutError) as error:
@@ -118,14 +121,26 @@ class Connections:
             self._progress = 0
             self._rendezvous.note(self.calls, step)
             try:
-                self._greet(step)
-                yield
+                with observed_phase(WAIT, step, self._whom):
+                    self._greet(step)
+                    yield
                 self._rendezvous.note(self.calls, step, inside=False)
             except (_LostError, _ElsewhereError) as error:
                 raise self._end(phase, step, timeout, error).error() from error.__cause__
             except BaseException as error:
                 self._end(phase, step, timeout, error)
                 raise
+
+    def _whom(self) -> str:
+        """Names the ranks that this one waits for, as far as it is known. Any thread may call it."""
+        peer = ""
+        with suppress(IndexError):  # it may just have come
+            peer = f"a message of rank {self._pending[0][0]} of {self.size}"
+        if self.rank != 0:
+            return peer or "other ranks"
+        notes = self._rendezvous.notes()
+        late = self._late(notes) or self._behind(notes)
+        return f"{self._rendezvous.named(late)}{_last_seen(notes, late)}" if late else peer or "other ranks"
 
     def progress(self, progress: int) -> None:
         """Notes how far this rank has come in a long collective, for the error of a rank that times out."""
@@ -218,10 +233,6 @@ class Connections:
         def named(rank: int) -> str:
             return self._rendezvous.named([rank])
 
-        def last_seen(ranks: list[int]) -> str:
-            steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
-            return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
-
         def elsewhere(rank: int, there: str) -> FailureReport:
             text = f"ranks are in different places: {named(self.rank)} in {step}, {named(rank)} in {there}"
             return report([], text, mismatch=True)
@@ -241,19 +252,27 @@ class Connections:
             return report([self.rank], f"{named(self.rank)} has left with {type(error).__name__}: {error}")
         if error.in_time:
             text = f"the connection to {named(error.peer)} is closed: it has died or ended"
-            return report([error.peer], text + last_seen([error.peer]))
+            return report([error.peer], text + _last_seen(notes, [error.peer]))
         for rank, note in notes.items():
             if note is not None and note.inside and note.calls == self.calls and note.step != step:
                 return elsewhere(rank, note.step)
-        return self._diagnose_by_notes(error.peer, phase, timeout, notes, last_seen)
+        return self._diagnose_by_notes(error.peer, phase, timeout, notes)
 
-    def _diagnose_by_notes(
-        self, peer: int, phase: str, timeout: float, notes: Notes, last_seen: Callable[[list[int]], str]
-    ) -> FailureReport:
+    def _late(self, notes: Notes) -> list[int]:
+        """The ranks that have not come to this collective."""
+        return [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
+
+    def _behind(self, notes: Notes) -> list[int]:
+        """The ranks inside collectives that have come less far than this one, and than all that are further."""
+        places = {rank: (note.calls, note.progress) for rank, note in notes.items() if note is not None and note.inside}
+        last = min(places.values(), default=(0, 0))  # the other ranks wait for the ranks that are here
+        return [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
+
+    def _diagnose_by_notes(self, peer: int, phase: str, timeout: float, notes: Notes) -> FailureReport:
         """The report where all ranks are in one collective, no connection is closed, and nothing came from `peer`. The
         peer may itself be waiting for another rank."""
         rendezvous = self._rendezvous
-        late = [rank for rank, note in notes.items() if note is None or (not note.inside and note.calls < self.calls)]
+        late = self._late(notes)
         waiting = {rank: note for rank, note in notes.items() if note is not None and note.inside}
         silent = rendezvous.silent(notes, [*waiting])
         if late or silent:
@@ -263,13 +282,10 @@ class Connections:
                     f"{rendezvous.named(silent)} came, and then went silent (stopped, or cut off from the network)"
                 )
             missing = sorted([*late, *silent])
-            return FailureReport(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{last_seen(missing)}")
-        places = {rank: (note.calls, note.progress) for rank, note in waiting.items()}
-        last = min(places.values(), default=(0, 0))  # the other ranks wait for the ranks that are here
-        behind = [rank for rank, place in places.items() if place == last < (self.calls, self._progress)]
-        if behind:
+            return FailureReport(self.calls, phase, missing, f"{phase}: {'; '.join(texts)}{_last_seen(notes, missing)}")
+        if behind := self._behind(notes):
             text = f"{rendezvous.named(behind)} did not come within {timeout:g} s"
-            return FailureReport(self.calls, phase, behind, f"{phase}: {text}{last_seen(behind)}")
+            return FailureReport(self.calls, phase, behind, f"{phase}: {text}{_last_seen(notes, behind)}")
         # If the peer has left the collective, its message was lost. Else the two ranks cannot reach each other, though
         # both reach the store.
         late = [] if peer in waiting else [peer]
@@ -289,6 +305,11 @@ class Connections:
         what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
         text = f"{phase}: {self._rendezvous.named([error.peer])} is lost, {what}, and {gone}"
         return FailureReport(self.calls, phase, [error.peer] if certain else [], text)
+
+
+def _last_seen(notes: Notes, ranks: list[int]) -> str:
+    steps = {rank: note.step for rank in ranks[:3] if (note := notes[rank]) is not None}
+    return "".join(f"; rank {rank} was last seen in: {there}" for rank, there in steps.items())
 
 
 def tensor_over(buffer: bytearray) -> torch.Tensor:

@@ -258,10 +258,15 @@ class Exchange:
         return results[0]
 
     def fail_together(
-        self, error: BaseException | None, phase: str, kind: type[RankFailedError] = SaveFailedError
-    ) -> None:
-        """Returns if no rank has an error, after one `agree`. Otherwise all ranks raise; the exchange can be used
-        again.
+        self,
+        error: BaseException | None,
+        phase: str,
+        kind: type[RankFailedError] = SaveFailedError,
+        least: Sequence[int] = (),
+        sums: Sequence[int] = (),
+    ) -> list[int]:
+        """Returns if no rank has an error, after one `agree`: the minima of `least` over all ranks and the sums of
+        `sums`. Otherwise all ranks raise; the exchange can be used again.
 
         All ranks raise the error of the lowest failed rank, with the texts of all failed ranks in `failures`. An error
         of this package keeps its class, so that StorageFullError can be caught on every rank, and gets the attribute
@@ -270,9 +275,11 @@ class Exchange:
         package unchanged.
         """
         if self._links is None:
-            return _raise_alone(error, phase, kind)
-        if self.agree([_NO_ERROR if error is None else 0], phase) == [_NO_ERROR]:
-            return
+            _raise_alone(error, phase, kind)
+            return [*least, *sums]
+        fine, *agreed = self.agree([_NO_ERROR if error is None else 0, *least], phase, sums)
+        if fine == _NO_ERROR:
+            return agreed
         reports = self.gather(b"" if error is None else _report(error), phase)
         lowest = None
         if reports is not None:

@@ -123,6 +123,10 @@ class Rendezvous:
         if end != b"met":
             raise self.settle(diagnose).error()
 
+    def absent(self) -> str:
+        """Names the ranks that have not come to this generation yet. Any thread may call it."""
+        return self.named([rank for rank, note in self.notes().items() if note is None])
+
     def store_for_connections(self) -> Store:
         """The store by the client that also writes the notes. Calls must be short."""
         return PrefixStore(self._key("connections"), self._store_thread.ask(lambda store: store))

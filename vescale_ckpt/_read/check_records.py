@@ -27,6 +27,9 @@ from .contents import Contents
 from .load import Record
 from .non_contiguous_records import wrong_form
 
+Progress = Callable[[int, int], None]  #: takes the bytes done, and those in all
+_GROUP_BYTES = 1 << 30  # at most checked between two calls of it, except for larger tensors
+
 
 @dataclass
 class Listing:
@@ -118,7 +121,9 @@ def list_records(contents: Contents, where: str, whole: bool, on_error: Callable
     return listing
 
 
-def check_records(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
+def check_records(
+    listing: Listing, missing: Collection[str], report: VerifyReport, progress: Progress | None = None
+) -> None:
     """Reads all records except those in files of `missing`, and adds damage to the report."""
     paths = listing.paths()
     lost = {number for number, name in enumerate(listing.ends) if name in missing}
@@ -153,7 +158,11 @@ def check_records(listing: Listing, missing: Collection[str], report: VerifyRepo
         except CheckpointError as error:  # a file cannot be read, or was replaced since its records were listed
             return error
 
+    done, total = 0, sum(record.length for record in tensors)
     for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
+        if progress is not None:
+            done += sum(record.length for record in group)
+            progress(done, total)
         if isinstance(found, CheckpointError):
             report.damaged.append(as_damage(found, paths[group[0].file]))
             continue
@@ -172,14 +181,18 @@ def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Reco
     # In the order of the files, so that neighbouring records are read together.
     records = sorted(records, key=lambda record: (record.file, record.offset))
     for _, of_file in groupby(records, lambda record: record.file if by_file else 0):
-        together = list(of_file)
-        for first in range(0, len(together), GROUP_TENSORS):
-            group, table = together[first : first + GROUP_TENSORS], int_table()
-            for record in group:
-                code = dtype_code(record.dtype, record.key)
-                table.extend((record.file, record.offset, record.length, record.crc, code))
-                table.extend((len(record.sizes), *record.sizes))
-            yield group, table
+        group: list[Record] = []
+        table, held = int_table(), 0
+        for record in of_file:
+            if group and (len(group) == GROUP_TENSORS or held + record.length > _GROUP_BYTES):
+                yield group, table
+                group, table, held = [], int_table(), 0
+            code = dtype_code(record.dtype, record.key)
+            table.extend((record.file, record.offset, record.length, record.crc, code))
+            table.extend((len(record.sizes), *record.sizes))
+            group.append(record)
+            held += record.length
+        yield group, table
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:

@@ -105,7 +105,7 @@ class Load:
             for cached, of_engine in self._engine_options.items()
             if contents.safetensors
         }
-        self._totals = dict.fromkeys(_PATHS, 0)
+        self._totals: dict[str, Any] = dict.fromkeys(_PATHS, 0)
         self.bytes = 0  #: that this load needed
         self.shared_bytes = 0  #: of `bytes`, those that several ranks needed and one of them read
         self._unverified = 0

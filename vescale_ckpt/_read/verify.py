@@ -16,12 +16,11 @@ from .._storage.directory import check_relative, directory_at, local_path, stat_
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
-from .check_records import as_damage, check_records, check_tables, list_records
+from .check_records import Progress, as_damage, check_records, check_tables, list_records
 from .contents import Contents, is_safetensors, of_safetensors
 from .no_checkpoint import explained
 
 
-@gc_paused()
 def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
     """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
 
@@ -37,12 +36,18 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
 
     Raises ValueError for a URL that is no `file://`.
     """
+    return verify_with_progress(path, quick, None)
+
+
+@gc_paused()
+def verify_with_progress(path: str | os.PathLike[str], quick: bool, progress: Progress | None) -> VerifyReport:
+    """The same. `progress` is called with the bytes of one metadata file's tensors checked so far, and of all."""
     checked_flag("quick", quick)
     settings.check()
     directory = local_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
     if is_safetensors(directory):
-        _verify_safetensors(directory, report)
+        _verify_safetensors(directory, report, progress)
         _tell_what_is_unchecked(report)
         return report
     try:
@@ -53,7 +58,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
         lock = directory_at(directory).share(metadata_name(rank))
         try:
             with explained(directory):
-                _verify_metadata_file(directory, rank, report)
+                _verify_metadata_file(directory, rank, report, progress)
         except CheckpointError as error:
             report.damaged.append(as_damage(error, os.path.join(directory, metadata_name(rank))))
         finally:
@@ -63,7 +68,7 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     return report
 
 
-def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport) -> None:
+def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
     path, index_path = (os.path.join(directory, name(rank)) for name in (metadata_name, index_name))
     index = metadata_file.read_index(directory, rank)
     data = metadata_file.metadata_bytes(directory, rank)
@@ -94,7 +99,7 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
     if not report.quick:
         if ends is not None and ends != listing.ends:
             report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
-        check_records(listing, missing, report)
+        check_records(listing, missing, report, progress)
         _check_index(index_path, report)
         check_tables(listing, missing, report)
 
@@ -128,7 +133,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     return bad
 
 
-def _verify_safetensors(path: str, report: VerifyReport) -> None:
+def _verify_safetensors(path: str, report: VerifyReport, progress: Progress | None) -> None:
     def add(error: CheckpointError) -> None:
         report.damaged.append(as_damage(error, path))
 
@@ -140,7 +145,7 @@ def _verify_safetensors(path: str, report: VerifyReport) -> None:
         return
     report.keys, report.files = listing.keys, len(found.files)
     if not report.quick:  # a sound header includes a sound length of the file
-        check_records(listing, (), report)
+        check_records(listing, (), report, progress)
 
 
 def _tell_what_is_unchecked(report: VerifyReport) -> None:

@@ -13,6 +13,7 @@ import torch
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import int_table
+from .._observe.timeline import phase
 from .._plan.read_plan import PackedReads
 from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
@@ -140,7 +141,8 @@ class RoutedRead:
             stop = min(count, start + _ROUNDS_BETWEEN_CHECKS)
             with self._peers(start, stop - 1) as peers:
                 for number in range(start, stop):
-                    read.pop(number).result()
+                    with phase("read"):
+                        read.pop(number).result()
                     peers.progress(2 * number)
                     if number - 2 in placed:  # the next round is read into the buffer of this one
                         placed.pop(number - 2).result()

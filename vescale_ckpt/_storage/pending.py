@@ -112,7 +112,7 @@ class PendingFile(Pending):
 
     def create(self, make: Callable[[str], Made]) -> Made:
         """Calls `make` with the path of the file to create, and returns its result."""
-        leftovers.remove(Leftover([path], path, leftovers.SMALL_FILE_GRACE) for path in _temporary_ones(self.path))
+        leftovers.remove(Leftover([path], path, leftovers.SMALL_FILE_GRACE) for path in temporary_ones(self.path))
 
         def named() -> tuple[str, Made]:
             temporary = temporary_name(self.path)
@@ -152,11 +152,15 @@ class PendingFolder(Pending):
         above.make()
         with named_system_errors(self.directory):
             above.make_durable(holds_one=False)
-            found = list(_temporary_ones(self.path))
-            if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
-                found += _temporary_ones(self.path + _ASIDE)
+            found = self._left_over()
             leftovers.remove(Leftover([path], path, leftovers.NEVER, are_folders=True) for path in found)
             self.begin(self._make)
+
+    def _left_over(self) -> Iterator[str]:
+        """The folders that other processes have made for this path; those that are alive keep theirs locked."""
+        yield from temporary_ones(self.path)
+        if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
+            yield from temporary_ones(self.path + _ASIDE)
 
     def _make(self) -> tuple[str, None]:
         temporary = temporary_name(self.path)
@@ -210,7 +214,7 @@ def put_back(path: str) -> None:
     path = path.rstrip("/") or path
     if os.path.lexists(path):
         return
-    for aside in sorted(_temporary_ones(path + _ASIDE)):
+    for aside in sorted(temporary_ones(path + _ASIDE)):
         with named_system_errors(path), locks.abandoned(aside, 0.0) as free:
             if not free:
                 continue
@@ -230,7 +234,13 @@ def temporary_name(path: str) -> str:
     return f"{path}.tmp.{os.getpid()}.{next(_serial)}"
 
 
-def _temporary_ones(path: str) -> Iterator[str]:
+def final_name(name: str) -> str | None:
+    """The name that a file or folder would have got that is named as `temporary_name` does. None for other names."""
+    found = _TEMPORARY.search(name)
+    return name[: found.start()].removesuffix(_ASIDE) if found is not None and found.end() == len(name) else None
+
+
+def temporary_ones(path: str) -> Iterator[str]:
     """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)
     with contextlib.suppress(OSError):

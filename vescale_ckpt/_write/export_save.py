@@ -16,6 +16,7 @@ from .._engine.rows import int_table
 from .._hf.folder import ExportFolder
 from .._hf.header import with_ties
 from .._hf.names import file_names, holds_export, temporary_name
+from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
@@ -117,7 +118,7 @@ class ExportSave(RankSave):
     def finish(self, tensors: int, objects: int) -> SaveStats:
         files, stats = self._files, []
         if files is not None:
-            with named_errors(str, self.options.path):
+            with named_errors(str, self.options.path), phase("sync", self.options.path):
                 self.blocks = files.finish(self.options.sync_files)
             self._written, stats = files.progress(), [files.stats()]
         self.discard()

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._engine import _C
 from .._engine.overlap import overlap
 from .._engine.rows import in_first_file
+from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults, body_bytes, write_result
 from .._state import objects
 from .._state.watch import WatchedState
@@ -25,7 +26,7 @@ Resolve = Callable[[WriteItem], object]  # a planner's `resolve_data`
 
 def write_packed(save: RankSave, items: PackedItems) -> tuple[PackedResults, SaveStats]:
     """Writes all items to one file. Tensors are written without a copy if the engine can read them directly."""
-    with save:
+    with save, phase("write"):
         if not items:
             return PackedResults(b"", [], items), save.finish(0, 0)
         description, tensors = items.description, range(items.count_tensors())
@@ -60,7 +61,7 @@ def write_items(
     else:
         parts = [([item], []) for item in tensors] + [([], [item]) for item in others]
     results: list[WriteResult] = []
-    with save:
+    with save, phase("write"):
         watch = WatchedState(state)
         for number, (part_tensors, part_objects) in enumerate(parts):
             save.open(body_bytes(part_tensors), None if single_file else number)

@@ -14,6 +14,7 @@ from .._engine.rows import words
 from .._native import commit
 from .._native.metadata_file import has_metadata
 from .._native.names import data_name
+from .._observe.timeline import phase
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from .._storage.locks import FileLock, drop_dead_locks
@@ -99,7 +100,7 @@ class NativeSave(RankSave):
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
         if (file := self._file) is None:
             return
-        with named_errors(str, self.options.path, self._needed):
+        with named_errors(str, self.options.path, self._needed), phase("sync", self._path):
             length = file.finish(self.options.sync_files)
         stats = file.stats()
         self._file = None
@@ -113,7 +114,7 @@ class NativeSave(RankSave):
     def finish(self, tensors: int, objects: int) -> SaveStats:
         self._finish_file()
         if self.options.sync_files and self._names:
-            with named_errors(str, self.options.path):
+            with named_errors(str, self.options.path), phase("sync", self.options.path):
                 directory_at(self.options.path).sync()  # makes the names durable, too
         return self._stats(tensors, objects, self._tensor_bytes, self._file_bytes, self._stats_of_files)
 

@@ -111,7 +111,7 @@ class RankSave(ABC):
     ) -> SaveStats:
         assert self._started is not None
         names = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")
-        total = {name: sum(stats[name] for stats in of_files) for name in names}
+        total: dict[str, Any] = {name: sum(stats[name] for stats in of_files) for name in names}
         return SaveStats(
             seconds=time.perf_counter() - self._started,
             tensors=tensors,

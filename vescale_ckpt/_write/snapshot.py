@@ -12,6 +12,7 @@ from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import threads_of
 from .._engine.rows import PLAN_ROW, in_first_file, words
+from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults
 from .._state import objects
 from .._state.tensor_table import NOT_READY
@@ -88,9 +89,10 @@ class StagedPlan:
         self._copies.clear()
 
     def _write(self) -> tuple[PackedResults, SaveStats]:
-        with self._save as save:
+        with self._save as save, phase("write"):
             try:
-                self._wait_until_copied()
+                with phase("snapshot"):
+                    self._wait_until_copied()
             except BaseException as error:
                 self.staged.set_exception(error)
                 raise
@@ -142,9 +144,10 @@ class StagedPlan:
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         if early := rows[: snapshot.first]:
-            self._open(in_background=False)
-            for some, placed in write_rows(self._save, items, early):
-                self._keep(some, placed)
+            with phase("write", "what snapshots have no room for"):
+                self._open(in_background=False)
+                for some, placed in write_rows(self._save, items, early):
+                    self._keep(some, placed)
         self._add(snapshot, rows)
         return snapshot
 

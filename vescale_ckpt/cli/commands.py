@@ -10,6 +10,7 @@ _KEYS = Value(
     metavar="PATTERN", many=True,
 )  # fmt: skip
 _PATH = Value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_PLOT = Value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = Value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 
 COMMANDS = (
@@ -74,9 +75,12 @@ COMMANDS = (
         "stats",
         "show the range, mean, norm, zeros, NaN and infinite values of each tensor",
         "look:stats",
-        (_PATH, _KEYS, _JSON),
+        (_PATH, _KEYS, _PLOT, _JSON),
         "Exit status 1 if a tensor has NaN or infinite values.",
-        ("vescale-ckpt stats checkpoints/step-1000 --keys model",),
+        (
+            "vescale-ckpt stats checkpoints/step-1000 --keys model",
+            "vescale-ckpt stats model.safetensors --plot stats.png",
+        ),
         json=(
             "`sound`, `tensors` (each with `key`, `dtype`, `shape`, `elements`, `min`, `max`, `mean`, `norm`, "
             "`zeros`, `nan`, `inf`, `unknown`)"
@@ -125,17 +129,40 @@ COMMANDS = (
     ),
     Command(
         "repair",
-        "remove what saves that died have left",
+        "remove what saves, exports and copies that died have left",
         "tidy:repair",
         (
-            Value("directory", "a checkpoint's directory, or that of a CheckpointManager", metavar="DIR"),
+            Value(
+                "directory", "a checkpoint's directory, that of a CheckpointManager, or one with exports",
+                metavar="DIR",
+            ),
             Value("--dry-run", "remove nothing, print what would be removed", bool),
             _JSON,
         ),
-        "Files of a save that is running stay. Damaged data cannot be repaired: see verify.",
+        "Files of a save, an export or a copy that is running stay. An unfinished copy that is removed begins anew. "
+        "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
         json=(
             "`removed` (paths), `dry_run`"
+        ),
+    ),
+    Command(
+        "copy",
+        "copy a checkpoint, verified, and resumable after a kill",
+        "copy:run",
+        (
+            Value("src", "a checkpoint of any format: a directory or a file", metavar="SRC"),
+            Value("dst", "what it will be called there", metavar="DST"),
+            Value("--overwrite", "replace the checkpoint that is there", bool),
+            _JSON,
+        ),
+        "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
+        "command goes on with the files that are missing. Exit status 1 if SRC is damaged: then nothing is at DST.",
+        ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
+        json=(
+            "`path`, `seconds`, `files`, `bytes`, `resumed_files` and `resumed_bytes` (of these: complete when the "
+            "copy began), `unverified_bytes` (without checksums in SRC), `left_out` (names that do not belong to the "
+            "checkpoint)"
         ),
     ),
     Command(
@@ -179,6 +206,31 @@ COMMANDS = (
         ),
     ),
     Command(
+        "export",
+        "write the weights of a model as a Hugging Face folder",
+        "convert:export",
+        (
+            Value("src", "a training checkpoint of any format", metavar="SRC"),
+            Value("dst", "a directory; or one file, if it ends in .safetensors", metavar="DST"),
+            Value(
+                "--key", "the name of the model in the checkpoint, which is left out of its tensors' names",
+                default="model", metavar="NAME",
+            ),
+            Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True),
+            Value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
+            Value("--overwrite", "replace what is there", bool),
+            _JSON,
+        ),
+        "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert.",
+        (
+            "vescale-ckpt export checkpoints/step-1000 hf --dtype bfloat16",
+            "vescale-ckpt export checkpoints/step-1000 model.safetensors --key state.ema",
+        ),
+        json=(
+            "`seconds`, `tensors`, `objects`, `bytes`, `files`, `left_out` (values that are no tensors)"
+        ),
+    ),
+    Command(
         "plan",
         "simulate planning a save on any number of ranks",
         "plan:run",
@@ -207,6 +259,47 @@ COMMANDS = (
             "`ranks`, `items`, `pieces`, `bytes_least`, `bytes_most`, `bytes_mean`, `imbalance`, "
             "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
             "`metadata_bytes`, `index_bytes`"
+        ),
+    ),
+    Command(
+        "trace",
+        "show what each rank did in saves and loads, and which rank was slow",
+        "trace:run",
+        (
+            Value("directory", "where VESCALE_CKPT_TRACE had the ranks write their traces", metavar="DIR"),
+            Value("--of", "only saves and loads with this text in their names, for instance step-1000", default=""),
+            Value("--out", "write one merged trace for chrome://tracing or Perfetto", metavar="FILE"),
+            _PLOT,
+            _JSON,
+        ),
+        "Shows every save and load, and for the last one the phases of the slowest ranks. --plot draws its time line.",
+        ("vescale-ckpt trace traces", "vescale-ckpt trace traces --of step-1000 --plot slow.png --out merged.json"),
+        json=(
+            "`operations` (each with `doing`, `kind`, `seconds`, `slowest_rank`, `mean_busy_seconds`, `ranks`: by "
+            "rank `seconds`, `busy_seconds`, and seconds by phase)"
+        ),
+    ),
+    Command(
+        "bench",
+        "measure a disk, and saves and loads on it beside stock DCP's",
+        "bench:run",
+        (
+            Value("directory", "where checkpoints will be; a new folder in it is used and removed", metavar="DIR"),
+            Value("--bytes", "of the state (default: 1GiB, or less if there is little room)", metavar="SIZE"),
+            Value("--repeats", "rounds that are counted", int, 5, metavar="N"),
+            Value("--no-trials", "do not try other settings", bool),
+            _PLOT,
+            _JSON,
+        ),
+        "Takes turns: the disk alone by direct I/O, this package, stock DCP with as many threads, and this package "
+        "with other numbers of threads and sizes of slots. All is durable, and loads are cold. Says which settings are "
+        "worth changing, and which rule for broadcast loads fits.",
+        ("vescale-ckpt bench /checkpoints", "vescale-ckpt bench /checkpoints --bytes 8GiB --plot bench.png"),
+        json=(
+            "`directory`, `file_system`, `bytes`, `rounds`, `cold`, `results` (each with `step`, `candidate`, "
+            "`seconds` of each round, `median`, `bytes_per_second`, `of_disk`, `of_stock`), `trials` and "
+            "`recommended` (each with `variable`, `value`, how many times faster `save`, `load` and both `together` "
+            "were, and `steady`: in which part of the rounds), `broadcast` (by where the ranks are: what fits)"
         ),
     ),
     Command(

@@ -1,4 +1,4 @@
-"""Runs `vescale-ckpt convert`, which writes a checkpoint in another format."""
+"""Runs the commands `convert` and `export`, which write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from .._convert.formats import format_of
-from .._convert.run import convert
+from .._convert.formats import Format, format_of
+from .._convert.plan import RenameRules, plan
+from .._convert.run import Objects, convert_by_plan
+from .._observe.texts import size
+from .._ranks.exchange import Exchange
+from ..errors import MissingKeysError
 from . import output
-from .output import FINE
+from .output import FINE, clean
 
 
 def run(options: SimpleNamespace) -> int:
@@ -24,25 +28,51 @@ def run(options: SimpleNamespace) -> int:
     if options.rename and options.rename_pattern:
         raise ValueError("--rename and --rename-pattern exclude each other")
     rename = dict(_pairs("--rename", options.rename)) or _pairs("--rename-pattern", options.rename_pattern) or None
-    with _ranks_of_torchrun() as rank:
-        report = convert(
+    stack = dict(_pairs("--stack", options.stack)) or None
+    return _convert(options, format, options.keys, rename, stack, options.on_objects, "convert")
+
+
+def export(options: SimpleNamespace) -> int:
+    """Converts a model's weights to safetensors, under the names that they have in the model."""
+    key: str = options.key
+    rename = {key: ""} if key else None
+    try:
+        return _convert(options, "safetensors", [key] if key else None, rename, None, "warn", "export")
+    except MissingKeysError as error:
+        raise MissingKeysError(
+            error.missing, hint="--key says under which name the model is; --key '' takes all that there is"
+        ) from None
+
+
+def _convert(
+    options: SimpleNamespace,
+    format: Format,
+    keys: list[str] | None,
+    rename: RenameRules | None,
+    stack: dict[str, str] | None,
+    on_objects: Objects,
+    schema: str,
+) -> int:
+    dtypes = _dtypes(options.dtype)
+    with _ranks_of_torchrun() as rank, output.progress("converting") as progress:
+        report = convert_by_plan(
             options.src,
             options.dst,
-            format=format,
-            rename=rename,
-            keys=options.keys,
-            dtype=_dtypes(options.dtype),
-            max_shard_size=options.max_shard_size,
-            stack=dict(_pairs("--stack", options.stack)) or None,
-            on_objects=options.on_objects,
-            overwrite=options.overwrite,
+            format,
+            lambda source: plan(source, keys, rename, stack, dtypes),
+            options.max_shard_size,
+            on_objects,
+            options.overwrite,
+            Exchange.of(None, None, purpose="convert"),
+            progress if rank == 0 else None,
         )
     if rank == 0 and options.json:
-        output.print_json("convert/1", asdict(report))
+        output.print_json(f"{schema}/1", asdict(report))
     elif rank == 0:
+        objects = f" and {report.objects:,} objects" if report.objects else ""
         print(
-            f"{report.tensors:,} tensors and {report.objects:,} objects, {report.bytes:,} bytes in {report.files:,} "
-            f"files, {report.seconds:.2f} s"
+            f"{clean(os.fspath(options.dst))}: {report.tensors:,} tensors{objects}, {size(report.bytes)} in "
+            f"{report.files:,} file{'s' if report.files != 1 else ''}, {report.seconds:.2f} s"
         )
     return FINE
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
+from .._observe.texts import size
 from ..reports import CheckpointInfo
 from . import output
-from .output import FINE, clean, size
+from .output import FINE, clean
 
 _RANK = re.compile(r"__(\d+)_")  # begins the names of data files
 _MOST_CHILDREN = 40  # of a level that are shown, of more the first ones and the last

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from . import output
-from .output import FINE, FOUND, UNUSABLE, clean, figure, size
+from .._observe.texts import size
+from . import output, plots
+from .output import FINE, FOUND, UNUSABLE, clean, figure
+
+if TYPE_CHECKING:
+    from .._inspect.stats import TensorStats
+
+_MOST_PLOTTED = 300  # tensors in a picture
 
 
 def verify(options: SimpleNamespace) -> int:
-    from .._read.verify import verify
+    from .._convert.check import verify_any
 
-    report = verify(options.path, quick=options.quick)
+    with output.progress("verifying") as progress:
+        report = verify_any(options.path, options.quick, progress)
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
         return FINE if report.ok else FOUND
@@ -25,7 +32,7 @@ def verify(options: SimpleNamespace) -> int:
         print(f"not checked: {clean(text)}")
     checked = "structure" if report.quick else size(report.bytes)
     verdict = "sound" if report.ok else f"{len(report.damaged)} damaged"
-    print(f"{verdict}: {report.keys:,} keys in {report.files:,} files, {checked} checked")
+    print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked} checked")
     return FINE if report.ok else FOUND
 
 
@@ -60,7 +67,7 @@ def diff(options: SimpleNamespace) -> int:
             for value in found.values
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
-        output.print_table(columns, rows, right=columns[1:])
+        output.print_table(columns, rows, right=columns[1:], lead=1)
     compared = (
         f"; values of {found.compared:,} tensors compared, {size(found.compared_bytes)}" if options.values else ""
     )
@@ -71,9 +78,12 @@ def diff(options: SimpleNamespace) -> int:
 def stats(options: SimpleNamespace) -> int:
     from .._inspect.stats import stats
 
+    plots.check(options.plot)
     with output.progress("reading") as progress:
         found = stats(options.path, options.keys, progress)
     sound = all(tensor.sound for tensor in found)
+    if options.plot is not None:
+        _plot_stats(found, options.path, options.plot)
     if options.json:
         output.print_json("stats/1", {"sound": sound, "tensors": [asdict(tensor) for tensor in found]})
         return FINE if sound else FOUND
@@ -92,38 +102,71 @@ def stats(options: SimpleNamespace) -> int:
         for tensor in found
     ]
     columns = ("tensor", "kind", "min", "max", "mean", "norm", "zeros", "NaN", "Inf")
-    output.print_table(columns, rows, right=columns[2:])
+    output.print_table(columns, rows, right=columns[2:], lead=2)
     bad = [tensor.key for tensor in found if not tensor.sound]
     print(f"{len(found):,} tensors" + (f", of which {len(bad):,} have NaN or infinite values" if bad else ""))
     return FINE if sound else FOUND
 
 
+def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
+    """Draws a line for each tensor: its range and mean, and its norm."""
+    shown = [tensor for tensor in found if tensor.norm is not None]
+    left_out = len(shown) - _MOST_PLOTTED
+    shown = shown[:_MOST_PLOTTED]
+    height = min(60.0, 1.5 + 0.17 * max(8, len(shown)))
+    drawn, ((ranges, norms),) = plots.figure(11, height, columns=2)
+    at = range(len(shown))
+    names = [tensor.key if len(tensor.key) < 60 else f"...{tensor.key[-57:]}" for tensor in shown]
+    names = [plots.plain(name) for name in names]
+    lows, highs, means = ([getattr(tensor, name) for tensor in shown] for name in ("min", "max", "mean"))
+    ranges.hlines(at, lows, highs, color=plots.OURS_COLOUR, linewidth=3, label="min to max")
+    ranges.plot(means, at, "|", color="#222222", markersize=7, label="mean")
+    _set_scale(ranges, [*lows, *highs])
+    norms.barh(at, [tensor.norm for tensor in shown], color=plots.OURS_COLOUR)
+    _set_scale(norms, [tensor.norm for tensor in shown])
+    bad = [number for number, tensor in enumerate(shown) if not tensor.sound]
+    ranges.plot([means[number] for number in bad], bad, "x", color="#c0392b", label="has NaN or infinite values")
+    for axes, text in ((ranges, "values"), (norms, "norm")):
+        axes.set_yticks(at, names if axes is ranges else [""] * len(names), fontsize=6)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.set_xlabel(text)
+        axes.grid(axis="x", color="#dddddd", linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    ranges.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    more = f" (the first {len(shown):,}, {left_out:,} more are not drawn)" if left_out > 0 else ""
+    drawn.suptitle(plots.plain(f"{title}{more}"), fontsize=9)
+    plots.write(drawn, path)
+
+
+def _set_scale(axes: Any, values: list[Any]) -> None:
+    """Makes the scale logarithmic on both sides of zero, if the values are of different orders."""
+    known = sorted(abs(value) for value in values if value)
+    smallest = known[len(known) // 20] if known else 1.0  # without the very small ones
+    if known and known[-1] > 100 * smallest:
+        axes.set_xscale("symlog", linthresh=max(smallest, known[-1] * 1e-12))
+
+
 def latest(options: SimpleNamespace) -> int:
-    from .._native.steps import SavedOrder, path_of
-    from .._read.verify import verify
-    from .._storage.directory import local_path
+    from .._native.steps import path_of
+    from .._read.newest import newest_sound
+    from .._storage.directory import is_folder, local_path
 
     root = local_path(options.directory)
-    if not os.path.isdir(root):
+    if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}
-    for step in SavedOrder(root).newest_first():
-        path = path_of(root, step)
-        report = verify(path, quick=not options.full)
-        if report.ok:
-            if options.json:
-                output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
-            else:
-                print(path)
-            return FINE
-        passed_over[step] = report.damaged[0].reason
+    step = newest_sound(root, quick=not options.full, passed_over=passed_over.__setitem__)
+    path = None if step is None else path_of(root, step)
     if options.json:
-        output.print_json("latest/1", {"step": None, "path": None, "passed_over": passed_over})
+        output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
+    elif path is not None:
+        print(path)
     else:
-        for step, reason in passed_over.items():
-            print(f"step {step} is passed over: {clean(reason)}")
+        for damaged, reason in passed_over.items():
+            print(f"step {damaged} is passed over: {clean(reason)}")
         print(f"{root} holds no checkpoint that is complete and sound")
-    return FOUND if passed_over else UNUSABLE
+    return FINE if path is not None else FOUND if passed_over else UNUSABLE
 
 
 def restorable(options: SimpleNamespace) -> int:

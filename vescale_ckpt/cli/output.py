@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from .._observe.bar import Bar
+
 FINE, FOUND, UNUSABLE = 0, 1, 2  #: exit statuses: all well; damage or a difference; usage, or nothing that can be read
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_QUIET_SECONDS = 1.0  # a bar is shown only if a command takes longer
-
-
-def size(count: float) -> str:
-    """Bytes in the largest unit of which there is at least one."""
-    for unit in _UNITS:
-        if abs(count) < 1024 or unit == _UNITS[-1]:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def figure(value: float | None) -> str:
-    """A number with six digits; empty for None."""
-    return "" if value is None else f"{value:.6g}"
+    """A number with four digits; empty for None."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def clean(text: str) -> str:
@@ -49,9 +39,16 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table. `right`: the columns that are aligned to the right."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), lead: int = 0
+) -> None:
+    """A table. `right`: the columns that are aligned to the right. The first `lead` columns get a line of their own in
+    each row, where a terminal is too narrow for all."""
     cells = [[clean(cell) for cell in row] for row in rows]
+    widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
+    if lead and sys.stdout.isatty() and sum(widths) + 3 * len(widths) > shutil.get_terminal_size().columns:
+        _print_stacked(columns[lead:], widths[lead:], cells, right, lead)
+        return
     if (console := _console()) is not None:
         from rich import box
         from rich.table import Table
@@ -60,18 +57,32 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in columns:
             justify: Any = "right" if column in right else "left"
-            table.add_column(column, justify=justify, overflow="fold")
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=column in right or column == columns[0])
         for row in cells:
             table.add_row(*map(Text, row))
         console.print(table)
         return
-    widths = [max(map(len, (column, *(row[at] for row in cells)))) for at, column in enumerate(columns)]
     for row in (list(columns), *cells):
-        aligned = (
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
-        )
-        print("  ".join(aligned).rstrip())
+        print(_aligned(row, columns, widths, right))
+
+
+def _print_stacked(
+    columns: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]], right: Sequence[str], lead: int
+) -> None:
+    print(f"  {_aligned(columns, columns, widths, right)}")
+    console = _console()
+    for row in rows:
+        names = "  ".join(row[:lead])
+        if console is None:
+            print(names)
+        else:
+            console.print(names, style="bold", markup=False, soft_wrap=True)
+        print(f"  {_aligned(row[lead:], columns, widths, right)}")
+
+
+def _aligned(row: Sequence[str], columns: Sequence[str], widths: Sequence[int], right: Sequence[str]) -> str:
+    cells = zip(row, widths, columns, strict=True)
+    return "  ".join(cell.rjust(width) if name in right else cell.ljust(width) for cell, width, name in cells).rstrip()
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -84,46 +95,11 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 @contextmanager
 def progress(label: str) -> Iterator[Any]:
     """A context with a function that takes the bytes done and in total, and shows them on a terminal after a second."""
-    bar = _Bar(label)
+    bar = Bar(label)
     try:
         yield bar.show
     finally:
         bar.end()
-
-
-class _Bar:
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._began = time.monotonic()
-        self._shown = 0.0
-        self._rich: Any = None
-        self._task: Any = None
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if not sys.stderr.isatty() or now - self._began < _QUIET_SECONDS or now - self._shown < 0.1:
-            return
-        self._shown = now
-        if self._rich is None and (console := _console(stderr=True)) is not None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._rich = Progress(*columns, console=console, transient=True)
-            self._rich.start()
-            self._task = self._rich.add_task(self._label, total=total)
-        if self._rich is not None:
-            self._rich.update(self._task, completed=done)
-        else:
-            rate = done / max(1e-9, now - self._began)
-            print(
-                f"\r{self._label}: {size(done)} of {size(total)}, {size(rate)}/s ", end="", file=sys.stderr, flush=True
-            )
-
-    def end(self) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-        elif self._shown:
-            print(f"\r{' ' * 78}\r", end="", file=sys.stderr, flush=True)
 
 
 def _console(stderr: bool = False) -> Any:

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import torch
 
+from .._observe.texts import size
 from .._storage.directory import is_file, is_folder
 from ..simulate import models
 from ..simulate.models import MODELS, Entry
 from ..simulate.parallelism import Parallelism
 from ..simulate.simulation import Simulation, simulate
 from . import output
-from .output import FINE, size
+from .output import FINE
 
 
 def run(options: SimpleNamespace) -> int:

@@ -37,7 +37,7 @@ def run(options: SimpleNamespace) -> int:
         output.print_json("settings/1", {"settings": rows, "unknown": unknown})
     else:
         table = [(str(row["variable"]), str(row["value"]), str(row["source"]), str(row["help"])) for row in rows]
-        output.print_table(("variable", "value", "from", "what it is"), table, right=("value",))
+        output.print_table(("variable", "value", "from", "what it is"), table, right=("value",), lead=3)
         for row in rows:
             if row["error"]:
                 print(f"wrong: {row['error']}")

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 
+from .._convert.formats import format_of, is_part_of_export
+from .._hf.folder import left_by_exports
 from .._native.commit import remove_leftovers
+from .._native.names import is_metadata_file, is_of_a_save
 from .._native.steps import SavedOrder, all_steps, path_of
-from .._storage.directory import is_folder, local_path
+from .._storage import leftovers
+from .._storage.directory import directory_at, is_file, is_folder, local_path
+from .._storage.leftovers import Leftover
+from .._storage.pending import final_name
+from .._storage.resumable import is_unfinished
 from ..errors import CheckpointError
 from ..manager import step_directories
 from ..manager.clean_up import to_remove
@@ -41,7 +49,7 @@ def prune(options: SimpleNamespace) -> int:
 
 
 def repair(options: SimpleNamespace) -> int:
-    """Removes leftovers below a manager's directory, or in a checkpoint's."""
+    """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies."""
     root = local_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
@@ -50,6 +58,7 @@ def repair(options: SimpleNamespace) -> int:
     for directory in (root, *(path_of(root, step) for step in all_steps(root))):
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
+    removed += leftovers.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
     if options.json:
         output.print_json("repair/1", {"removed": removed, "dry_run": dry_run})
         return FINE
@@ -58,3 +67,22 @@ def repair(options: SimpleNamespace) -> int:
         print(f"{verb} {path}")
     print(f"{verb} {len(removed):,} leftovers" if removed else "nothing is left over")
     return FINE
+
+
+def _left_by_conversions(root: str) -> Iterator[Leftover]:
+    """Files and folders with temporary names that hold nothing but a part of a checkpoint. While they are written,
+    their writers keep them locked."""
+    for name in sorted(directory_at(root).names()):
+        path, final = os.path.join(root, name), final_name(name)
+        if final is None:
+            continue
+        if is_folder(path):
+            if is_unfinished(path) or all(map(_is_of_checkpoint, directory_at(path).names())):
+                yield Leftover([path], path, leftovers.NEVER, are_folders=True)
+        elif is_file(path) and format_of(final) is not None:
+            yield Leftover([path], path, leftovers.SMALL_FILE_GRACE)
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    name = final_name(name) or name
+    return is_of_a_save(name) or is_metadata_file(name) or is_part_of_export(name)

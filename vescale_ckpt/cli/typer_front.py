@@ -1,4 +1,4 @@
-"""Parses the command line with typer, where it is installed: coloured help, and completion for shells."""
+"""Parses the command line with typer, where it is installed: completion for shells."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,29 +11,15 @@ from .spec import Command, Value
 
 
 def run(
-    program: str, about: str, version: str, commands: Sequence[Command], call: Callable[[Command, SimpleNamespace], int]
-) -> Callable[[Sequence[str] | None], int]:
+    program: str, commands: Sequence[Command], call: Callable[[Command, SimpleNamespace], int]
+) -> Callable[[Sequence[str]], int]:
     """The function that parses arguments, and calls `call` with a command and its options."""
-    app = typer.Typer(
-        help=about, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=True
-    )
-
-    def show_version(wanted: bool) -> None:
-        if wanted:
-            typer.echo(version)
-            raise typer.Exit()
-
-    def top(
-        version: Annotated[
-            bool, typer.Option("--version", callback=show_version, is_eager=True, help="the version")
-        ] = False,
-    ) -> None: ...
-
-    app.callback()(top)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=True)
+    app.callback()(_nothing)
     for command in commands:
-        app.command(command.name, help=_help(command), short_help=command.about)(_function(command, call))
+        app.command(command.name, help=command.about)(_function(command, call))
 
-    def parse(arguments: Sequence[str] | None) -> int:
+    def parse(arguments: Sequence[str]) -> int:
         try:
             app(args=arguments, prog_name=program)
         except SystemExit as end:
@@ -41,6 +27,9 @@ def run(
         return 0
 
     return parse
+
+
+def _nothing() -> None: ...
 
 
 def _function(command: Command, call: Callable[[Command, SimpleNamespace], int]) -> Callable[..., None]:
@@ -67,7 +56,7 @@ def _default(value: Value) -> Any:
 
 
 def _annotation(value: Value) -> Any:
-    more: dict[str, Any] = {"help": _escaped(value.help), "show_default": value.default not in (None, False, "")}
+    more: dict[str, Any] = {"help": value.help}
     if value.metavar:
         more["metavar"] = value.metavar
     kind: Any = Literal[value.choices] if value.choices else value.kind
@@ -78,13 +67,3 @@ def _annotation(value: Value) -> Any:
     if not value.is_option:
         return Annotated[kind, typer.Argument(**more)]
     return Annotated[kind, typer.Option(value.name, **more)]
-
-
-def _help(command: Command) -> str:
-    parts = [command.about, command.description, *(["Examples:", *command.examples] if command.examples else [])]
-    return "\n\n".join(_escaped(part) for part in parts if part)
-
-
-def _escaped(text: str) -> str:
-    """Text in which rich sees no markup."""
-    return text.replace("[", "\\[")

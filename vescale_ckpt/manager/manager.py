@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from .. import api, settings
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
-from .._native.steps import SavedOrder, complete_steps, path_of
+from .._native.steps import complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
-from .._read.verify import verify
+from .._read.newest import newest_sound
 from .._storage.directory import local_path
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
@@ -382,15 +382,11 @@ class CheckpointManager:
         api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
 
     def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
+        def warn(step: int, reason: str) -> None:
+            logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
+
         def find() -> int | None:
-            for step in SavedOrder(self.directory).newest_first():
-                if step in self._damaged or step in but:
-                    continue
-                report = verify(path_of(self.directory, step), quick=quick)
-                if report.ok:
-                    return step
-                logger.warning("the checkpoint of step %d is passed over: %s", step, report.damaged[0].reason)
-            return None
+            return newest_sound(self.directory, quick=quick, passed_over=warn, but=self._damaged | but)
 
         return self._from_coordinator(find, "looking for the newest checkpoint")
 

@@ -1,7 +1,7 @@
-"""The raw ceiling: as many bytes as the state holds, with direct I/O and nothing else around it.
+"""Measures the raw ceiling of a disk: as many bytes as a state holds, by direct I/O, with nothing else around it.
 
-Four threads move pieces of 8 MiB between one preallocated file and aligned buffers on huge pages. Contents do
-not matter, so each thread writes and reads one buffer over and over: no candidate can need less.
+Some threads move pieces between one preallocated file and aligned buffers on huge pages. Contents do not matter, so
+each thread writes and reads one buffer over and over: no checkpoint can need less.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import ctypes
 import errno
 import mmap
 import os
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.cache import MEMORY_FILE_SYSTEMS, file_system_of
+from .page_cache import MEMORY_FILE_SYSTEMS, address_of, file_system_of
 
 THREADS = 4
 PIECE_BYTES = 8 * 2**20
@@ -33,12 +32,12 @@ Transfer = Callable[[int, list[memoryview], int], int]
 
 
 def huge_page_buffers(count: int, size: int) -> list[memoryview]:
-    """``count`` buffers of ``size`` bytes (a multiple of 2 MiB), on huge pages, filled with random bits."""
+    """`count` buffers of `size` bytes (a multiple of 2 MiB), on huge pages, filled with random bits."""
     arena = mmap.mmap(-1, count * size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     arena.madvise(mmap.MADV_HUGEPAGE)
-    start = -np.frombuffer(arena, dtype=np.uint8).ctypes.data % HUGE_PAGE_BYTES
+    start = -address_of(arena) % HUGE_PAGE_BYTES
     slots = memoryview(arena)[start : start + count * size]
-    slots[:] = np.random.default_rng(0).bytes(count * size)
+    slots[:] = random.Random(0).randbytes(count * size)
     return [slots[offset : offset + size] for offset in range(0, count * size, size)]
 
 
@@ -60,11 +59,11 @@ class RawFile:
         self.path_taken = ""
 
     def write(self, directory: Path, size: int) -> None:
-        """Write ``size`` bytes and make them durable."""
+        """Write `size` bytes and make them durable."""
         self._direct_or_buffered(os.O_WRONLY | os.O_CREAT, directory, size, os.pwritev, direct=True)
 
     def read(self, directory: Path, size: int) -> None:
-        """Read the ``size`` bytes that ``write`` left."""
+        """Read the `size` bytes that `write` left."""
         self._direct_or_buffered(os.O_RDONLY, directory, size, os.preadv, direct=not self._buffered_reads)
 
     def _direct_or_buffered(self, flags: int, directory: Path, size: int, transfer: Transfer, *, direct: bool) -> None:

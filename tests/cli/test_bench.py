@@ -1,0 +1,130 @@
+"""The command `bench`, and the pictures of `--plot`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vescale_ckpt
+from vescale_ckpt import cli
+from vescale_ckpt._bench import rounds
+from vescale_ckpt._bench.page_cache import drop, resident_fraction
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "mine").write_text("of the user")
+    (tmp_path / "vescale-ckpt-bench-of-the-user").mkdir()
+    return tmp_path
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rounds, "_trials", lambda: [("threads", 1)])
+    before = names(directory), dict(os.environ)
+    dead = directory / "vescale-ckpt-bench-0123abcd"
+    dead.mkdir()
+    (dead / ".vescale-ckpt-bench").touch()  # what one that was killed has left
+    seen: list[tuple[int, int]] = []
+    found = rounds.bench(directory, 3 << 20, 2, progress=lambda done, total: seen.append((done, total)))
+    assert (names(directory), dict(os.environ)) == before and seen[-1][0] == seen[-1][1]
+    assert [(timing.step, timing.candidate) for timing in found.timings] == [
+        (step, name) for step in ("save", "load") for name in ("disk", "vescale_ckpt", "stock DCP")
+    ]
+    assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in found.timings)
+    assert [trial.variable for trial in found.trials] == ["VESCALE_CKPT_THREADS"]
+    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    status = cli.main(["bench", str(directory), "--json"])
+    content = json.loads(capsys.readouterr().out)
+    assert status == 0 and content["schema"] == "vescale_ckpt/bench/1" and content["bytes"] == 3 << 20
+    assert set(content["broadcast"]) == {"one_node", "several_nodes"} and names(directory) == before[0]
+
+
+def test_it_recommends_what_is_steadily_faster() -> None:
+    def judged(seconds: list[float]) -> rounds.Trial:
+        timings = {(step, "vescale_ckpt"): rounds.Timing(step, "", [1.0] * 5) for step in rounds.STEPS}
+        timings |= {(step, "VESCALE_CKPT_THREADS=8"): rounds.Timing(step, "", seconds) for step in rounds.STEPS}
+        return rounds._judged(timings, "threads", 8)
+
+    for seconds, wanted in (([0.8] * 5, 1), ([0.98] * 5, 0), ([0.5, 0.5, 0.5, 1.1, 1.2], 0), ([1.2] * 5, 0)):
+        assert len(rounds._recommended([judged(seconds)])) == wanted
+
+
+@pytest.mark.parametrize("ends", ["error", "interrupt", "SIGTERM"])
+def test_nothing_is_left_however_it_ends(directory: Path, capsys: Any, monkeypatch: Any, ends: str) -> None:
+    def fail(*arguments: object) -> None:
+        if ends == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        raise KeyboardInterrupt if ends == "interrupt" else OSError(5, "Input/output error")
+
+    before, handler = names(directory), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(rounds.api, "load", fail)
+    status = cli.main(["bench", str(directory), "--bytes", "1MiB", "--repeats", "1", "--no-trials"])
+    assert status == (2 if ends == "error" else 130) and "Traceback" not in capsys.readouterr().err
+    assert names(directory) == before and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_wrong_load_is_an_error(directory: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rounds.api, "load", lambda *arguments: None)
+    assert cli.main(["bench", str(directory), "--bytes", "1MiB", "--repeats", "1", "--no-trials"]) == 2
+    assert "something else than was saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--bytes", "4EB"], ["--bytes", "many"], ["--bytes", "900TB"], ["--repeats", "0"], ["--plot", "a.gif"]],
+)
+def test_wrong_arguments_are_one_line(directory: Path, capsys: Any, arguments: list[str]) -> None:
+    assert cli.main(["bench", str(directory), *arguments]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1 and len(names(directory)) == 2
+
+
+def test_files_that_are_dropped_are_not_resident(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    assert resident_fraction(tmp_path) > 0.9
+    if drop(tmp_path) == 0:
+        assert resident_fraction(tmp_path) == 0
+
+
+# --- Pictures
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    values = torch.tensor([1e-9, -4.0, 0.0, float("nan"), 1e9])
+    vescale_ckpt.save(tmp_path / "c", {"$x_^$": values, "y": torch.ones(4), "e": torch.empty(0), "\x1b[2J": values})
+    return tmp_path / "c"
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    for command in (["stats", str(checkpoint)], ["bench", str(tmp_path)]):
+        assert cli.main([*command, "--plot", str(tmp_path / "a.png")]) == 2
+        err = capsys.readouterr().err
+        assert 'pip install "vescale_ckpt[plot]"' in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_pictures_are_drawn(checkpoint: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["stats", str(checkpoint), "--plot", str(tmp_path / "a.png")]) == 1
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    timings = [
+        rounds.Timing(step, name, [1.0, 2.0]) for step in rounds.STEPS for name in ("disk", "vescale_ckpt", "stock DCP")
+    ]
+    found = rounds.BenchReport("/$x^$", "ext4", 1 << 20, 2, True, timings, [], [])
+    monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
+    assert cli.main(["bench", str(tmp_path), "--plot", str(tmp_path / "b.svg")]) == 0
+    assert b"<svg" in (tmp_path / "b.svg").read_bytes()

@@ -1,0 +1,366 @@
+"""What saves and loads tell: statistics, lines of logs, listeners, traces, and steps that take long."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+
+import vescale_ckpt
+from vescale_ckpt import metrics
+from vescale_ckpt._engine import _C
+from vescale_ckpt._inspect import trace as traces
+from vescale_ckpt._observe import bar, logs
+from vescale_ckpt._observe.bar import Bar
+from vescale_ckpt._observe.texts import seconds_text, size
+from vescale_ckpt._observe.timeline import Timeline, phase
+from vescale_ckpt.cli import main
+from vescale_ckpt.reports import JobStats
+
+
+def _state(elements: int = 1 << 20) -> dict[str, Any]:
+    return {"weight": torch.arange(elements, dtype=torch.float32), "bias": torch.ones(7), "step": 3}
+
+
+def _lines(caplog: pytest.LogCaptureFixture, text: str, level: int = logging.INFO) -> list[str]:
+    records = [record for record in caplog.records if record.levelno == level and record.name == "vescale_ckpt"]
+    return [record.getMessage() for record in records if text in record.getMessage()]
+
+
+# --- Timelines
+
+
+def test_the_time_of_an_inner_phase_does_not_count_for_the_outer_one() -> None:
+    timeline = Timeline("save", "p", "saving to p")
+    with timeline.here(), phase("write"):
+        time.sleep(0.02)
+        with phase("sync"):
+            time.sleep(0.05)
+    spent = timeline.seconds_by_phase
+    assert spent["sync"] >= 0.05
+    assert spent["write"] + spent["sync"] <= timeline.seconds
+    assert timeline.busy_seconds == pytest.approx(sum(spent.values()))
+
+
+def test_a_phase_without_a_timeline_does_nothing() -> None:
+    with phase("write"):
+        pass
+
+
+def test_votes_name_the_slowest_rank_and_the_most_bytes() -> None:
+    votes = []
+    for rank, (seconds, count) in enumerate([(1.0, 30), (2.5, 10), (0.5, 20)]):
+        timeline = Timeline("save", "p", "saving to p")
+        timeline.begin(rank, 3)
+        timeline.seconds_by_phase = {"write": seconds, "wait": 100.0}
+        votes.append(timeline.votes(count))
+    least = [min(of_all) for of_all in zip(*(least for least, _ in votes), strict=True)]
+    sums = [sum(of_all) for of_all in zip(*(sums for _, sums in votes), strict=True)]
+    job = timeline.job([*least, *sums])
+    assert job == JobStats(3, 60, 30, 1, 2.5, pytest.approx(4 / 3))
+    assert job.imbalance == pytest.approx(0.5)
+
+
+# --- Statistics and lines
+
+
+def test_a_save_and_a_load_tell_how_they_went(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vescale_ckpt")
+    state = _state()
+    for again in (False, True):
+        stats = vescale_ckpt.save(checkpoint, state).stats
+        assert stats is not None
+        assert stats.plan_reused is again
+    assert {"plan", "write", "sync", "commit"} <= set(stats.phases)
+    assert sum(stats.phases.values()) <= stats.total_seconds
+    assert stats.blocked_seconds == pytest.approx(stats.total_seconds, rel=0.5)
+    assert stats.job is not None
+    assert (stats.job.ranks, stats.job.bytes, stats.job.slowest_rank) == (1, stats.bytes, 0)
+    loaded = vescale_ckpt.load(checkpoint, state).stats
+    assert {"metadata", "plan", "read"} <= set(loaded.phases)
+    assert loaded.total_seconds > 0
+    saves, loads = _lines(caplog, f"saving to {checkpoint}"), _lines(caplog, f"loading {checkpoint}")
+    assert [line.endswith(": begins") for line in saves] == [True, False, True, False]
+    assert [line.endswith(": begins") for line in loads] == [True, False]
+    assert "4.00 MiB" in saves[1] and "planned anew" in saves[1] and "write " in saves[1]
+    assert "plan reused" in saves[3]
+    assert "read " in loads[1]
+
+
+def test_an_asynchronous_save_tells_how_long_training_waited(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vescale_ckpt")
+    handle = vescale_ckpt.save(checkpoint, _state(), async_checkpoint=True)
+    stats = handle.result()
+    assert handle.stats == stats
+    assert 0 < stats.blocked_seconds < stats.total_seconds
+    assert {"plan", "snapshot", "write", "sync", "commit"} <= set(stats.phases)
+    assert "training waited" in _lines(caplog, "saving to")[-1]
+
+
+def test_a_failed_save_says_so_and_has_no_statistics(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vescale_ckpt")
+    _C.inject_fault("sync", 5)
+    handle = vescale_ckpt.save(checkpoint, _state(), async_checkpoint=True)
+    with pytest.raises(vescale_ckpt.CheckpointError):
+        handle.result()
+    assert handle.stats is None
+    assert any("failed after" in line and "sync" in line for line in _lines(caplog, "saving to"))
+
+
+def test_saves_and_loads_by_dcp_tell_too(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vescale_ckpt")
+    writer = vescale_ckpt.StorageWriter(checkpoint)
+    dcp.save(_state(), storage_writer=writer, planner=vescale_ckpt.SavePlanner())
+    reader = vescale_ckpt.StorageReader(checkpoint)
+    dcp.load(_state(), storage_reader=reader, planner=vescale_ckpt.LoadPlanner())
+    assert writer.last_stats is not None and writer.last_stats.job is not None
+    assert {"write", "sync", "commit"} <= set(writer.last_stats.phases)
+    assert len(_lines(caplog, "saving to")) == len(_lines(caplog, "loading")) == 2
+
+
+def test_log_setting_prints_lines_with_the_rank(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_LOG", "info")
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr(logs, "_handler", None)
+    package = logging.getLogger("vescale_ckpt")
+    level, handlers = package.level, [*package.handlers]
+    try:
+        vescale_ckpt.save(checkpoint, _state())
+        vescale_ckpt.load(checkpoint, _state())
+    finally:
+        package.setLevel(level)
+        package.handlers, package.propagate = handlers, True
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 4
+    assert all("vescale_ckpt [rank 5] INFO " in line for line in told)
+
+
+# --- Listeners
+
+
+def test_listeners_hear_of_saves_loads_and_failures(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[metrics.Finished] = []
+
+    def fails(finished: metrics.Finished) -> None:
+        raise RuntimeError("no metrics today")
+
+    removals = [metrics.on_finish(fails), metrics.on_finish(heard.append)]
+    try:
+        step = checkpoint / "step-12"
+        vescale_ckpt.save(step, _state())
+        vescale_ckpt.load(step)
+        with pytest.raises(vescale_ckpt.CheckpointError):
+            vescale_ckpt.load(checkpoint / "none")
+    finally:
+        for remove in removals:
+            remove()
+    vescale_ckpt.load(step)  # heard by nobody
+    assert [(finished.kind, finished.step, finished.error is None) for finished in heard] == [
+        ("save", 12, True), ("load", 12, True), ("load", None, False)
+    ]  # fmt: skip
+    assert heard[0].stats is not None and heard[2].stats is None
+    assert "a listener of saves and loads failed" in caplog.text
+
+
+def test_adapters_pass_the_figures_on(checkpoint: Path, tmp_path: Path) -> None:
+    scalars: list[tuple[str, float, int]] = []
+    logged: list[dict[str, float]] = []
+
+    class Writer:
+        def add_scalar(self, *of: Any) -> None:
+            scalars.append(of)
+
+    class Run:
+        def log(self, figures: dict[str, float]) -> None:
+            logged.append(figures)
+
+    lines = tmp_path / "lines.jsonl"
+    adapters = [metrics.JsonLines(lines), metrics.TensorBoard(Writer()), metrics.WeightsAndBiases(Run())]
+    removals = [metrics.on_finish(adapter) for adapter in adapters]
+    try:
+        vescale_ckpt.save(checkpoint / "step-7", _state())
+    finally:
+        for remove in removals:
+            remove()
+    (line,) = map(json.loads, lines.read_text().splitlines())
+    assert line["step"] == 7 and line["error"] is None
+    name = "checkpoint/save/bytes_per_second"
+    assert line[name] > 0
+    assert (name, line[name], 7) in scalars
+    assert logged[0][name] == line[name] and logged[0]["checkpoint/step"] == 7
+
+
+# --- Several ranks
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+
+def _late_save(directory: str, late: int) -> tuple[list[tuple[int, str]], JobStats | None]:
+    """A save to which one rank comes late. Returns what this rank logs, and the job's statistics."""
+    rank = dist.get_rank()
+    os.environ["VESCALE_CKPT_REPORT_SECONDS"] = "1"
+    lines, logger = _Lines(), logging.getLogger("vescale_ckpt")
+    logger.addHandler(lines)
+    logger.setLevel(logging.DEBUG)
+    try:
+        state = {"all": torch.arange(4096.0), f"of {rank}": torch.ones(1 << 20 if rank == 1 else 8)}
+        vescale_ckpt.save(directory, state)  # connects
+        if rank == late:
+            time.sleep(2.5)
+        stats = vescale_ckpt.save(directory, state).stats
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(logging.NOTSET)
+    return lines.lines, None if stats is None else stats.job
+
+
+def test_a_rank_that_waits_says_for_whom(checkpoint: Path) -> None:
+    answers = run_ranks(3, _late_save, str(checkpoint), 2)
+    jobs = [job for _, job in answers]
+    assert jobs[0] is not None and jobs.count(jobs[0]) == 3
+    assert jobs[0].ranks == 3
+    assert jobs[0].most_bytes >= 4 << 20 and jobs[0].imbalance > 1
+    told = [text for level, text in answers[0][0] if level == logging.WARNING]
+    assert any("is in 'wait'" in text and "waits for rank 2 of 3" in text for text in told), told
+    assert not any(level >= logging.WARNING for lines, _ in answers[1:] for level, _ in lines)
+    ends = [text for level, text in answers[0][0] if level == logging.INFO and "slowest: rank" in text]
+    assert len(ends) == 2
+
+
+def test_a_step_in_which_nothing_moves_is_a_warning(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "vescale_ckpt")
+    monkeypatch.setenv("VESCALE_CKPT_REPORT_SECONDS", "1")
+    release = threading.Timer(2.5, lambda: None)
+    release.start()
+    timeline = Timeline("save", "p", "saving to p")
+    timeline.progress = lambda: (5 << 20, 10 << 20)
+    with timeline.here(), phase("write", "the file"):
+        release.join()
+    told = _lines(caplog, "is in 'write' (the file)", logging.WARNING)
+    assert told
+    assert "5.00 MiB of 10.00 MiB, and nothing moves" in told[0]
+
+
+# --- Traces
+
+
+def _traced(directory: str, trace: str) -> None:
+    os.environ["VESCALE_CKPT_TRACE"] = trace
+    os.environ["RANK"] = str(dist.get_rank())
+    state = {f"of {dist.get_rank()}": torch.ones(1 << 20)}
+    vescale_ckpt.save(f"{directory}/step-1", state)
+    vescale_ckpt.save(f"{directory}/step-2", state, async_checkpoint=True).result()
+    vescale_ckpt.load(f"{directory}/step-2", state)
+
+
+def test_traces_of_all_ranks_are_merged(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, _traced, str(checkpoint), str(tmp_path / "trace"))
+    for file in (tmp_path / "trace").iterdir():  # a process that is killed tears the last line
+        file.write_text(file.read_text() + '{"ph": "X", "na')
+    events = traces.read_events(tmp_path / "trace")
+    found = traces.operations(events)
+    assert [(operation.kind, sorted(operation.ranks)) for operation in found] == [
+        ("save", [0, 1]), ("save", [0, 1]), ("load", [0, 1])
+    ]  # fmt: skip
+    assert {"plan", "snapshot", "write", "sync", "wait"} <= set(found[1].ranks[1].seconds)
+    assert {"read", "wait"} <= set(found[2].ranks[0].seconds)
+    for operation in found:
+        for times in operation.ranks.values():
+            assert 0 < times.busy <= times.end - times.begin
+    engine = {(event["pid"], event["name"]) for event in events if event.get("cat") == "engine"}
+    steps = ("checksum", "write", "copy", "sync", "read", "verify")
+    assert {(rank, step) for rank in (0, 1) for step in steps} <= engine
+
+    merged = tmp_path / "merged.json"
+    assert main(["trace", str(tmp_path / "trace"), "--out", str(merged), "--of", "step-2"]) == 0
+    assert "step-2" in capsys.readouterr().out
+    assert len(json.loads(merged.read_text())["traceEvents"]) == len(events)
+    assert main(["trace", str(tmp_path / "trace"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [operation["kind"] for operation in document["operations"]] == ["save", "save", "load"]
+
+
+def test_a_trace_that_cannot_be_written_fails_no_save(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VESCALE_CKPT_TRACE", str(tmp_path / "file" / "below"))
+    vescale_ckpt.save(checkpoint, _state())
+    assert "no trace is written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[\nnonsense\n{}\n", '[\n{"ph": "X", "pid": 0, "name": "plan"},\n{},\n', "\0\xff"]
+)
+def test_damaged_traces_are_one_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trace-rank00000-x-1.json").write_text(content)
+    assert main(["trace", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_directory_without_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        assert main(["trace", str(path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# --- Bars and texts
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_shown_on_a_terminal_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # not installed
+    monkeypatch.setattr(sys, "stderr", terminal := _Terminal())
+    shown = Bar("copying")
+    shown.show(1, 4)
+    assert not terminal.getvalue()
+    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0)
+    shown.show(2 << 20, 4 << 20)
+    assert "copying: 2.00 MiB of 4.00 MiB" in terminal.getvalue()
+    shown.end()
+    assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_progress_setting_prints_lines_where_there_is_no_terminal(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_PROGRESS", "1")
+    monkeypatch.setenv("VESCALE_CKPT_BACKGROUND_BYTES_PER_SECOND", str(12 << 20))
+    monkeypatch.setattr(bar, "_QUIET_SECONDS", 0.1)
+    vescale_ckpt.save(checkpoint, _state(6 << 20), async_checkpoint=True).result()
+    told = capsys.readouterr().err
+    assert f"saving to {checkpoint}: " in told and "of 24.00 MiB" in told, told
+
+
+def test_sizes_and_seconds_are_said_in_units_that_fit() -> None:
+    assert [size(count) for count in (0, 1023, 1024, 3 << 29)] == ["0 B", "1,023 B", "1.00 KiB", "1.50 GiB"]
+    assert list(map(seconds_text, (0.00123, 0.0456, 1.234, 56.7))) == ["1.2 ms", "46 ms", "1.23 s", "57 s"]

@@ -1,0 +1,405 @@
+"""Copies one checkpoint of any format file by file, verified, for `vescale-ckpt copy`.
+
+What is read gets a CRC-32 on the way. What was written is then read back: each record is compared with the checksums
+that the checkpoint has, and each file that has bytes without checksums with the CRC-32 of what was read. Only then does
+the copy get its name. A copy that was killed leaves its folder, and the next one copies only the files that are missing
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import settings
+from .._engine import _C
+from .._engine.errors import check_space, named_errors, named_system_errors
+from .._engine.options import direct_io_setting, engine_options
+from .._engine.overlap import overlap
+from .._engine.rows import int_table
+from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
+from .._hf.names import is_temporary_index, token_of
+from .._native import metadata_file
+from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, metadata_name
+from .._read import contents
+from .._read.check_records import Progress, list_records
+from .._read.no_checkpoint import explained
+from .._storage.directory import directory_at, is_file, is_folder, local_path, stat_of
+from .._storage.locks import LOCK_NAME
+from .._storage.pending import PendingFile
+from .._storage.resumable import JOURNAL_NAME, ResumableFolder
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..reports import VerifyReport
+from ..settings import checked_flag, checked_path
+from .check import verify_any
+from .formats import open_source
+from .pipeline import Buffers
+
+_DCP_SUFFIX = ".distcp"
+
+
+@dataclass
+class CopyReport:
+    """What a copy did."""
+
+    path: str  #: of the copy
+    seconds: float = 0.0
+    files: int = 0
+    bytes: int = 0  #: of all files
+    resumed_files: int = 0  #: of these were complete when the copy began
+    resumed_bytes: int = 0
+    unverified_bytes: int = 0  #: of tensors without checksums: only compared with what was read
+    left_out: list[str] = field(default_factory=list)  #: names in the source that do not belong to the checkpoint
+
+
+def copy(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copies the checkpoint `src` to `dst`, which appears whole or not at all, and durably.
+
+    Of a folder it copies the files of the checkpoint, and other files beside them, as a model's configuration. Folders
+    and what dead saves have left stay behind. `progress` is called with the bytes copied or checked so far, and in all.
+
+    Raises `CheckpointError` if there is no checkpoint, `dst` exists, or the source changes meanwhile;
+    `CorruptCheckpointError` and `UntrustedCheckpointError` for a damaged source; `StorageFullError`. `dst` is then
+    unchanged.
+    """
+    checked_flag("overwrite", overwrite)
+    settings.check()
+    began = time.perf_counter()
+    source, path = local_path(checked_path("src", src)), local_path(checked_path("dst", dst))
+    path = path.rstrip("/") or path
+    report = CopyReport(path)
+    with ExitStack() as held, named_system_errors(path):
+        if is_folder(source):
+            lock = directory_at(source).share(metadata_name(None))
+            if lock is not None:
+                held.callback(lock.release)
+            _FolderCopy(source, path, overwrite, report, progress).run()
+        else:
+            _copy_file(source, path, overwrite, report, progress)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
+    with closing(open_source(source)):
+        pass  # it is a checkpoint
+    _check_file_destination(source, path, overwrite)
+    transfer = _Transfer(2 * stat_of(source).size, progress)
+    directory_at(os.path.dirname(path)).make()
+    with PendingFile(path) as pending:
+        length, crc = transfer.copy(source, pending.directory, pending.create)
+        _compare(source, pending.paths[0], [("", length, crc)], transfer, report)
+        _check_file_destination(source, path, overwrite)
+        pending.commit()
+    report.files, report.bytes = 1, length
+
+
+def _check_file_destination(source: str, path: str, overwrite: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    _check_not_same(source, path)
+    if not is_file(path):
+        raise CheckpointError(f"{path} is no file, where one would be written", path=path)
+    if not overwrite:
+        raise _exists(path)
+
+
+class _FolderCopy:
+    def __init__(self, source: str, path: str, overwrite: bool, report: CopyReport, progress: Progress | None) -> None:
+        self._source = source
+        self._path = path
+        self._overwrite = overwrite
+        self._report = report
+        self._progress = progress
+        self._metadata = _metadata_files(source)  # before they are read
+        of_checkpoint = _files_of_checkpoint(source)
+        self._names, report.left_out = _names_to_copy(source, of_checkpoint)
+
+    def run(self) -> None:
+        report = self._report
+        self._check_destination()
+        sizes = {name: stat_of(os.path.join(self._source, name)).size for name in self._names}
+        transfer = _Transfer(2 * sum(sizes.values()), self._progress)
+        folder = ResumableFolder(self._path)
+        try:
+            folder.make()
+            known = _complete_files(folder, transfer)
+            check_space(folder.directory, sum(size for name, size in sizes.items() if name not in known))
+            done = [self._copy(name, folder, known, transfer) for name in self._names]
+            if _metadata_files(self._source) != self._metadata:
+                raise CheckpointError(f"{self._source} was saved to while it was copied", path=self._source)
+            self._remove_others(folder.temporary)
+            _compare(self._source, folder.temporary, done, transfer, report)
+            for name in {os.path.dirname(name) for name in self._names} - {""}:
+                directory_at(os.path.join(folder.temporary, name)).sync()
+            self._check_destination()
+            folder.commit()
+        except KeyboardInterrupt:
+            folder.leave()
+            raise
+        finally:
+            folder.discard()
+        report.files, report.bytes = len(done), sum(length for _, length, _ in done)
+
+    def _copy(
+        self, name: str, folder: ResumableFolder, known: dict[str, _Complete], transfer: _Transfer
+    ) -> tuple[str, int, int]:
+        """Returns the name, the length and the CRC-32."""
+        source, path = os.path.join(self._source, name), os.path.join(folder.temporary, name)
+        found = stat_of(source)
+        entry = known.get(name)
+        if entry is not None and (entry.bytes, entry.modified_ns) == (found.size, found.modified_ns):
+            self._report.resumed_files += 1
+            self._report.resumed_bytes += entry.bytes
+            return name, entry.bytes, entry.crc
+        directory_at(os.path.dirname(path)).make()
+        directory_at(folder.temporary).remove(name)
+
+        def create(make: Callable[[str], _C.FileWriter]) -> _C.FileWriter:
+            return make(path)
+
+        length, crc = transfer.copy(source, folder.temporary, create)
+        if not is_metadata_file(name):  # copied each time: they say what the other files must be
+            folder.note([name, length, crc, found.modified_ns])
+        return name, length, crc
+
+    def _remove_others(self, temporary: str) -> None:
+        """Removes what a copy that died took of an earlier state of the source."""
+        for name in directory_at(temporary).names():
+            if name not in self._names and name != JOURNAL_NAME and is_file(os.path.join(temporary, name)):
+                directory_at(temporary).remove(name)
+
+    def _check_destination(self) -> None:
+        """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but
+        not a folder with anything else in it."""
+        path = self._path
+        if not os.path.lexists(path):
+            return
+        _check_not_same(self._source, path)
+        if not is_folder(path):
+            raise CheckpointError(f"{path} is no folder, where one would be written", path=path)
+        names = directory_at(path).names()
+        if not names:
+            return
+        if not self._overwrite:
+            raise _exists(path)
+        try:
+            of_checkpoint = _files_of_checkpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
+        replaced, others = _names_to_copy(path, of_checkpoint)
+        both = {*self._names, *of_checkpoint}
+        others = [name for name in others if is_folder(os.path.join(path, name))]
+        others += [name for name in replaced if name not in both and not is_metadata_file(name) and name != INDEX_NAME]
+        if others:
+            raise CheckpointError(f"{path} holds {min(others)}, too, and is not replaced: remove it first", path=path)
+
+
+def _check_not_same(source: str, path: str) -> None:
+    if os.path.exists(path) and stat_of(source).identity[:2] == stat_of(path).identity[:2]:
+        raise CheckpointError(f"{path} would be copied onto itself", path=path)
+
+
+def _exists(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
+
+
+# --- Which files
+
+
+def _files_of_checkpoint(path: str) -> set[str]:
+    """The files with the tensors and objects of the checkpoint in a folder. Raises if there is no sound one."""
+
+    def fail(error: CheckpointError) -> None:
+        raise error
+
+    if ranks := metadata_file.metadata_ranks(path):
+        named: set[str] = set()
+        with explained(path):
+            for rank in ranks:
+                found = contents.read(path, rank, True, by_index=False)
+                where = os.path.join(path, metadata_name(rank))
+                named |= {os.path.normpath(name) for name in list_records(found, where, rank is None, fail).ends}
+        return named
+    if contents.is_safetensors(path):
+        return set(SafetensorsContents.read(path, verify=True).files)
+    with closing(open_source(path)) as source:
+        return {os.path.basename(source.location(key)[0]) for key in source.tensors}
+
+
+def _metadata_files(path: str) -> dict[str, tuple[int, ...]]:
+    """The files that say which others are the checkpoint, with what tells their versions apart."""
+    storage = directory_at(path)
+    found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
+    return {name: storage.stat(name).identity for name in found}
+
+
+def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
+    """The files to copy, `.metadata` last, and the names that are left out."""
+    other, left_out = set(), []
+    for name in directory_at(path).names():
+        if name == LOCK_NAME or name in of_checkpoint:
+            continue
+        is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
+        is_unnamed = name.endswith((_DCP_SUFFIX, SUFFIX))  # of another save or model
+        if is_left or is_unnamed or not is_file(os.path.join(path, name)):
+            left_out.append(name)
+        else:
+            other.add(name)
+    for name in sorted(of_checkpoint):
+        if not is_file(os.path.join(path, name)):
+            file = os.path.join(path, name)
+            raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
+    return sorted(of_checkpoint | other, key=lambda name: (is_metadata_file(name), name)), sorted(left_out)
+
+
+# --- What was copied before
+
+
+@dataclass(frozen=True)
+class _Complete:
+    """A file that an earlier copy has completed."""
+
+    bytes: int
+    crc: int
+    modified_ns: int  #: of the source
+
+
+def _complete_files(folder: ResumableFolder, transfer: _Transfer) -> dict[str, _Complete]:
+    """The files that are in the folder as the journal says: they are read, and compared with their checksums."""
+    found: dict[str, _Complete] = {}
+    for entry in folder.journal():
+        if isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str):
+            found[entry[0]] = _Complete(*entry[1:])
+    return {name: entry for name, entry in found.items() if _is_there(folder.temporary, name, entry, transfer)}
+
+
+def _is_there(temporary: str, name: str, entry: _Complete, transfer: _Transfer) -> bool:
+    path = os.path.join(temporary, name)
+    try:
+        return stat_of(path).size == entry.bytes and transfer.crc_of(path, entry.bytes) == entry.crc
+    except (OSError, CheckpointError):
+        return False
+
+
+# --- Bytes
+
+
+class _Transfer:
+    """Copies files and reads them back, in bounded memory, and tells of its progress."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done = 0
+        self.total = total
+        self._progress = progress
+        self._buffers = Buffers()
+        self._options = engine_options(None, direct_io_setting("auto"))
+
+    def moved(self, count: int) -> None:
+        self.done = min(self.total, self.done + count)
+        if self._progress is not None:
+            self._progress(self.done, self.total)
+
+    def copy(
+        self, source: str, directory: str, create: Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
+    ) -> tuple[int, int]:
+        """Copies a file durably and returns its length and CRC-32. `create` calls the function that it gets with the
+        path. Raises `CheckpointError` if the file changes meanwhile."""
+        before = stat_of(source)
+        with named_errors(str, directory, before.size):
+            writer = create(lambda path: _C.FileWriter.exactly(path, before.size, self._options, False))
+
+            def write(piece: _Piece) -> int:
+                writer.write_bytes(piece.buffer.data_ptr(), piece.bytes, piece.offset)
+                return _C.crc32_of_memory(piece.buffer.data_ptr(), piece.bytes)
+
+            crc = self._through(source, before.size, write)
+            writer.finish_bytes(b"", sync=True)
+        if stat_of(source).identity != before.identity:
+            raise CheckpointError(f"{source} was changed while it was copied", path=source)
+        return before.size, crc
+
+    def crc_of(self, path: str, length: int) -> int:
+        """The CRC-32 of a file."""
+        return self._through(path, length, lambda piece: _C.crc32_of_memory(piece.buffer.data_ptr(), piece.bytes))
+
+    def _through(self, path: str, length: int, use: Callable[[_Piece], int]) -> int:
+        """Calls `use`, which returns a CRC-32, with the pieces of a file. Returns the CRC-32 of all."""
+        crc = 0
+        for piece, found in overlap(self._pieces(path, length), use):
+            crc = _C.crc32_combine(crc, found, piece.bytes)
+            self._buffers.give_back(piece.buffer)
+            self.moved(piece.bytes)
+        return crc
+
+    def _pieces(self, path: str, length: int) -> Iterator[_Piece]:
+        for offset in range(0, length, self._buffers.bytes):
+            piece = _Piece(self._buffers.take(), offset, min(self._buffers.bytes, length - offset))
+            with named_errors(lambda _: os.path.basename(path), path):
+                _C.read_bytes([path], int_table((0, offset, piece.bytes, piece.buffer.data_ptr())), self._options)
+            yield piece
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of a file, in memory."""
+
+    buffer: torch.Tensor
+    offset: int
+    bytes: int
+
+
+# --- What was written
+
+
+def _compare(
+    source: str,
+    made: str,
+    files: Sequence[tuple[str, int, int]],
+    transfer: _Transfer,
+    report: CopyReport,
+) -> None:
+    """Reads back what was written to `made`. Raises `CorruptCheckpointError` if it is damaged, with the place in the
+    source if that is damaged too."""
+    begun = transfer.done
+
+    def progress(done: int, total: int) -> None:
+        transfer.moved(begun + done - transfer.done)
+
+    found = verify_any(made, False, progress)
+    if found.damaged:
+        _raise_damage(verify_any(source, False))
+        first = found.damaged[0]
+        raise CorruptCheckpointError(
+            f"the copy differs from {source}, which is sound: {first.reason}", key=first.key, file=source
+        )
+    report.unverified_bytes = found.unverified_bytes
+    covered = found.files and not (found.unverified_bytes or found.harmless)  # all data, by the checkpoint's checksums
+    for name, length, crc in files:
+        if covered and name.endswith((_DCP_SUFFIX, SUFFIX)):
+            continue
+        path = os.path.join(made, name) if name else made
+        if transfer.crc_of(path, length) != crc:
+            raise CorruptCheckpointError(f"{path} cannot be read back as it was written", key=None, file=path)
+
+
+def _raise_damage(found: VerifyReport) -> None:
+    """Raises `CorruptCheckpointError` for the first damage of a report."""
+    if not found.damaged:
+        return
+    first, more = found.damaged[0], len(found.damaged) - 1
+    reason = first.reason if first.key is None or first.key in first.reason else f"{first.key}: {first.reason}"
+    where = "" if first.file in reason else f" in {first.file} at {first.offset}"
+    text = reason + where + (f" (and {more:,} more)" if more else "")
+    raise CorruptCheckpointError(text, key=first.key, file=first.file, offset=first.offset)

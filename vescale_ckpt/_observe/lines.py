@@ -1,0 +1,77 @@
+"""Writes the lines of logs that say what a save or load does, did, and waits for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from ..reports import LoadStats, SaveStats
+from .texts import seconds_text, size
+
+if TYPE_CHECKING:
+    from .timeline import OpenPhase, Timeline
+
+logger = logging.getLogger("vescale_ckpt")
+
+_LEAST_SHARE = 0.005  # of all time, for a phase to be named
+
+
+def log_begin(timeline: Timeline, note: str) -> None:
+    ranks = f" with {timeline.ranks} ranks" if timeline.ranks > 1 else ""
+    logger.log(_level(timeline), "%s%s%s: begins", timeline.doing, ranks, note)
+
+
+def log_end(timeline: Timeline, stats: SaveStats | LoadStats | None, error: BaseException | None) -> None:
+    if stats is None:
+        logger.log(
+            _level(timeline), "%s: failed after %s: %s%s",
+            timeline.doing, seconds_text(timeline.seconds), type(error).__name__, f": {error}" if str(error) else "",
+        )  # fmt: skip
+        return
+    logger.log(_level(timeline), "%s: %s", timeline.doing, summary(stats))
+
+
+def log_still(timeline: Timeline, phase: OpenPhase, seconds: float, moved: bool) -> None:
+    """A phase goes on for long. `moved`: whether bytes were written or read since the last such line."""
+    text = f"{timeline.doing}: rank {timeline.rank} of {timeline.ranks} is in '{phase.name}'"
+    text += f" ({phase.detail})" if phase.detail else ""
+    text += f" for {seconds_text(seconds)} now"
+    if phase.who is not None:
+        # One rank names those that all wait for. The others know only whose message they wait for.
+        level = logging.WARNING if timeline.rank == 0 else logging.INFO
+        try:
+            who = phase.who()
+        except Exception as error:  # the store does not answer
+            who = f"other ranks ({error})"
+        logger.log(level, "%s, and waits for %s", text, who)
+        return
+    if timeline.progress is not None:
+        done, total = timeline.progress()
+        text += f": {size(done)}" + (f" of {size(total)}" if total else "")
+    logger.log(logging.INFO if moved else logging.WARNING, "%s%s", text, "" if moved else ", and nothing moves")
+
+
+def summary(stats: SaveStats | LoadStats) -> str:
+    """What a save or load did, in one line."""
+    job, total = stats.job, stats.total_seconds
+    count = stats.bytes if job is None else job.bytes
+    texts = [f"{size(count)} in {seconds_text(total)} ({size(count / max(total, 1e-9))}/s)"]
+    if isinstance(stats, SaveStats):
+        if stats.blocked_seconds < total:
+            texts.append(f"training waited {seconds_text(stats.blocked_seconds)}")
+        if stats.plan_reused is not None:
+            texts.append("plan reused" if stats.plan_reused else "planned anew")
+    named = {name: spent for name, spent in stats.phases.items() if spent >= _LEAST_SHARE * total}
+    texts.append(", ".join(f"{name} {seconds_text(spent)}" for name, spent in named.items()))
+    if job is not None and job.ranks > 1:
+        texts.append(
+            f"slowest: rank {job.slowest_rank} with {seconds_text(job.slowest_seconds)} "
+            f"(mean {seconds_text(job.mean_seconds)})"
+        )
+        texts.append(f"most bytes of a rank: {size(job.most_bytes)} ({100 * job.imbalance:+.0f} % of the mean)")
+    return "; ".join(text for text in texts if text)
+
+
+def _level(timeline: Timeline) -> int:
+    """One rank of the job tells what all do."""
+    return logging.INFO if timeline.rank == 0 else logging.DEBUG

@@ -1,0 +1,65 @@
+"""Calls the functions that a program has registered at the end of each save and load, for metrics."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..reports import LoadStats, SaveStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A save or load that is over on this rank. Exactly one of `stats` and `error` is set."""
+
+    kind: Literal["save", "load"]
+    path: str
+    rank: int
+    ranks: int
+    seconds: float  #: from the call to the end
+    stats: SaveStats | LoadStats | None
+    error: BaseException | None
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of the path, as in `step-1000`. None if there is none."""
+        found = re.search(r"(\d+)/*$", self.path)
+        return None if found is None else int(found[1])
+
+
+Listener = Callable[[Finished], object]
+
+_listeners: list[Listener] = []
+_lock = threading.Lock()
+
+
+def on_finish(listener: Listener) -> Callable[[], None]:
+    """Calls `listener` with a `Finished` at the end of each save and load of this process, on the thread that ends it.
+
+    An exception of the listener is logged and goes no further. Returns a function that removes the listener.
+    """
+    with _lock:
+        _listeners.append(listener)
+
+    def remove() -> None:
+        with _lock:
+            if listener in _listeners:
+                _listeners.remove(listener)
+
+    return remove
+
+
+def tell(finished: Finished) -> None:
+    with _lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        try:
+            listener(finished)
+        except Exception:
+            logger.exception("a listener of saves and loads failed; the %s is not affected", finished.kind)

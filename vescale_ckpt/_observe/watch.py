@@ -1,0 +1,131 @@
+"""Looks at running saves and loads from a thread of its own: reports phases that take long, and draws progress bars."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from .. import settings
+from . import lines
+from .bar import Bar
+
+if TYPE_CHECKING:
+    from .timeline import OpenPhase, Timeline
+
+logger = logging.getLogger(__name__)
+
+_BAR_SECONDS = 0.2  # between two looks at a bar
+_LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
+
+
+class _Watched:
+    """What the thread knows of one timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.times = 1  # `here` may be nested
+        self._phase: OpenPhase | None = None
+        self._reports = 0  # of that phase
+        self._bytes = (0, 0)  # at the last report
+        self._bar = Bar(timeline.doing, _LINE_SECONDS) if _wants_bar(timeline) else None
+
+    def next_look(self) -> float:
+        """In so many seconds."""
+        seconds = float(settings.lenient("report_seconds"))
+        return min(seconds, _BAR_SECONDS) if self._bar is not None else seconds
+
+    def look(self) -> None:
+        timeline, phase = self.timeline, self.timeline.open_phase
+        progress = timeline.progress
+        if self._bar is not None and progress is not None:
+            self._bar.show(*progress())
+        if phase is not self._phase:
+            self._phase, self._reports = phase, 0
+            self._bytes = progress() if progress is not None else (0, 0)
+        if phase is None:
+            return
+        seconds = (time.perf_counter_ns() - phase.began) / 1e9
+        if seconds >= float(settings.lenient("report_seconds")) * (self._reports + 1):
+            self._reports += 1
+            now = progress() if progress is not None else (0, 0)
+            lines.log_still(timeline, phase, seconds, moved=now != self._bytes)
+            self._bytes = now
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.end()
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watched: dict[int, _Watched] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, timeline: Timeline) -> None:
+        with self._changed:
+            known = self._watched.get(id(timeline))
+            if known is not None:
+                known.times += 1
+                return
+            self._watched[id(timeline)] = _Watched(timeline)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vescale_ckpt watch", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter is ending
+                    self._thread = None
+            elif len(self._watched) == 1:
+                self._changed.notify()
+
+    def remove(self, timeline: Timeline) -> None:
+        with self._changed:
+            known = self._watched.get(id(timeline))
+            if known is None:  # it was added before a fork
+                return
+            known.times -= 1
+            if known.times:
+                return
+            del self._watched[id(timeline)]
+        known.end()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._watched:
+                    self._changed.wait()
+                    continue
+                self._changed.wait(min(watched.next_look() for watched in self._watched.values()))
+                now = list(self._watched.values())
+            for watched in now:
+                try:
+                    watched.look()
+                except Exception:
+                    logger.debug("a look at a running save or load failed", exc_info=True)
+
+
+def _wants_bar(timeline: Timeline) -> bool:
+    return timeline.rank == 0 and settings.lenient("progress") == 1
+
+
+_watch = _Watch()
+
+
+def add(timeline: Timeline) -> None:
+    _watch.add(timeline)
+
+
+def remove(timeline: Timeline) -> None:
+    _watch.remove(timeline)
+
+
+def _start_anew() -> None:
+    """In a forked child the thread is gone, and the saves belong to the parent."""
+    global _watch
+    _watch = _Watch()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -1,0 +1,157 @@
+"""Runs the command `bench`: how fast a disk is, how much of that saves and loads reach, and which settings fit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+from .._bench.rounds import DISK, OURS, STEPS, STOCK, BenchReport, bench
+from .._hf.folder import shard_bytes
+from .._observe.texts import size
+from . import output, plots
+from .output import FINE
+
+_SHARED = ("nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "cifs", "smb3", "9p", "virtiofs")  # and fuse.*
+_NODES = 8  # of the example
+
+
+def run(options: SimpleNamespace) -> int:
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}: at least 1 is wanted")
+    plots.check(options.plot)
+    count = None if options.bytes is None else shard_bytes(options.bytes, "--bytes")
+    with _ended_by_signals(), output.progress("measuring") as progress:
+        found = bench(options.directory, count, options.repeats, with_trials=not options.no_trials, progress=progress)
+    if options.plot is not None:
+        _plot(found, options.plot)
+    if options.json:
+        output.print_json("bench/1", _as_json(found))
+        return FINE
+    output.print_facts(
+        [
+            ("directory", f"{found.directory} ({found.file_system})"),
+            ("state", f"{size(found.bytes)}, median of {found.rounds}"),
+            *([] if found.cold else [("warm", "files stayed in memory: loads did not read the disk")]),
+        ]
+    )
+    _print_timings(found)
+    for name, text in _broadcast(found).items():
+        print(f"{name.replace('_', ' ')}: {text}")
+    print()
+    _print_recommended(found)
+    return FINE
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP end the command as Ctrl-C does: what it has made is removed."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        try:
+            before[number] = signal.signal(number, end)
+        except ValueError:  # not the main thread
+            break
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_timings(found: BenchReport) -> None:
+    rows = []
+    for step in STEPS:
+        for candidate in (DISK, OURS, STOCK):
+            timing = found.timing(step, candidate)
+            rows.append(
+                (
+                    step,
+                    candidate,
+                    f"{timing.median:.3f} s",
+                    f"{min(timing.seconds):.3f} - {max(timing.seconds):.3f}",
+                    f"{found.rate(step, candidate) / 1e9:.2f}",
+                    f"{found.faster(step, candidate, DISK):.0%}",
+                    "" if candidate == DISK else f"{found.faster(step, candidate, STOCK):.2f} x",
+                )
+            )
+    columns = ("step", "what", "median", "range", "GB/s", "of disk", "of stock")
+    output.print_table(columns, rows, right=columns[2:])
+
+
+def _print_recommended(found: BenchReport) -> None:
+    for trial in found.recommended:
+        print(
+            f"{trial.variable}={trial.value} is worth setting: a save was {trial.save:.2f} x as fast, a load "
+            f"{trial.load:.2f} x"
+        )
+    if not found.trials:
+        return
+    others = "the other settings in force are" if found.recommended else "the settings in force are"
+    print(f"{others} as good as those tried ({len(found.trials)} trials)")
+
+
+def _broadcast(found: BenchReport) -> dict[str, str]:
+    """What of docs/tuning.md fits this storage."""
+    rate = found.rate("load", DISK) / 1e9
+    if found.file_system in _SHARED or found.file_system.startswith("fuse"):
+        nodes = (
+            f'broadcast_checkpoint="auto" fits: one rank reads and sends, which pays where the network gives a rank '
+            f"more than {rate:.2g} GB/s / nodes (for {_NODES}: {rate / _NODES:.2g})"
+        )
+    else:
+        nodes = (
+            "this disk is local: if each node has its own copy, set VESCALE_CKPT_BROADCAST_SCOPE=node or "
+            "broadcast_checkpoint=False"
+        )
+    return {
+        "one_node": 'broadcast_checkpoint="auto" fits: each rank reads for itself, through the shared page cache',
+        "several_nodes": nodes,
+    }
+
+
+def _as_json(found: BenchReport) -> dict[str, Any]:
+    results = [
+        asdict(timing)
+        | {
+            "median": timing.median,
+            "bytes_per_second": found.rate(timing.step, timing.candidate),
+            "of_disk": found.faster(timing.step, timing.candidate, DISK),
+            "of_stock": found.faster(timing.step, timing.candidate, STOCK),
+        }
+        for timing in found.timings
+    ]
+    content = asdict(found)
+    del content["timings"]
+    return content | {"results": results, "broadcast": _broadcast(found)}
+
+
+def _plot(found: BenchReport, path: str) -> None:
+    drawn, ((axes,),) = plots.figure(7, 4)
+    colours = {DISK: plots.DISK_COLOUR, OURS: plots.OURS_COLOUR, STOCK: plots.OTHER_COLOUR}
+    for number, (candidate, colour) in enumerate(colours.items()):
+        at = [step + (number - 1) * 0.27 for step in range(len(STEPS))]
+        rates = [found.rate(step, candidate) / 1e9 for step in STEPS]
+        ends = [
+            sorted(found.bytes / seconds / 1e9 for seconds in found.timing(step, candidate).seconds) for step in STEPS
+        ]
+        errors = [
+            [rate - end[0] for rate, end in zip(rates, ends, strict=True)],
+            [end[-1] - rate for rate, end in zip(rates, ends, strict=True)],
+        ]
+        bars = axes.bar(at, rates, 0.25, yerr=errors, color=colour, label=candidate, capsize=3, ecolor="#555555")
+        axes.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3, fontsize=9)
+    axes.set_xticks(range(len(STEPS)), STEPS)
+    axes.set_ylabel("GB/s (median and range)")
+    axes.set_title(plots.plain(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}"), fontsize=10)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    plots.write(drawn, path)
