@@ -8,6 +8,8 @@ STAMP = $(VENV)/.installed
 # Processes that run Python tests. These wait for others of theirs half of the time.
 JOBS ?= 3
 export VESCALE_CKPT_WERROR = 1
+# Tests start a thousand processes: each would compile the package's modules anew where this is set.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix wheels clean
 

@@ -29,6 +29,7 @@ from benchmarks.harness import CEILING, STOCK, Sample, Steps
 from benchmarks.measure import settle, synchronize
 from vescale_ckpt._bench.raw_file import RawFile
 
+TRAINING_STEPS, TRIES = 50, 5  # whose fastest try says how long a step takes without a save
 COPIERS = 2  # threads of the memcpy that stalls are compared with: all cores of a small machine
 
 Save = Callable[[states.State, Path], Any]
@@ -85,7 +86,7 @@ class Training:
         self._model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._batch = torch.randn(64, width, device=device)
-        self.step_seconds = min(self._seconds(50) for _ in range(5)) / 50
+        self.step_seconds = min(self._seconds(TRAINING_STEPS) for _ in range(TRIES)) / TRAINING_STEPS
 
     def step(self) -> None:
         self._optimizer.zero_grad()

@@ -51,9 +51,10 @@ MORE = {
     "alone": "Without it that is an error where `WORLD_SIZE` is above 1. Each process then needs its own directory.",
     "exit_status": "It replaces a status of 0 only. Unseen: nobody asked for the result, by `result`, `exception`, the "
     "next save, or a manager's `wait` or `close`.",
-    "log": "Each line names the rank.",
-    "trace": "`vescale-ckpt trace` merges the files and draws them: [find out why a save is slow](howto/slow-save.md).",
-    "report_seconds": "The report says where it is, and for which ranks it waits.",
+    "log": "The lines name the rank. At `info` each save and load prints one line at its beginning and one at its end.",
+    "progress": "A bar on a terminal (with rich, if it is installed), else a line every 10 seconds.",
+    "trace": "`vescale-ckpt trace` merges and draws them: [how to](howto/slow-save.md).",
+    "report_seconds": "The line says where the rank is, and on rank 0 for which ranks it waits.",
     "timeout": "In each step of a save or load; then all raise `CheckpointTimeoutError`.",
 }
 
@@ -61,18 +62,18 @@ MORE = {
 def number(setting: Setting, value: int) -> str:
     if "bytes" in setting.name and value and value % MiB == 0:
         return f"{value} ({value // MiB} MiB)"
-    return str(value)
+    return f"{value:,}"
 
 
 def section(setting: Setting) -> str:
     default = setting.default
     shown = (f"`{default}`" if default else "empty") if isinstance(default, str) else number(setting, default)
-    if isinstance(default, str) and not setting.choices:
-        allowed = "any text"
-    elif setting.choices:
+    if setting.choices:
         allowed = f"one of {', '.join(f'`{choice}`' for choice in setting.choices)}"
+    elif isinstance(default, str):
+        allowed = "any text"
     elif setting.most < MOST_BYTES:
-        allowed = f"{number(setting, setting.least)} to {setting.most}"
+        allowed = f"{number(setting, setting.least)} to {setting.most:,}"
     else:
         allowed = f"at least {number(setting, setting.least)}"
         if setting.step > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections.abc import Iterator
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("filterwarnings", warning)
     logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True  # a line for every step of every save
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is no garbage
 
 
 def pytest_sessionfinish() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -38,6 +39,11 @@ _PATIENCE_AFTER_FAILURE = 10.0
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Two-rank gloo programs abort at exit in some percent of cases, while a peer is still reading from a socket.
 _PAUSE_BEFORE_DESTROY = 0.5
+_PRELOADED = [
+    *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"),
+    "torch._dynamo",  # the first optimizer of a process imports it
+    *("vescale_ckpt.api", "vescale_ckpt.manager", "vescale_ckpt.safetensors"),
+]
 
 
 class RanksFailedError(AssertionError):
@@ -107,11 +113,9 @@ def close_ranks() -> None:
 
 
 def _forks() -> ForkServerContext:
-    """Forks of one process that has imported torch: a new process costs milliseconds."""
+    """Forks of one process that has imported what they need: a new process costs milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
-    )
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 
@@ -215,6 +219,7 @@ _pools: dict[int, _Pool] = {}
 
 
 def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None:
+    gc.freeze()  # what was imported before the fork is no garbage
     stacks = open(os.path.join(directory, f"stacks_{rank}"), "w")  # noqa: SIM115  # faulthandler keeps it
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)

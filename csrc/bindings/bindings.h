@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace vescale_ckpt::io {
 struct TransferStats;
@@ -57,6 +58,10 @@ class Table {
  private:
   py::buffer_info info_;
 };
+
+inline py::bytes bytes_of(const std::vector<int64_t>& table) {
+  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
+}
 
 inline std::span<const std::byte> view(const py::bytes& bytes) {
   const std::string_view text = bytes;

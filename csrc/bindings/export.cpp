@@ -23,8 +23,8 @@ py::bytes packed(std::span<const int64_t> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
 }
 
-std::unique_ptr<hf::ExportLayout> make_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
-                                              const Texts& metadata, const Texts& aliases) {
+std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
+                                                     const Texts& metadata, const Texts& aliases) {
   const py::gil_scoped_release release;
   std::vector<hf::ExportLayout::Alias> names;
   for (const auto& [name, stored] : aliases) names.push_back({name, stored});
@@ -53,7 +53,7 @@ std::vector<py::bytes> heads(const hf::ExportLayout& layout, const std::vector<p
 
 void bind_export(py::module_& module) {
   py::class_<hf::ExportLayout>(module, "ExportLayout")
-      .def(py::init(&make_layout), py::arg("catalog"), py::arg("most_file_bytes"), py::arg("metadata"),
+      .def(py::init(&make_export_layout), py::arg("catalog"), py::arg("most_file_bytes"), py::arg("metadata"),
            py::arg("aliases"))
       .def_property_readonly("file_bytes",
                              [](const hf::ExportLayout& layout) {

@@ -43,10 +43,6 @@ std::span<const int64_t> words(const py::bytes& bytes) {
   return {reinterpret_cast<const int64_t*>(raw.data()), raw.size() / sizeof(int64_t)};
 }
 
-py::bytes bytes_of(const std::vector<int64_t>& table) {
-  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
-}
-
 // Bytes that are filled in later.
 py::bytes room(uint64_t bytes) {
   PyObject* raw = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes));

@@ -28,10 +28,6 @@ std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::bytes>& invent
   return std::make_unique<plan::GlobalPlan>(views, options);
 }
 
-py::bytes bytes_of(std::span<const std::byte> bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
 py::tuple tuple_of(std::span<const int64_t> values) {
   py::tuple tuple(values.size());
   for (size_t i = 0; i < values.size(); ++i) tuple[i] = values[i];
@@ -67,11 +63,7 @@ void bind_plan(py::module_& module) {
            py::arg("whole") = std::vector<std::string>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
-      .def("local_plan",
-           [](const plan::GlobalPlan& plan, uint32_t rank) {
-             const std::vector<int64_t> rows = plan.local_plan(rank);
-             return bytes_of(std::as_bytes(std::span(rows)));
-           })
+      .def("local_plan", [](const plan::GlobalPlan& plan, uint32_t rank) { return bytes_of(plan.local_plan(rank)); })
       .def("bytes_by_rank",
            [](const plan::GlobalPlan& plan) {
              const auto bytes = plan.bytes_by_rank();

@@ -15,10 +15,6 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-py::bytes bytes_of(const std::vector<int64_t>& table) {
-  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
-}
-
 std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
   return {reinterpret_cast<const std::byte*>(address), bytes};
 }
@@ -45,9 +41,9 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   return result;
 }
 
-std::pair<py::bytes, std::vector<int64_t>> places(const py::bytes& inventory, const py::buffer& rows,
-                                                  const py::buffer& sources, const py::buffer& tensors,
-                                                  const py::bytes& ready, const py::buffer& memories) {
+std::pair<py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
+                                                       const py::buffer& sources, const py::buffer& tensors,
+                                                       const py::bytes& ready, const py::buffer& memories) {
   const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
   const state::Inventory items(view(inventory));
   state::PlaceTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
@@ -106,7 +102,7 @@ void bind_routes(py::module_& module) {
         return bytes_of(share::make_pack_table(Table(packs).values(), memory_at(address, bytes)));
       },
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
-  module.def("place_table", &places, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
+  module.def("place_table", &place_table, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"), py::arg("memories"),
              "the table of copies, and the numbers of rows that are not in it");
   module.def(

@@ -17,8 +17,8 @@
 namespace vescale_ckpt::bindings {
 namespace {
 
-hf::SafetensorsLayout make_layout(const std::vector<std::string>& names, const py::buffer& table,
-                                  const hf::SafetensorsHeader::Metadata& metadata) {
+hf::SafetensorsLayout make_file_layout(const std::vector<std::string>& names, const py::buffer& table,
+                                       const hf::SafetensorsHeader::Metadata& metadata) {
   const Table words(table);
   const state::TensorTable rows(words.values());
   if (names.size() != rows.size()) throw Error::invalid("as many names as tensors are wanted");
@@ -98,7 +98,7 @@ std::unique_ptr<read::ReadReport> called(hf::SafetensorsReads& reads, const Path
 
 void bind_safetensors(py::module_& module) {
   py::class_<hf::SafetensorsLayout>(module, "SafetensorsLayout")
-      .def(py::init(&make_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
+      .def(py::init(&make_file_layout), py::arg("names"), py::arg("table"), py::arg("metadata"))
       .def_property_readonly("file_bytes", &hf::SafetensorsLayout::file_bytes)
       .def_property_readonly("data_begin", &hf::SafetensorsLayout::data_begin)
       .def(

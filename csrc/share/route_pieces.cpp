@@ -12,6 +12,7 @@
 #include "format/checksum_table.h"
 #include "format/torch_record.h"
 #include "io/transfer_loop.h"
+#include "share/words.h"
 #include "state/inventory.h"
 
 namespace vescale_ckpt::share {
@@ -44,10 +45,6 @@ void check(const Need& need, size_t files) {
 
 bool same_record(const Need& left, const Need& right) {
   return left.file == right.file && left.record_offset() == right.record_offset();
-}
-
-void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
-  to.insert(to.end(), words.begin(), words.end());
 }
 
 class Cutter {

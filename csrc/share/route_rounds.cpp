@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "share/words.h"
+
 namespace vescale_ckpt::share {
 namespace {
 
@@ -39,10 +41,6 @@ uint64_t staging_offset(const Piece& piece, uint64_t cursor) {
   const uint64_t within = (element * item_bytes(*piece.like) + kBodyInPage) % kPage;
   const uint64_t page = cursor / kPage * kPage;
   return page + within >= cursor ? page + within : page + kPage + within;
-}
-
-void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
-  to.insert(to.end(), words.begin(), words.end());
 }
 
 void append_difference(std::vector<int64_t>& to, std::span<const int64_t> at, std::span<const int64_t> origin) {

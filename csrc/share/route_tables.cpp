@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "share/words.h"
 #include "state/inventory.h"
 #include "state/tables.h"
 
@@ -25,10 +26,6 @@ Row row_at(std::span<const int64_t> table, size_t at, size_t head, int64_t row) 
   if (dims < 0 || dims > state::kMostDims || rest.size() - head < 3 * static_cast<size_t>(dims)) throw malformed();
   const auto n = static_cast<size_t>(dims);
   return {rest.first(head), rest.subspan(head, n), rest.subspan(head + n, n), rest.subspan(head + 2 * n, n)};
-}
-
-void append(std::vector<int64_t>& to, std::span<const int64_t> words) {
-  to.insert(to.end(), words.begin(), words.end());
 }
 
 void append_contiguous_strides(std::vector<int64_t>& to, std::span<const int64_t> sizes) {

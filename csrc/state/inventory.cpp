@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kMagic = 0x314D544956434B56;  // "VKCVITM1"
 constexpr size_t kHeaderWords = 6;
 
-[[noreturn]] void malformed(const char* what) {
+[[noreturn]] void malformed_list(const char* what) {
   throw Error::invalid(std::string("a rank's list of items is malformed: ") + what);
 }
 
@@ -22,18 +22,18 @@ size_t padded(size_t bytes) {
 }  // namespace
 
 Inventory::Inventory(std::span<const std::byte> bytes) {
-  if (reinterpret_cast<uintptr_t>(bytes.data()) % 8 != 0 || bytes.size() % 8 != 0) malformed("not whole words");
-  if (bytes.size() < kHeaderWords * 8) malformed("too short");
+  if (reinterpret_cast<uintptr_t>(bytes.data()) % 8 != 0 || bytes.size() % 8 != 0) malformed_list("not whole words");
+  if (bytes.size() < kHeaderWords * 8) malformed_list("too short");
   const auto* header = reinterpret_cast<const int64_t*>(bytes.data());
-  if (header[0] != kMagic) malformed("not one");
+  if (header[0] != kMagic) malformed_list("not one");
   const size_t room = bytes.size() - kHeaderWords * 8;
   for (size_t i = 1; i <= 3; ++i) {
-    if (header[i] < 0 || static_cast<uint64_t>(header[i]) > room) malformed("its lengths lie");
+    if (header[i] < 0 || static_cast<uint64_t>(header[i]) > room) malformed_list("its lengths lie");
   }
   const auto items = static_cast<size_t>(header[1]), row_words = static_cast<size_t>(header[2]),
              name_bytes = static_cast<size_t>(header[3]);
-  if (row_words > UINT32_MAX || name_bytes > UINT32_MAX) malformed("too long");
-  if (row_words * 8 + padded(items * 4) + padded(name_bytes) != room) malformed("its lengths lie");
+  if (row_words > UINT32_MAX || name_bytes > UINT32_MAX) malformed_list("too long");
+  if (row_words * 8 + padded(items * 4) + padded(name_bytes) != room) malformed_list("its lengths lie");
   node_ = header[4];
   words_ = {header + kHeaderWords, row_words};
   names_block_ = bytes.subspan((kHeaderWords + row_words) * 8);
@@ -44,18 +44,18 @@ Inventory::Inventory(std::span<const std::byte> bytes) {
   const size_t known_dtypes = format::dtypes().size();
   size_t at = 0;
   for (size_t i = 0; i < items; ++i) {
-    if (row_words - at < 2) malformed("its rows end early");
+    if (row_words - at < 2) malformed_list("its rows end early");
     const auto head = static_cast<uint64_t>(words_[at]);
     const uint64_t kind = head & 0xFF, dtype = head >> 8 & 0xFF, ndim = head >> 32;
-    if (kind > 2 || (kind != 0 && dtype >= known_dtypes)) malformed("an unknown kind or dtype");
-    if (ndim > kMostDims || (kind == 0 && ndim != 0)) malformed("too many dimensions");
-    if (words_[at + 1] < 0) malformed("a negative size");
-    if (row_words - at - 2 < 3 * ndim) malformed("its rows end early");
-    if (ends_[i] > name_bytes || (i > 0 && ends_[i] < ends_[i - 1])) malformed("its names overlap");
+    if (kind > 2 || (kind != 0 && dtype >= known_dtypes)) malformed_list("an unknown kind or dtype");
+    if (ndim > kMostDims || (kind == 0 && ndim != 0)) malformed_list("too many dimensions");
+    if (words_[at + 1] < 0) malformed_list("a negative size");
+    if (row_words - at - 2 < 3 * ndim) malformed_list("its rows end early");
+    if (ends_[i] > name_bytes || (i > 0 && ends_[i] < ends_[i - 1])) malformed_list("its names overlap");
     rows_.push_back(static_cast<uint32_t>(at));
     at += 2 + 3 * ndim;
   }
-  if (at != row_words) malformed("rows that no item has");
+  if (at != row_words) malformed_list("rows that no item has");
 }
 
 Item Inventory::operator[](size_t index) const {

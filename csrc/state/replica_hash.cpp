@@ -9,7 +9,7 @@
 namespace vescale_ckpt::state {
 namespace {
 
-[[noreturn]] void malformed() {
+[[noreturn]] void malformed_boxes() {
   throw Error::invalid("a table of boxes to compare is malformed");
 }
 
@@ -42,7 +42,7 @@ struct Box {
     int64_t product = 1;
     for (size_t dim = 0; dim < size.size(); ++dim) {
       const bool inside = offset[dim] >= 0 && size[dim] > 0 && offset[dim] <= tensor.shape[dim] - size[dim];
-      if (!inside || __builtin_mul_overflow(product, size[dim], &product)) malformed();
+      if (!inside || __builtin_mul_overflow(product, size[dim], &product)) malformed_boxes();
     }
     return product;
   }
@@ -63,18 +63,18 @@ std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const
                                      std::span<const uint64_t> factors) {
   std::vector<uint64_t> hashes;
   while (!boxes.empty()) {
-    if (boxes.size() < 2 || boxes[0] < 0 || static_cast<size_t>(boxes[0]) >= tensors.size()) malformed();
+    if (boxes.size() < 2 || boxes[0] < 0 || static_cast<size_t>(boxes[0]) >= tensors.size()) malformed_boxes();
     const LocalTensor tensor = tensors[static_cast<size_t>(boxes[0])];
     const size_t dims = tensor.shape.size();
-    if (boxes[1] != static_cast<int64_t>(dims) || boxes.size() - 2 < 2 * dims) malformed();
-    if (tensor.device != kHostDevice || tensor.dtype < 0) malformed();
+    if (boxes[1] != static_cast<int64_t>(dims) || boxes.size() - 2 < 2 * dims) malformed_boxes();
+    if (tensor.device != kHostDevice || tensor.dtype < 0) malformed_boxes();
     const Box box{tensor, boxes.subspan(2, dims), boxes.subspan(2 + dims, dims)};
     boxes = boxes.subspan(2 + 2 * dims);
 
     const int64_t item_bytes = format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
     const int64_t integers = item_bytes == 16 ? 2 : 1, bytes = item_bytes / integers;
     const int64_t total = box.count(), count = std::min<int64_t>(elements, total);
-    if (static_cast<size_t>(count * integers) > factors.size()) malformed();
+    if (static_cast<size_t>(count * integers) > factors.size()) malformed_boxes();
     const int64_t step = total / std::max<int64_t>(1, count), first = count > 1 ? step / 2 : 0;
     uint64_t hash = 0;
     for (int64_t i = 0; i < count * integers; ++i) {

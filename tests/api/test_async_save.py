@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 import torch
 from background import change_all, many_kinds
 from damage import in_child, load, no_snapshot_is_left, only_named_files, same, state
+from python_forks import run_python
 from torch import nn
 
 import vescale_ckpt
@@ -341,12 +342,14 @@ TRAINER = """
 """
 
 
-def _train(path: Path, then: str, seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
+def _train(
+    path: Path, then: str, seconds: float, run: Callable[..., Any] = subprocess.run, **environment: str
+) -> subprocess.CompletedProcess[str]:
     source = (
         textwrap.dedent(TRAINER).format(tests=str(Path(__file__).resolve().parents[1]), path=str(path), seconds=seconds)
         + then
     )
-    return subprocess.run(
+    ended: subprocess.CompletedProcess[str] = run(
         [sys.executable, "-c", source],
         env={**os.environ, **environment},
         timeout=BOUND,
@@ -354,6 +357,7 @@ def _train(path: Path, then: str, seconds: float, **environment: str) -> subproc
         capture_output=True,
         check=False,
     )
+    return ended
 
 
 @pytest.mark.parametrize(("then", "code"), [("", 0), ("raise ValueError('the trainer fails')", 1)])
@@ -374,7 +378,7 @@ def test_a_process_that_may_not_wait_gives_its_save_up(checkpoint: Path) -> None
 
 
 def test_a_killed_process_leaves_the_old_checkpoint(checkpoint: Path) -> None:
-    assert _train(checkpoint, "os.kill(os.getpid(), 15)", 2 * BOUND).returncode == -15
+    assert _train(checkpoint, "os.kill(os.getpid(), 15)", 2 * BOUND, run_python).returncode == -15
     assert same(load(checkpoint, state(0)), state(1))
 
 

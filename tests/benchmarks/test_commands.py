@@ -66,7 +66,9 @@ def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "replicated: 2 ranks, storage as it is, one node, median of 1" in printed and "seconds" in printed
 
 
-def test_background(tmp_path: Path) -> None:
+def test_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "TRIES", 1)
+    monkeypatch.setattr(background, "TRAINING_STEPS", 2)
     rows = run(background.main, tmp_path, "--gib=0.001", "--candidates=ours,our stager,stock")
     wanted = {"stall", "durable", "training lost", "synchronous save"}
     assert steps(rows) == dict.fromkeys(("ours", "our stager", STOCK), wanted) | {CEILING: {"stall", "durable"}}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from python_forks import run_python
 
 import vescale_ckpt
 
@@ -38,7 +38,8 @@ def test_transformers_loads_what_it_exports(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     command = [sys.executable, str(EXAMPLES / "export_hf.py"), str(tmp_path / "checkpoint"), str(folder), "--head=8"]
     command += ["--dtype=bfloat16", "--max-shard-size=40KB"]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    run = run_python(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 0, run.stderr
     assert not (folder / "model.safetensors").exists()
     model, report = transformers.BertModel.from_pretrained(folder, output_loading_info=True, dtype=torch.bfloat16)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from python_forks import run_python
 from rank_pool import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -36,7 +36,7 @@ def last_loss(text: str) -> str:
 def test_it_resumes_as_if_nothing_had_been(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, str(EXAMPLES / "train_async.py"), f"--directory={tmp_path / 'one'}", "--steps=50"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    run = run_python(command, env=environment)
     assert run.returncode == 0, run.stderr
     assert "state copied" in run.stdout and "at step 50; checkpoints of steps [20, 40]" in run.stdout
     assert train(tmp_path / "one", "--steps=60", "--gate") == 40

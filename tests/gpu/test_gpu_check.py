@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from python_forks import run_python
+
+from benchmarks import gpu_train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -136,20 +139,22 @@ def test_a_failed_step_is_the_exit_status_and_stops_no_other(tmp_path: Path) -> 
     assert [found["status"] for found in report["steps"]] == ["failed", "ok"]
 
 
-def test_saves_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_saves_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--gib=0.005", "--rounds=1", "--saves=12"]
     sections = f"--sections=first,prepared,gated,both-ways,growth --dir={tmp_path}".split()
-    subprocess.run([*command, *sections], cwd=ROOT, timeout=BOUND, check=True)
+    run = run_python([*command, *sections], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
     figures: dict[str, Any] = {}
-    for line in capfd.readouterr().out.splitlines():
+    for line in run.stdout.splitlines():
         figures |= json.loads(line)
     wanted = {"first_save_of_steady", "prepared_save_of_steady", "gate_stall_ms", "gate_launch_p99_ratio"}
     assert figures.keys() >= wanted | {"save_of_host", "load_of_host", "growth_host_mib", "growth_handles"}
 
 
-def test_training_that_is_killed_goes_on_bit_for_bit() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_train", "--device=cpu"], cwd=ROOT, capture_output=True, text=True,
-        timeout=2 * BOUND,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_training_that_is_killed_goes_on_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_train.subprocess, "run", run_python)
+    monkeypatch.setattr(sys, "argv", ["gpu_train", "--device=cpu"])
+    gpu_train.main()
+    assert json.loads(capsys.readouterr().out)["train_resumed_from"] in (20, 25)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from python_forks import run_python
 from rank_pool import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -351,6 +351,6 @@ def test_the_command_says_what_is_wrong(
 def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
     (tmp_path / "shapes.json").write_text('{"a": [1000]}')
     command = [sys.executable, "-m", "vescale_ckpt", "plan", str(tmp_path / "shapes.json"), "--ranks=4"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = run_python(command)
     assert run.returncode == 0, run.stderr
     assert "max / mean" in run.stdout

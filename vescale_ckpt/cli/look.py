@@ -130,6 +130,7 @@ def _plot_stats(found: list[TensorStats], title: str, path: str) -> None:
         axes.set_yticks(at, names if axes is ranges else [""] * len(names), fontsize=6)
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.set_xlabel(text)
+        axes.tick_params(axis="x", labelsize=7, labelrotation=45)
         axes.grid(axis="x", color="#dddddd", linewidth=0.5)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

@@ -10,14 +10,14 @@
 namespace vescale_ckpt::hf {
 namespace {
 
-constexpr uint32_t kU8 = 4;  // in safetensors_dtypes()
+constexpr uint32_t kBytes = 4;  // in safetensors_dtypes()
 constexpr int64_t kRows = 900, kColumns = 1003;
 
 // Files of an empty tensor and a matrix of bytes.
 class SafetensorsReadsTest : public ScratchTest {
  protected:
   std::string write(const std::string& name, const Memory& matrix, const std::string& note = {}) const {
-    const SafetensorsLayout layout({{"empty", kU8, {0}}, {"matrix", kU8, {kRows, kColumns}}}, {{"note", note}});
+    const SafetensorsLayout layout({{"empty", kBytes, {0}}, {"matrix", kBytes, {kRows, kColumns}}}, {{"note", note}});
     write::FileWriter writer(path(name), layout.file_bytes(), options_, true);
     write_safetensors(writer, layout, std::vector<const std::byte*>{nullptr, matrix.data()}, true);
     return path(name);

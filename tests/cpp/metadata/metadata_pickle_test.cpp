@@ -17,14 +17,14 @@
 namespace vescale_ckpt::metadata {
 namespace {
 
-std::span<const std::byte> bytes(std::string_view text) {
+std::span<const std::byte> bytes_of(std::string_view text) {
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
 
 // That our own check lets it pass, and that the trailer fits.
 void expect_sound(const std::string& metadata) {
   size_t end = 0;
-  EXPECT_EQ(format::check_pickle(bytes(metadata), false, &end), "");
+  EXPECT_EQ(format::check_pickle(bytes_of(metadata), false, &end), "");
   ASSERT_EQ(metadata.size(), end + MetadataTrailer::kBytes);
   uint32_t length = 0, crc = 0;
   std::memcpy(&length, metadata.data() + end + 8, 4);
@@ -75,7 +75,7 @@ TEST(MetadataPickle, PathsOfLongNamesPassOurCheck) {
     builder.text(std::string(400, 'p'));
   }
   const std::string block = builder.pack();
-  expect_sound(checkpoint.metadata({bytes(block)}));
+  expect_sound(checkpoint.metadata({bytes_of(block)}));
 }
 
 // AddressSanitizer sees a bound that is too low.

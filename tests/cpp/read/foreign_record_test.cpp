@@ -10,7 +10,7 @@
 namespace vescale_ckpt::read {
 namespace {
 
-const io::EngineOptions kOptions = small_options(io::Access::direct, 2);
+const io::EngineOptions kTwoThreads = small_options(io::Access::direct, 2);
 
 class ForeignRecords : public ScratchTest {
  protected:
@@ -27,7 +27,7 @@ class ForeignRecords : public ScratchTest {
   }
 
   std::unique_ptr<ReadReport> read(const std::vector<ReadItem>& items, bool verify = true) const {
-    return read_items(path("file"), items, kOptions, verify);
+    return read_items(path("file"), items, kTwoThreads, verify);
   }
 
   // A tensor's record as older versions of torch wrote it.

@@ -14,7 +14,7 @@
 namespace vescale_ckpt::read {
 namespace {
 
-constexpr uint64_t kCell = format::kChecksumBlock;
+constexpr uint64_t kChecked = format::kChecksumBlock;
 constexpr uint64_t kLarge = 2 << 20;  // from here on a tensor travels from its own memory
 constexpr uint64_t kOddPlace = 24;    // where no direct transfer can start
 
@@ -33,10 +33,10 @@ const std::vector<Tensor>& assorted() {
     const auto add = [&](uint64_t place, std::initializer_list<uint64_t> sizes) {
       for (const uint64_t bytes : sizes) tensors.push_back(Tensor::of_bytes(bytes, place, 1 + tensors.size()));
     };
-    add(kTorchPlace, {0, 1, 64, kBlock - 65, kBlock, kCell - 704, kCell + 1, kLarge - 1, kLarge});
-    add(kTorchPlace, {kLarge + kBlock - kTorchPlace, 7, kLarge + kCell - kTorchPlace - 1});  // that end on a border
+    add(kTorchPlace, {0, 1, 64, kBlock - 65, kBlock, kChecked - 704, kChecked + 1, kLarge - 1, kLarge});
+    add(kTorchPlace, {kLarge + kBlock - kTorchPlace, 7, kLarge + kChecked - kTorchPlace - 1});  // that end on a border
     add(kTorchPlace, {kSlotBytes, 2 * kSlotBytes + 5001, kLarge + 1, 100});
-    add(kOddPlace, {kLarge - 1, kLarge, 9, kSlotBytes + kBlock + 1, 0, 0, kCell});
+    add(kOddPlace, {kLarge - 1, kLarge, 9, kSlotBytes + kBlock + 1, 0, 0, kChecked});
     return tensors;
   }();
   return tensors;
@@ -79,7 +79,7 @@ void expect_true_table(const WrittenFile& file, const std::vector<write::RecordS
     EXPECT_EQ(row->crc, file.records[i].crc);
     uint64_t at = row->body_offset;
     for (const uint32_t block : table->blocks(*row)) {
-      const uint64_t next = std::min(align_down(at, kCell) + kCell, row->body_offset + row->body_bytes);
+      const uint64_t next = std::min(align_down(at, kChecked) + kChecked, row->body_offset + row->body_bytes);
       ASSERT_EQ(block, crc32(0, content.data() + at, next - at)) << "block at " << at << " of record " << i;
       at = next;
     }
@@ -126,16 +126,16 @@ TEST_P(WriterReader, ChecksumsBlocksAcrossCellBorders) {
   const uint64_t framing = Tensor::of_bytes(kLarge).source().framing->total_bytes() - kLarge;
   std::set<std::pair<uint64_t, uint64_t>> met;  // bytes of the first and the last cell
   for (const uint64_t first : {kBlock - kTorchPlace, 3 * kBlock - kTorchPlace}) {
-    for (const uint64_t last : {uint64_t{1}, kBlock - 1, kBlock, kBlock + 1, kCell}) {
+    for (const uint64_t last : {uint64_t{1}, kBlock - 1, kBlock, kBlock + 1, kChecked}) {
       // So long that the large one's body starts `first` bytes before the end of a cell.
-      const Tensor filler = Tensor::of_bytes(kCell - align_up(first, kBlock) - framing - 704, kTorchPlace, 1);
+      const Tensor filler = Tensor::of_bytes(kChecked - align_up(first, kBlock) - framing - 704, kTorchPlace, 1);
       const Tensor large = Tensor::of_bytes(first + kLarge + last, met.size() % 2 == 0 ? kTorchPlace : kOddPlace, 2);
       const std::vector<write::RecordSource> sources = {filler.source(), large.source()};
       const std::string name = std::to_string(first) + "_" + std::to_string(last);
       const WrittenFile file = write_data_file(path(name), sources, options());
       expect_true_table(file, sources);
       const uint64_t body = file.records[1].offset + 704;
-      met.emplace(kCell - body % kCell, last);
+      met.emplace(kChecked - body % kChecked, last);
     }
   }
   EXPECT_EQ(met.size(), 10u) << "the layout has changed: choose other sizes";
@@ -269,7 +269,7 @@ TEST_P(WriterReader, ReadsOnlyWhatABoxNeeds) {
   const auto report =
       read_items(file.path, {tensor.box_item(0, file.records[0], {2, 1000}, {1, 1 << 18}, target.data())}, options());
   EXPECT_TRUE(target.text() == tensor.box({2, 1000}, {1, 1 << 18}).text());
-  EXPECT_LE(report->stats.in_place + report->stats.slots, (1u << 20) + 2 * kCell);
+  EXPECT_LE(report->stats.in_place + report->stats.slots, (1u << 20) + 2 * kChecked);
 }
 
 TEST_P(WriterReader, WorksWithoutChecksums) {
@@ -479,9 +479,9 @@ TEST_P(FarOffsets, WithinRecords) {
   std::memset(zeros.data(), 0, zeros.size());
   const uint32_t whole_block = crc32(0, zeros.data(), zeros.size());
   for (uint64_t at = body; at < body + record.body_bytes();) {
-    const uint64_t next = std::min(align_down(at, kCell) + kCell, body + record.body_bytes());
+    const uint64_t next = std::min(align_down(at, kChecked) + kChecked, body + record.body_bytes());
     const uint64_t empty = std::min(next, std::max(at, last_row)) - at;
-    const uint32_t crc = empty == kCell ? whole_block : crc32(0, zeros.data(), empty);
+    const uint32_t crc = empty == kChecked ? whole_block : crc32(0, zeros.data(), empty);
     blocks.push_back(next == at + empty ? crc : crc32(crc, row.data() + (at + empty - last_row), next - at - empty));
     at = next;
   }

@@ -19,8 +19,8 @@ namespace vescale_ckpt::stage {
 namespace {
 
 constexpr uint64_t kGranule = SnapshotArena::kGranule;
-constexpr uint64_t kPlenty = 1 << 30;
-constexpr unsigned kThreads = 2;
+constexpr uint64_t kAmple = 1 << 30;
+constexpr unsigned kHelpers = 2;
 
 bool overlap(const SnapshotRange& a, const SnapshotRange& b) {
   return a.data() < b.data() + b.bytes() && b.data() < a.data() + a.bytes();
@@ -35,29 +35,29 @@ TEST(SnapshotArena, TakesNothingBeforeItIsAsked) {
 
 TEST(SnapshotArena, HandsOutWholeGranulesFromTheStartOfAPiece) {
   SnapshotArena arena;
-  const SnapshotRange range = arena.acquire(kGranule + 1, kPlenty, kThreads);
+  const SnapshotRange range = arena.acquire(kGranule + 1, kAmple, kHelpers);
   ASSERT_EQ(range.bytes(), 2 * kGranule);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(range.data()) % kPinPiece, 0u);
   std::memset(range.data(), 1, range.bytes());
   EXPECT_EQ(arena.memory().touched, 2 * kGranule);
   EXPECT_EQ(arena.memory().in_use, 2 * kGranule);
   EXPECT_EQ(arena.memory().registered, 0u);
-  EXPECT_EQ(arena.acquire(0, kPlenty, kThreads).bytes(), 0u);
+  EXPECT_EQ(arena.acquire(0, kAmple, kHelpers).bytes(), 0u);
 }
 
 TEST(SnapshotArena, GivesLessRatherThanPassTheBudget) {
   SnapshotArena arena;
-  const SnapshotRange first = arena.acquire(2 * kGranule, 5 * kGranule + 1, kThreads);
+  const SnapshotRange first = arena.acquire(2 * kGranule, 5 * kGranule + 1, kHelpers);
   EXPECT_EQ(first.bytes(), 2 * kGranule);
-  const SnapshotRange second = arena.acquire(kPlenty, 5 * kGranule + 1, kThreads);
+  const SnapshotRange second = arena.acquire(kAmple, 5 * kGranule + 1, kHelpers);
   EXPECT_EQ(second.bytes(), 3 * kGranule);
   EXPECT_FALSE(overlap(first, second));
-  EXPECT_EQ(arena.acquire(1, 5 * kGranule, kThreads).bytes(), 0u);
-  EXPECT_EQ(arena.acquire(1, kGranule, kThreads).bytes(), 0u);  // a budget that others passed before
-  EXPECT_EQ(arena.acquire(1, 6 * kGranule, kThreads).bytes(), kGranule);
+  EXPECT_EQ(arena.acquire(1, 5 * kGranule, kHelpers).bytes(), 0u);
+  EXPECT_EQ(arena.acquire(1, kGranule, kHelpers).bytes(), 0u);  // a budget that others passed before
+  EXPECT_EQ(arena.acquire(1, 6 * kGranule, kHelpers).bytes(), kGranule);
   SnapshotArena other;
-  EXPECT_EQ(other.acquire(kGranule, 0, kThreads).bytes(), 0u);
-  EXPECT_EQ(other.acquire(kGranule, kGranule - 1, kThreads).bytes(), 0u);
+  EXPECT_EQ(other.acquire(kGranule, 0, kHelpers).bytes(), 0u);
+  EXPECT_EQ(other.acquire(kGranule, kGranule - 1, kHelpers).bytes(), 0u);
   EXPECT_EQ(other.memory().touched, 0u);
 }
 
@@ -65,14 +65,14 @@ TEST(SnapshotArena, KeepsMemoryAndTakesItAgainWithoutTouching) {
   SnapshotArena arena;
   std::byte* before = nullptr;
   {
-    const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(3 * kGranule, kAmple, kHelpers);
     before = range.data();
     std::memset(range.data(), 7, range.bytes());
   }
   EXPECT_EQ(arena.memory().in_use, 0u);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
   const ArmedFault counting(Call::populate, ENOMEM, 1000);
-  const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+  const SnapshotRange range = arena.acquire(3 * kGranule, kAmple, kHelpers);
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
   EXPECT_EQ(range.data(), before);
   EXPECT_EQ(range.data()[kGranule], std::byte{7});
@@ -81,37 +81,37 @@ TEST(SnapshotArena, KeepsMemoryAndTakesItAgainWithoutTouching) {
 TEST(SnapshotArena, TouchesOnlyWhatIsNew) {
   SnapshotArena arena;
   {
-    const SnapshotRange range = arena.acquire(2 * kGranule, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(2 * kGranule, kAmple, kHelpers);
   }
-  const SnapshotRange range = arena.acquire(5 * kGranule, kPlenty, kThreads);
+  const SnapshotRange range = arena.acquire(5 * kGranule, kAmple, kHelpers);
   EXPECT_EQ(range.bytes(), 5 * kGranule);
   EXPECT_EQ(arena.memory().touched, 5 * kGranule);
 }
 
 TEST(SnapshotArena, PutsARangeWhereTheFirstOneThatFitsWas) {
   SnapshotArena arena;
-  const SnapshotRange first = arena.acquire(kGranule, kPlenty, kThreads);
-  SnapshotRange second = arena.acquire(kGranule, kPlenty, kThreads);
-  const SnapshotRange third = arena.acquire(kGranule, kPlenty, kThreads);
+  const SnapshotRange first = arena.acquire(kGranule, kAmple, kHelpers);
+  SnapshotRange second = arena.acquire(kGranule, kAmple, kHelpers);
+  const SnapshotRange third = arena.acquire(kGranule, kAmple, kHelpers);
   EXPECT_EQ(second.data(), first.data() + kPinPiece);
   EXPECT_EQ(third.data(), second.data() + kPinPiece);
   std::byte* const hole = second.data();
   second = {};
-  const SnapshotRange wide = arena.acquire(kPinPiece + kGranule, kPlenty, kThreads);
+  const SnapshotRange wide = arena.acquire(kPinPiece + kGranule, kAmple, kHelpers);
   EXPECT_EQ(wide.data(), third.data() + kPinPiece);
-  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).data(), hole);
+  EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).data(), hole);
 }
 
 // Else memory that was touched once and is in the wrong place would come on top of the budget.
 TEST(SnapshotArena, AllMemoryTouchedStaysWithinTheBudget) {
   constexpr uint64_t kBudget = 10 * kGranule;
   SnapshotArena arena;
-  SnapshotRange low = arena.acquire(6 * kGranule, kBudget, kThreads);
-  const SnapshotRange high = arena.acquire(2 * kGranule, kBudget, kThreads);
+  SnapshotRange low = arena.acquire(6 * kGranule, kBudget, kHelpers);
+  const SnapshotRange high = arena.acquire(2 * kGranule, kBudget, kHelpers);
   low = {};
-  const SnapshotRange first = arena.acquire(kGranule, kBudget, kThreads);
+  const SnapshotRange first = arena.acquire(kGranule, kBudget, kHelpers);
   EXPECT_EQ(arena.memory().touched, 8 * kGranule);
-  const SnapshotRange third = arena.acquire(7 * kGranule, kBudget, kThreads);
+  const SnapshotRange third = arena.acquire(7 * kGranule, kBudget, kHelpers);
   EXPECT_EQ(third.bytes(), 7 * kGranule);
   EXPECT_EQ(arena.memory().in_use, kBudget);
   EXPECT_EQ(arena.memory().touched, kBudget);  // without the five behind `first`
@@ -120,55 +120,55 @@ TEST(SnapshotArena, AllMemoryTouchedStaysWithinTheBudget) {
 TEST(SnapshotArena, GivesBackFreePiecesBeforeItTouchesOthers) {
   SnapshotArena arena;
   {
-    const SnapshotRange low = arena.acquire(kGranule, kPlenty, kThreads);
-    const SnapshotRange high = arena.acquire(4 * kGranule, kPlenty, kThreads);
+    const SnapshotRange low = arena.acquire(kGranule, kAmple, kHelpers);
+    const SnapshotRange high = arena.acquire(4 * kGranule, kAmple, kHelpers);
   }
   EXPECT_EQ(arena.memory().touched, 5 * kGranule);
-  EXPECT_EQ(arena.acquire(5 * kGranule, 8 * kGranule, kThreads).bytes(), 5 * kGranule);  // all in the first piece
+  EXPECT_EQ(arena.acquire(5 * kGranule, 8 * kGranule, kHelpers).bytes(), 5 * kGranule);  // all in the first piece
   EXPECT_EQ(arena.memory().touched, 5 * kGranule);
 }
 
 TEST(SnapshotArena, TrimGivesBackWhatIsNotInUse) {
   SnapshotArena arena;
-  const SnapshotRange kept = arena.acquire(kGranule, kPlenty, kThreads);
+  const SnapshotRange kept = arena.acquire(kGranule, kAmple, kHelpers);
   std::memset(kept.data(), 3, kept.bytes());
   {
-    const SnapshotRange freed = arena.acquire(2 * kGranule, kPlenty, kThreads);
+    const SnapshotRange freed = arena.acquire(2 * kGranule, kAmple, kHelpers);
     std::memset(freed.data(), 4, freed.bytes());
   }
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
   arena.trim();
   EXPECT_EQ(arena.memory().touched, kGranule);
   EXPECT_EQ(kept.data()[kGranule - 1], std::byte{3});
-  const SnapshotRange again = arena.acquire(2 * kGranule, kPlenty, kThreads);
+  const SnapshotRange again = arena.acquire(2 * kGranule, kAmple, kHelpers);
   EXPECT_EQ(again.data()[0], std::byte{0});  // the system's pages, not ours of before
 }
 
 TEST(SnapshotArena, PreparesForTheNextRange) {
   SnapshotArena arena;
-  EXPECT_EQ(arena.prepare(3 * kGranule, kThreads), 3 * kGranule);
+  EXPECT_EQ(arena.prepare(3 * kGranule, kHelpers), 3 * kGranule);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
   EXPECT_EQ(arena.memory().in_use, 0u);
   const ArmedFault counting(Call::populate, ENOMEM, 1000);
-  EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kThreads).bytes(), 3 * kGranule);
+  EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kHelpers).bytes(), 3 * kGranule);
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
 }
 
 // --- The system refuses.
 
 TEST(SnapshotArena, AsksForFewerAddressesWhereThereIsALimit) {
-  uint64_t reserved = kPlenty;
+  uint64_t reserved = kAmple;
   for (uint64_t refused = 0; reserved > 3 * kPinPiece; ++refused) {
     SnapshotArena arena;
     const ArmedFault fault(Call::map, ENOMEM, 0, refused);
-    SnapshotRange first = arena.acquire(kGranule, kPlenty, kThreads);
+    SnapshotRange first = arena.acquire(kGranule, kAmple, kHelpers);
     ASSERT_EQ(first.bytes(), kGranule);
     reserved = arena.memory().reserved;
     if (reserved > 3 * kPinPiece || reserved == kPinPiece) continue;
     // No run is long enough: the longest it is.
-    const SnapshotRange rest = arena.acquire(kPlenty, kPlenty, kThreads);
+    const SnapshotRange rest = arena.acquire(kAmple, kAmple, kHelpers);
     EXPECT_EQ(rest.bytes(), reserved - kPinPiece);
-    EXPECT_EQ(arena.acquire(1, kPlenty, kThreads).bytes(), 0u);
+    EXPECT_EQ(arena.acquire(1, kAmple, kHelpers).bytes(), 0u);
   }
 }
 
@@ -176,11 +176,11 @@ TEST(SnapshotArena, LivesWithoutAddresses) {
   SnapshotArena arena;
   {
     const ArmedFault fault(Call::map, ENOMEM, 0, 1000);
-    EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
+    EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), 0u);
     EXPECT_EQ(arena.memory().reserved, 0u);
     arena.trim();
   }
-  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+  EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
 }
 
 TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
@@ -189,7 +189,7 @@ TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
     SnapshotArena arena;
     {
       const ArmedFault fault(Call::populate, ENOMEM, 2, 1000);
-      const SnapshotRange range = arena.acquire(3 * kPart, kPlenty, threads);
+      const SnapshotRange range = arena.acquire(3 * kPart, kAmple, threads);
       EXPECT_LE(range.bytes(), 2 * kPart);
       if (threads == 1) {
         EXPECT_EQ(range.bytes(), 2 * kPart);
@@ -198,7 +198,7 @@ TEST(SnapshotArena, GivesWhatThereIsMemoryFor) {
       EXPECT_EQ(arena.memory().in_use, range.bytes());
       for (uint64_t at = 0; at < range.bytes(); at += kGranule) range.data()[at] = std::byte{1};
     }
-    EXPECT_EQ(arena.acquire(3 * kPart, kPlenty, threads).bytes(), 3 * kPart);
+    EXPECT_EQ(arena.acquire(3 * kPart, kAmple, threads).bytes(), 3 * kPart);
     EXPECT_EQ(arena.memory().touched, 3 * kPart);
   }
 }
@@ -207,21 +207,21 @@ TEST(SnapshotArena, EndsAtThePieceThatMayNotBeWritten) {
   SnapshotArena arena;
   {
     const ArmedFault fault(Call::protect, ENOMEM, 1);
-    EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kPlenty, kThreads).bytes(), kPinPiece);
+    EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kAmple, kHelpers).bytes(), kPinPiece);
   }
   {
     SnapshotArena other;
     const ArmedFault fault(Call::protect, ENOMEM, 0);
-    EXPECT_EQ(other.acquire(kGranule, kPlenty, kThreads).bytes(), 0u);
+    EXPECT_EQ(other.acquire(kGranule, kAmple, kHelpers).bytes(), 0u);
     EXPECT_EQ(other.memory().touched, 0u);
   }
-  EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kPlenty, kThreads).bytes(), kPinPiece + kGranule);
+  EXPECT_EQ(arena.acquire(kPinPiece + kGranule, kAmple, kHelpers).bytes(), kPinPiece + kGranule);
 }
 
 TEST(SnapshotArena, WritesToEachPageWhereTheKernelTakesNoneByItself) {
   SnapshotArena arena;
   const ArmedFault fault(Call::populate, EINVAL, 0, 1000);
-  const SnapshotRange range = arena.acquire(3 * kGranule, kPlenty, kThreads);
+  const SnapshotRange range = arena.acquire(3 * kGranule, kAmple, kHelpers);
   ASSERT_EQ(range.bytes(), 3 * kGranule);
   EXPECT_GT(system::calls_seen(Call::populate), 0u);
   EXPECT_EQ(arena.memory().touched, 3 * kGranule);
@@ -232,11 +232,11 @@ TEST(SnapshotArena, WorksWithoutAdvice) {
   SnapshotArena arena;
   const ArmedFault fault(Call::advise, EINVAL, 0, 1000);
   {
-    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
   }
   arena.trim();
   EXPECT_EQ(arena.memory().touched, kGranule);  // the system kept it: so it is still counted
-  EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+  EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
 }
 
 // --- Registration.
@@ -284,20 +284,20 @@ TEST(SnapshotArena, RegistersPieceByPiece) {
     arena.set_registrar(device.registrar());
     std::byte* data = nullptr;
     {
-      const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+      const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
       data = range.data();
       settle(arena);
       EXPECT_EQ(device.registered(), (Registrations{{data, kGranule}}));
     }
     EXPECT_EQ(device.registered().size(), 1u);  // kept from save to save
     {
-      const SnapshotRange range = arena.acquire(kPinPiece + kGranule, kPlenty, kThreads);
+      const SnapshotRange range = arena.acquire(kPinPiece + kGranule, kAmple, kHelpers);
       settle(arena);
       EXPECT_EQ(device.registered(), (Registrations{{data, kPinPiece}, {data + kPinPiece, kGranule}}));
       EXPECT_EQ(arena.memory().registered, kPinPiece + kGranule);
     }
     const unsigned asked = device.asked();
-    const SnapshotRange range = arena.acquire(kPinPiece, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(kPinPiece, kAmple, kHelpers);
     settle(arena);
     EXPECT_EQ(device.asked(), asked);
     arena.trim();
@@ -309,17 +309,17 @@ TEST(SnapshotArena, RegistersPieceByPiece) {
 TEST(SnapshotArena, RegistersWhatWasTouchedBefore) {
   Device first, second;
   SnapshotArena arena;
-  arena.prepare(2 * kGranule, kThreads);
+  arena.prepare(2 * kGranule, kHelpers);
   arena.set_registrar(first.registrar());
   EXPECT_TRUE(first.registered().empty());
   {
-    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
   }
   settle(arena);
   EXPECT_EQ(arena.memory().registered, 2 * kGranule);
   arena.set_registrar(second.registrar());
   EXPECT_TRUE(first.registered().empty());
-  arena.prepare(kGranule, kThreads);
+  arena.prepare(kGranule, kHelpers);
   EXPECT_EQ(second.registered().size(), 1u);
   arena.set_registrar({});
   EXPECT_TRUE(second.registered().empty());
@@ -331,7 +331,7 @@ TEST(SnapshotArena, TakesNoForAnAnswer) {
   SnapshotArena arena;
   arena.set_registrar(device.registrar());
   for (int round = 0; round < 2; ++round) {
-    EXPECT_EQ(arena.acquire(kGranule, kPlenty, kThreads).bytes(), kGranule);
+    EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
     settle(arena);
     EXPECT_EQ(device.asked(), 1u);
     EXPECT_EQ(arena.memory().registered, 0u);
@@ -359,7 +359,7 @@ TEST(SnapshotArena, RegistersInTheBackground) {
   SnapshotArena arena;
   arena.set_registrar(registrar);
   {
-    const SnapshotRange range = arena.acquire(kGranule, kPlenty, kThreads);
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
     std::memset(range.data(), 1, range.bytes());
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return begun; });
@@ -387,7 +387,7 @@ TEST(SnapshotArena, SharesAmongThreads) {
     for (unsigned worker = 0; worker < kWorkers; ++worker) {
       threads.emplace_back([&, worker] {
         for (int round = 0; round < 50; ++round) {
-          const SnapshotRange range = arena.acquire((1 + worker % 2) * kGranule, kBudget, kThreads);
+          const SnapshotRange range = arena.acquire((1 + worker % 2) * kGranule, kBudget, kHelpers);
           for (uint64_t at = 0; at < range.bytes(); at += kGranule) range.data()[at] = std::byte(worker);
           EXPECT_LE(arena.memory().in_use, kBudget);
           for (uint64_t at = 0; at < range.bytes(); at += kGranule) EXPECT_EQ(range.data()[at], std::byte(worker));
@@ -400,7 +400,7 @@ TEST(SnapshotArena, SharesAmongThreads) {
 }
 
 TEST(SnapshotArena, OfTheProcessIsNewAfterFork) {
-  const SnapshotRange taken = snapshot_arena().acquire(kGranule, kPlenty, 1);
+  const SnapshotRange taken = snapshot_arena().acquire(kGranule, kAmple, 1);
   ASSERT_EQ(taken.bytes(), kGranule);
   taken.data()[0] = std::byte{1};
   const pid_t child = ::fork();

@@ -21,8 +21,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr uint64_t kPlenty = uint64_t{1} << 40;
-constexpr unsigned kThreads = 3;
+constexpr uint64_t kUnlimited = uint64_t{1} << 40;
+constexpr unsigned kWorkers = 3;
 
 // Rows of a write table, and what their bytes were when each was added.
 class State {
@@ -127,14 +127,14 @@ State some_of_everything() {
 TEST_F(SnapshotTest, HoldsWhatTheStateWas) {
   State state = some_of_everything();
   for (const unsigned threads : {1u, 3u, 16u}) {
-    Snapshot snapshot(state.table(), kPlenty, threads, arena_);
+    Snapshot snapshot(state.table(), kUnlimited, threads, arena_);
     EXPECT_EQ(snapshot.first(), 0u);
     EXPECT_EQ(snapshot.copied_bytes(), 0u);
     snapshot.copy(threads);
     state.expect_copied(snapshot);
   }
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
-  snapshot.start(kThreads);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
+  snapshot.start(kWorkers);
   EXPECT_TRUE(snapshot.wait());
   state.overwrite();
   state.expect_copied(snapshot);
@@ -144,10 +144,10 @@ TEST_F(SnapshotTest, OfNothingIsEmpty) {
   for (const bool with_rows : {false, true}) {
     State state;
     if (with_rows) state.add("float32", {5, 0});
-    Snapshot snapshot(state.table(), 0, kThreads, arena_);
+    Snapshot snapshot(state.table(), 0, kWorkers, arena_);
     EXPECT_EQ(snapshot.first(), 0u);
     EXPECT_EQ(snapshot.bytes(), 0u);
-    snapshot.copy(kThreads);
+    snapshot.copy(kWorkers);
     state.expect_copied(snapshot);
   }
   EXPECT_EQ(arena_.memory().touched, 0u);
@@ -160,9 +160,9 @@ TEST_F(SnapshotTest, CopiesSharedMemoryOnce) {
   state.add_view("uint8", storage + 40'000, {20'000}, {1});
   state.add_view("uint8", storage + 100, {50'000}, {1});
   state.add_view("uint8", storage + 90'000, {10'000}, {1});
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
   EXPECT_EQ(snapshot.bytes(), 59'900u + 10'000u);
-  snapshot.copy(kThreads);
+  snapshot.copy(kWorkers);
   state.overwrite();
   state.expect_copied(snapshot);
 }
@@ -174,9 +174,9 @@ TEST_F(SnapshotTest, CopiesManyTinyTensors) {
   for (int64_t index = 0; index < kCount; ++index) {
     state.add_view("int64", storage + index * kBytes * 2, {kBytes / 8}, {1});
   }
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
   EXPECT_EQ(snapshot.bytes(), static_cast<uint64_t>(kCount * kBytes));
-  snapshot.copy(kThreads);
+  snapshot.copy(kWorkers);
   state.overwrite();
   state.expect_copied(snapshot);
 }
@@ -185,8 +185,8 @@ TEST_F(SnapshotTest, LargeTensorsAreWrittenFromWhereTheyLie) {
   State state;
   state.add("uint8", {1001});
   for (int i = 0; i < 2; ++i) state.add("uint8", {static_cast<int64_t>(io::kLargeBody) + 333 * i}, 8);
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
-  snapshot.copy(kThreads);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
+  snapshot.copy(kWorkers);
   const std::vector<write::RecordSource> sources = write::parse_write_table(snapshot.table());
   for (size_t row = 1; row < sources.size(); ++row) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(sources[row].data) % kBlock, write::kTorchOffset);
@@ -199,13 +199,13 @@ TEST_F(SnapshotTest, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
   for (int i = 0; i < 8; ++i) state.add("uint8", {static_cast<int64_t>(kMiB)});
   uint64_t before = 9;
   for (const uint64_t budget : {uint64_t{0}, kMiB, 3 * kMiB, 4 * kMiB, 7 * kMiB, 8 * kMiB}) {
-    Snapshot snapshot(state.table(), budget, kThreads, arena_);
+    Snapshot snapshot(state.table(), budget, kWorkers, arena_);
     EXPECT_EQ(snapshot.first(), 8 - budget / SnapshotArena::kGranule * 2) << budget;
     EXPECT_LE(snapshot.first(), before);
     before = snapshot.first();
     EXPECT_EQ(snapshot.bytes(), (8 - snapshot.first()) * kMiB);
     EXPECT_LE(arena_.memory().touched, budget);
-    snapshot.copy(kThreads);
+    snapshot.copy(kWorkers);
     state.expect_copied(snapshot);
   }
 }
@@ -214,12 +214,12 @@ TEST_F(SnapshotTest, SharesTheBudgetWithOthers) {
   State state;
   for (int i = 0; i < 6; ++i) state.add("uint8", {1 << 20});
   constexpr uint64_t kBudget = 5 * SnapshotArena::kGranule;
-  Snapshot first(state.table(), kBudget, kThreads, arena_);
-  Snapshot second(state.table(), kBudget, kThreads, arena_);
+  Snapshot first(state.table(), kBudget, kWorkers, arena_);
+  Snapshot second(state.table(), kBudget, kWorkers, arena_);
   EXPECT_EQ(first.first(), 0u);
   EXPECT_EQ(second.first(), 2u);
-  first.start(kThreads);
-  second.start(kThreads);
+  first.start(kWorkers);
+  second.start(kWorkers);
   EXPECT_TRUE(first.wait());
   EXPECT_TRUE(second.wait());
   state.overwrite();
@@ -234,10 +234,10 @@ TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
     for (const uint64_t calls : {0, 1}) {
       SnapshotArena arena;
       const ArmedFault fault(call, ENOMEM, calls, 1000);
-      Snapshot snapshot(state.table(), kPlenty, 1, arena);
+      Snapshot snapshot(state.table(), kUnlimited, 1, arena);
       const uint64_t expected = calls == 0 ? 18 : call == Call::populate ? 2 : 0;  // one call takes 16 MiB
       EXPECT_EQ(snapshot.first(), expected);
-      snapshot.copy(kThreads);
+      snapshot.copy(kWorkers);
       state.expect_copied(snapshot);
     }
   }
@@ -246,11 +246,11 @@ TEST_F(SnapshotTest, HoldsLessWhereTheSystemHasNoMemory) {
 TEST_F(SnapshotTest, TakesTheMemoryOfTheOneBefore) {
   State state = some_of_everything();
   {
-    Snapshot(state.table(), kPlenty, kThreads, arena_).copy(kThreads);
+    Snapshot(state.table(), kUnlimited, kWorkers, arena_).copy(kWorkers);
   }
   const ArmedFault counting(Call::populate, ENOMEM, 1000);
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
-  snapshot.copy(kThreads);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
+  snapshot.copy(kWorkers);
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
   state.expect_copied(snapshot);
 }
@@ -267,12 +267,12 @@ void expect_invalid(const std::function<void()>& call) {
 TEST_F(SnapshotTest, IsCopiedOnceAndNotReadBefore) {
   State state;
   state.add("uint8", {1000});
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
   expect_invalid([&] { snapshot.wait(); });
   expect_invalid([&] { snapshot.table(); });
-  snapshot.copy(kThreads);
-  expect_invalid([&] { snapshot.copy(kThreads); });
-  expect_invalid([&] { snapshot.start(kThreads); });
+  snapshot.copy(kWorkers);
+  expect_invalid([&] { snapshot.copy(kWorkers); });
+  expect_invalid([&] { snapshot.start(kWorkers); });
   state.expect_copied(snapshot);
 }
 
@@ -282,14 +282,14 @@ TEST_F(SnapshotTest, RefusesATableThatMakesNoSense) {
   std::vector<int64_t> table(state.table().begin(), state.table().end());
   table.push_back(0);
   try {
-    Snapshot(table, kPlenty, kThreads, arena_);
+    Snapshot(table, kUnlimited, kWorkers, arena_);
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_EQ(error.item, 1);
   }
 }
 
-void expect_cancelled(Snapshot& snapshot) {
+void expect_cancelled_for_good(Snapshot& snapshot) {
   for (int again = 0; again < 2; ++again) {
     try {
       snapshot.wait();
@@ -305,14 +305,14 @@ TEST_F(SnapshotTest, EndsWhenItIsCancelled) {
   State state;
   state.add("uint8", {9 << 20});
   {
-    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
     snapshot.cancel();
-    snapshot.start(kThreads);
-    expect_cancelled(snapshot);
+    snapshot.start(kWorkers);
+    expect_cancelled_for_good(snapshot);
     EXPECT_EQ(snapshot.copied_bytes(), 0u);
   }
-  Snapshot whole(state.table(), kPlenty, kThreads, arena_);
-  whole.copy(kThreads);
+  Snapshot whole(state.table(), kUnlimited, kWorkers, arena_);
+  whole.copy(kWorkers);
   whole.cancel();  // too late
   state.expect_copied(whole);
 }
@@ -325,9 +325,9 @@ TEST_F(SnapshotTest, FindsThatMemoryIsGone) {
   State state;
   state.add("uint8", {100});
   state.add_view("uint8", static_cast<std::byte*>(map), {kBytes}, {1});
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
   ::munmap(map, kBytes);
-  snapshot.start(kThreads);
+  snapshot.start(kWorkers);
   try {
     snapshot.wait();
     FAIL() << "copied what is not there";
@@ -341,8 +341,8 @@ TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
   const State state = some_of_everything();
   for (const int error : {ENOSYS, EPERM, 0}) {  // 0: some of it only
     system::inject_fault(Call::peek, error, 1, 1);
-    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
-    snapshot.start(kThreads);
+    Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
+    snapshot.start(kWorkers);
     EXPECT_TRUE(snapshot.wait());
     EXPECT_GE(system::calls_seen(Call::peek), 2u);
     state.expect_copied(snapshot);
@@ -354,8 +354,8 @@ TEST_F(SnapshotTest, CopiesWithoutTheKernelWhereItMayNotHelp) {
 TEST_F(SnapshotTest, HasCopiedStridedRowsWhenItHasStarted) {
   State state;
   state.add_view("float32", state.memory(4 * 30 * 40), {40, 30}, {1, 40});
-  Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
-  snapshot.start(kThreads);
+  Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
+  snapshot.start(kWorkers);
   state.overwrite();
   EXPECT_TRUE(snapshot.wait());
   state.expect_copied(snapshot);
@@ -366,7 +366,7 @@ TEST_F(SnapshotTest, EndsAtAnyMoment) {
   State state;
   state.add("uint8", {20 << 20});
   for (uint64_t round = 0; round < 12; ++round) {
-    Snapshot snapshot(state.table(), kPlenty, kThreads, arena_);
+    Snapshot snapshot(state.table(), kUnlimited, kWorkers, arena_);
     snapshot.start(2);
     while (snapshot.copied_bytes() < snapshot.bytes() * round / 12) std::this_thread::yield();
     if (round % 2 == 0) continue;  // destroyed
@@ -385,7 +385,7 @@ TEST_F(SnapshotTest, EndsAtAnyMoment) {
 TEST_F(SnapshotTest, IsAnEmptyShellAfterFork) {
   State state;
   state.add("uint8", {9 << 20});
-  std::optional<Snapshot> snapshot(std::in_place, state.table(), kPlenty, kThreads, arena_);
+  std::optional<Snapshot> snapshot(std::in_place, state.table(), kUnlimited, kWorkers, arena_);
   snapshot->start(2);
   const pid_t child = ::fork();
   ASSERT_GE(child, 0);
