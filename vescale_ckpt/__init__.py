@@ -43,6 +43,8 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
+_MODULES = ("errors", "reports", "settings")  # public, but seldom asked for by their names
+
 __all__ = sorted(_MODULE_OF)
 
 
@@ -51,6 +53,8 @@ def __getattr__(name: str) -> Any:
         from ._version import VERSION
 
         return VERSION
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_MODULE_OF[name]}", __name__)
@@ -59,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, *_MODULES, "__version__"})

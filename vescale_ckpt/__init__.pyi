@@ -1,7 +1,10 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
+from . import errors as errors
 from . import metrics as metrics
+from . import reports as reports
 from . import safetensors as safetensors
+from . import settings as settings
 from ._collective.handle import SaveHandle as SaveHandle
 from ._convert.run import ConvertReport as ConvertReport
 from ._convert.run import convert as convert

@@ -124,8 +124,9 @@ def test_the_models_that_help_names_are_those_that_there_are() -> None:
 
 def test_type_checkers_are_told_the_names_that_there_are() -> None:
     stub = Path(vescale_ckpt.__file__).with_name("__init__.pyi").read_text()
-    assert sorted(re.findall(r"\w+ as (\w+)", stub)) == vescale_ckpt.__all__
-    assert all(getattr(vescale_ckpt, name) is not None for name in vescale_ckpt.__all__)
+    modules = ["errors", "reports", "settings"]
+    assert sorted(re.findall(r"\w+ as (\w+)", stub)) == sorted([*vescale_ckpt.__all__, *modules])
+    assert all(getattr(vescale_ckpt, name) is not None for name in [*vescale_ckpt.__all__, *modules])
 
 
 # --- What commands find
@@ -259,6 +260,8 @@ def test_verify_reads_files_of_torch_and_numpy(checkpoint: Path, tmp_path: Path,
     path.write_bytes(data[:-30])
     assert run_json(capsys, "verify", path)[0] == 1
     assert run(capsys, "verify", tmp_path / "nothing")[0] == 2
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, "verify", tmp_path / "empty")[0] == 2
 
 
 def test_prune_and_repair_remove_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -511,7 +511,7 @@ def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) 
     def lock_late(path: str) -> Any:
         if not marks:
             marks.append(path)
-            leftovers.remove(hf_folder._leftovers(os.path.dirname(path)))
+            leftovers.remove(hf_folder.left_by_exports(os.path.dirname(path)))
         return lock(path)
 
     def remove_while_marked(path: str, is_folder: bool) -> None:

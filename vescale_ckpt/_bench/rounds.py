@@ -263,7 +263,7 @@ def _state(size: int) -> dict[str, torch.Tensor]:
     rest = size - sum(sizes)
     sizes += [_LARGE] * (rest // _LARGE) + ([rest % _LARGE // 8 * 8] if rest % _LARGE >= 8 else [])
     generator = torch.Generator().manual_seed(0)
-    base = torch.empty(max(sizes, default=0) // 8, dtype=torch.int64).random_(generator=generator)
+    base = torch.empty(max(sizes, default=0) // 8, dtype=torch.int64, device="cpu").random_(generator=generator)
     return {f"layers.{number}.weight": base[: count // 8].add(number) for number, count in enumerate(sizes)}
 
 

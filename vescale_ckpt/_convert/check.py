@@ -27,12 +27,15 @@ _NUMPY = "npy"  # the format without checksums
 def verify_any(path: str | os.PathLike[str], quick: bool, progress: Progress | None = None) -> VerifyReport:
     """What `verify` reports, also of files of torch.save and numpy. Of these `quick` reads the tables of contents only.
 
-    Raises `CheckpointError` if a file is of no known format, and FileNotFoundError.
+    Raises `CheckpointError` if a file is of no known format or a directory holds no checkpoint, and FileNotFoundError.
     """
     where = local_path(path)
     if is_folder(where):
         of_tensors = bool(metadata_file.metadata_ranks(where)) or contents.is_safetensors(where)
         raw = not of_tensors and any(name.endswith(".npy") for name in directory_at(where).names())
+        if not (of_tensors or raw):
+            (nothing,) = verify_with_progress(where, quick, None).damaged
+            raise CheckpointError(nothing.reason, path=where)
     else:
         with named_system_errors(where):
             raw = kind_of_file(where) != "other"
