@@ -6,7 +6,7 @@ PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal
 STAMP = $(VENV)/.installed
 # Processes that run Python tests. These wait for others of theirs half of the time.
-JOBS ?= 3
+JOBS ?= 4
 export VESCALE_CKPT_WERROR = 1
 # Tests start a thousand processes: each would compile the package's modules anew where this is set.
 export PYTHONDONTWRITEBYTECODE =
