@@ -29,7 +29,7 @@ from ._engine import _C
 from ._engine.gc import gc_paused
 from ._engine.rows import words
 from ._hf.folder import shard_bytes
-from ._observe.timeline import WAIT, Timeline, phase
+from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
 from ._ranks.store_thread import GRACE_SECONDS
@@ -129,7 +129,7 @@ def save(
             return SaveHandle.of_skipped(busy)
         limit = settings.timeout(timeout)
         began = time.monotonic()
-        with phase(WAIT, "the save before this one"):
+        with phase("previous save"):
             queue.wait_until_done(limit)
         failed_before = queue.take_failure()
         if failed_before is not None and isinstance(failed_before.cause, CheckpointTimeoutError):

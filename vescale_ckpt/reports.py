@@ -20,6 +20,8 @@ class JobStats:
     slowest_rank: int  #: the rank with the most seconds of work of its own
     slowest_seconds: float  #: of that rank
     mean_seconds: float  #: of all ranks
+    last_rank: int = 0  #: the rank that came last to the first exchange
+    late_seconds: float = 0.0  #: by which it came later than the first one
 
     @property
     def imbalance(self) -> float:
@@ -44,7 +46,8 @@ class TransferStats:
     total_seconds: float = field(default=0.0, kw_only=True)  #: from the call until it is durable, or loaded
     #: until the call returned; in asynchronous saves less than `total_seconds`
     blocked_seconds: float = field(default=0.0, kw_only=True)
-    #: seconds by phase: plan, snapshot, write, sync, commit; metadata, plan, read, hand over; wait (for other ranks)
+    #: seconds by phase: previous save, plan, snapshot, write, sync, commit; metadata, plan, read, hand over; wait (for
+    #: other ranks)
     phases: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     job: JobStats | None = field(default=None, kw_only=True)  #: None where DCP's collectives do not tell
 

@@ -224,6 +224,9 @@ def test_restorable_tells_what_is_missing_and_what_does_not_fit(checkpoint: Path
     status, found = run_json(capsys, "restorable", checkpoint, "--like", tmp_path / "like")
     assert status == 1 and found["missing"] == ["model.b"] and list(found["mismatched"]) == ["model.a.weight"]
     assert run(capsys, "restorable", checkpoint, "--like", checkpoint)[0] == 0
+    vescale_ckpt.save(tmp_path / "renamed", {"net": {"a": {"weight": torch.ones(3, 4), "bias": torch.ones(3)}}})
+    status, out, _ = run(capsys, "restorable", checkpoint, "--like", tmp_path / "renamed")
+    assert status == 1 and "load(..., rename={'net': 'model'})" in out
 
 
 def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +243,20 @@ def test_verify_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (status, found["step"], list(found["passed_over"])) == (0, 1, ["2"])
     (tmp_path / "none").mkdir()
     assert run(capsys, "latest", tmp_path / "none")[0] == 2
+
+
+def test_verify_names_the_keys_of_one_damage_in_one_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data,) = checkpoint.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    at = content.index(torch.tensor([11.0]).numpy().tobytes())  # the last value of a.weight
+    content[at] ^= 1
+    data.write_bytes(content)
+    status, out, _ = run(capsys, "verify", checkpoint)
+    assert status == 1 and "damaged: model.a.weight: checksum mismatch in " in out and "1 problem: " in out
+    data.unlink()
+    status, out, _ = run(capsys, "verify", checkpoint)
+    assert status == 1 and len(out.splitlines()) == 3  # the file, what that means for keys, the sum
+    assert "model.a.weight" in out and data.name in out
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.npz", "npy"])

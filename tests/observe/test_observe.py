@@ -240,10 +240,12 @@ def _late_save(directory: str, late: int) -> tuple[list[tuple[int, str]], JobSta
 def test_a_rank_that_waits_says_for_whom(checkpoint: Path) -> None:
     answers = run_ranks(3, _late_save, str(checkpoint), 2)
     jobs = [job for _, job in answers]
+    assert jobs[0].last_rank == 2 and jobs[0].late_seconds > 1
     assert jobs[0] is not None and jobs.count(jobs[0]) == 3
     assert jobs[0].ranks == 3
     assert jobs[0].most_bytes >= 4 << 20 and jobs[0].imbalance > 1
     told = [text for level, text in answers[0][0] if level == logging.WARNING]
+    assert any("last to come: rank 2" in text for _, text in answers[0][0])
     assert any("is in 'wait'" in text and "waits for rank 2 of 3" in text for text in told), told
     assert not any(level >= logging.WARNING for lines, _ in answers[1:] for level, _ in lines)
     ends = [text for level, text in answers[0][0] if level == logging.INFO and "slowest: rank" in text]

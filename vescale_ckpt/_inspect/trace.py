@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import CheckpointError
 
 #: The phases in the order in which they come.
-PHASES = ("metadata", "plan", "snapshot", "read", "write", "sync", "commit", "hand over", "wait")
+PHASES = ("previous save", "metadata", "plan", "snapshot", "read", "write", "sync", "commit", "hand over", "wait")
 _WAIT = "wait"
 
 
@@ -51,6 +51,16 @@ class Operation:
     def slowest(self) -> int:
         """The rank that was busy longest."""
         return max(self.ranks, key=lambda rank: self.ranks[rank].busy)
+
+    @property
+    def last(self) -> int:
+        """The rank that began last."""
+        return max(self.ranks, key=lambda rank: self.ranks[rank].begin)
+
+    @property
+    def late_seconds(self) -> float:
+        """By which the last rank began later than the first, by the clocks of their machines."""
+        return self.ranks[self.last].begin - self.begin
 
     @property
     def mean_busy(self) -> float:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vescale_ckpt")
 
 _LEAST_SHARE = 0.005  # of all time, for a phase to be named
+_LATE_SHARE = 0.1  # of all time, for the rank that came last to be named
 
 
 def log_begin(timeline: Timeline, note: str) -> None:
@@ -47,6 +48,7 @@ def log_still(timeline: Timeline, phase: OpenPhase, seconds: float, moved: bool)
         return
     if timeline.progress is not None:
         done, total = timeline.progress()
+        done = min(done, total or done)  # framing and fill count as done
         text += f": {size(done)}" + (f" of {size(total)}" if total else "")
     logger.log(logging.INFO if moved else logging.WARNING, "%s%s", text, "" if moved else ", and nothing moves")
 
@@ -64,6 +66,8 @@ def summary(stats: SaveStats | LoadStats) -> str:
     named = {name: spent for name, spent in stats.phases.items() if spent >= _LEAST_SHARE * total}
     texts.append(", ".join(f"{name} {seconds_text(spent)}" for name, spent in named.items()))
     if job is not None and job.ranks > 1:
+        if job.late_seconds >= _LATE_SHARE * total:
+            texts.append(f"last to come: rank {job.last_rank}, {seconds_text(job.late_seconds)} after the first")
         texts.append(
             f"slowest: rank {job.slowest_rank} with {seconds_text(job.slowest_seconds)} "
             f"(mean {seconds_text(job.mean_seconds)})"

@@ -56,6 +56,7 @@ class Timeline:
         self.ended = False
         self._began = self._mark = time.perf_counter_ns()
         self._open: list[OpenPhase] = []
+        self._first_wait = 0.0  # seconds until the ranks had met in this save or load; the last rank waits least
         self._trace = trace.sink(rank)
 
     # --- What goes on
@@ -75,7 +76,9 @@ class Timeline:
             _current.reset(token)
 
     @contextmanager
-    def phase(self, name: str, detail: str = "", who: Callable[[], str] | None = None) -> Iterator[None]:
+    def phase(
+        self, name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False
+    ) -> Iterator[None]:
         opened = OpenPhase(name, detail, who, time.perf_counter_ns(), threading.current_thread().name)
         self._count(opened.began)
         self._open.append(opened)
@@ -85,6 +88,8 @@ class Timeline:
             now = time.perf_counter_ns()
             self._count(now)
             self._open.pop()
+            if name == WAIT and meets and not self._first_wait:
+                self._first_wait = self.seconds_by_phase[WAIT]
             if self._trace is not None:
                 self._trace.add(self.kind, opened.name, opened.detail, opened.thread, opened.began, now)
 
@@ -123,12 +128,13 @@ class Timeline:
 
     def votes(self, own_bytes: int) -> tuple[list[int], list[int]]:
         """What `job` needs of this rank: numbers of which all ranks find the minimum, and numbers that they add up."""
-        busy = round(self.busy_seconds * _TICKS)
-        return [~(busy << _RANK_BITS | self.rank), ~own_bytes], [busy, own_bytes]
+        busy, wait = round(self.busy_seconds * _TICKS), round(self._first_wait * _TICKS)
+        least = [~(busy << _RANK_BITS | self.rank), ~own_bytes, wait << _RANK_BITS | self.rank, ~wait]
+        return least, [busy, own_bytes]
 
     def job(self, agreed: Sequence[int]) -> JobStats:
         """The statistics of all ranks, from the minima and sums of their votes."""
-        least_busy, least_bytes, busy, all_bytes = agreed
+        least_busy, least_bytes, least_wait, not_most_wait, busy, all_bytes = agreed
         slowest = ~least_busy
         return JobStats(
             ranks=self.ranks,
@@ -137,6 +143,8 @@ class Timeline:
             slowest_rank=slowest & (1 << _RANK_BITS) - 1,
             slowest_seconds=(slowest >> _RANK_BITS) / _TICKS,
             mean_seconds=busy / _TICKS / self.ranks,
+            last_rank=least_wait & (1 << _RANK_BITS) - 1,
+            late_seconds=(~not_most_wait - (least_wait >> _RANK_BITS)) / _TICKS,
         )
 
     def with_times(self, stats: _Stats, job: JobStats | None = None) -> _Stats:
@@ -169,16 +177,17 @@ def current() -> Timeline | None:
 
 
 @contextmanager
-def phase(name: str, detail: str = "", who: Callable[[], str] | None = None) -> Iterator[None]:
+def phase(name: str, detail: str = "", who: Callable[[], str] | None = None, meets: bool = False) -> Iterator[None]:
     """A phase of the save or load that this thread goes on with. Without one it does nothing.
 
     Args:
         detail: what is done in it.
         who: names the ranks that it waits for. Called on another thread if it takes long.
+        meets: all ranks take part, so that the one that waits least has come last.
     """
     timeline = _current.get()
     if timeline is None:
         yield
         return
-    with timeline.phase(name, detail, who):
+    with timeline.phase(name, detail, who, meets):
         yield

@@ -121,7 +121,7 @@ class Connections:
             self._progress = 0
             self._rendezvous.note(self.calls, step)
             try:
-                with observed_phase(WAIT, step, self._whom):
+                with observed_phase(WAIT, step, self._whom, meets=True):
                     self._greet(step)
                     yield
                 self._rendezvous.note(self.calls, step, inside=False)

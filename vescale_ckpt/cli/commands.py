@@ -275,8 +275,8 @@ COMMANDS = (
         "Shows every save and load, and for the last one the phases of the slowest ranks. --plot draws its time line.",
         ("vescale-ckpt trace traces", "vescale-ckpt trace traces --of step-1000 --plot slow.png --out merged.json"),
         json=(
-            "`operations` (each with `doing`, `kind`, `seconds`, `slowest_rank`, `mean_busy_seconds`, `ranks`: by "
-            "rank `seconds`, `busy_seconds`, and seconds by phase)"
+            "`operations` (each with `doing`, `kind`, `seconds`, `slowest_rank`, `mean_busy_seconds`, `last_rank`, "
+            "`late_seconds`, `ranks`: by rank `seconds`, `busy_seconds`, and seconds by phase)"
         ),
     ),
     Command(

@@ -12,7 +12,9 @@ from .output import FINE, FOUND, UNUSABLE, clean, figure
 
 if TYPE_CHECKING:
     from .._inspect.stats import TensorStats
+    from ..reports import Damage
 
+_MOST_NAMED = 5  # keys that have one damage
 _MOST_PLOTTED = 300  # tensors in a picture
 
 
@@ -24,16 +26,34 @@ def verify(options: SimpleNamespace) -> int:
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
         return FINE if report.ok else FOUND
-    for damage in report.damaged:
-        print(f"damaged: {clean(damage.reason)}")
-    for damage in report.harmless:
-        print(f"harmless: {clean(damage.reason)}")
+    for kind, found in (("damaged", report.damaged), ("harmless", report.harmless)):
+        for text in _by_reason(found):
+            print(f"{kind}: {clean(text)}")
     for text in report.unchecked:
         print(f"not checked: {clean(text)}")
     checked = "structure" if report.quick else size(report.bytes)
-    verdict = "sound" if report.ok else f"{len(report.damaged)} damaged"
+    problems = len(report.damaged)
+    verdict = f"{problems:,} problem{'s' * (problems != 1)}"
+    if report.ok:
+        verdict = "complete, data not checked" if report.quick else "sound"
     print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked} checked")
     return FINE if report.ok else FOUND
+
+
+def _by_reason(found: list[Damage]) -> list[str]:
+    """Each reason with its keys, and its file if it does not name that: one missing file damages many keys."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for damage in found:
+        keys.setdefault((damage.reason, damage.file), []).extend([damage.key] if damage.key is not None else [])
+    texts = []
+    for (reason, file), names in keys.items():
+        text = reason if file in reason else f"{reason} ({file})"
+        unsaid = [name for name in names if name not in reason]
+        if unsaid:
+            more = f" and {len(unsaid) - _MOST_NAMED:,} more" if len(unsaid) > _MOST_NAMED else ""
+            text = f"{', '.join(unsaid[:_MOST_NAMED])}{more}: {text}"
+        texts.append(text)
+    return texts
 
 
 def diff(options: SimpleNamespace) -> int:
@@ -172,6 +192,7 @@ def latest(options: SimpleNamespace) -> int:
 
 def restorable(options: SimpleNamespace) -> int:
     from .._inspect.diff import diff
+    from .._state.key_selection import suggested
 
     found = diff(options.path, options.like)
     missing, mismatched = found.only_b, found.kinds
@@ -186,5 +207,8 @@ def restorable(options: SimpleNamespace) -> int:
         print(f"does not fit: {clean(key)}: {stored} is stored, {wanted} is wanted")
     if found.only_a:
         print(f"{len(found.only_a):,} more keys are stored, which such a load leaves")
+    rename, count = suggested(missing, found.only_a)
+    if rename:
+        print(f"{count:,} of the missing keys are stored under another name: load(..., rename={clean(str(rename))})")
     print("it would load" if ok else f"it would not load: {len(missing):,} missing, {len(mismatched):,} do not fit")
     return FINE if ok else FOUND

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 12  # that are listed, the slowest ones
 _MOST_LABELS = 32  # of ranks in a picture
 _COLOURS = {
+    "previous save": "#ccb974",
     "metadata": "#8172b3",
     "plan": "#64b5cd",
     "snapshot": "#dd8452",
@@ -38,6 +39,9 @@ def run(options: SimpleNamespace) -> int:
         trace.write_merged(events, options.out)
     if options.plot:
         _draw(found[-1], options.plot)
+    if not options.json:
+        for path in filter(None, (options.out, options.plot)):
+            print(f"{output.clean(path)} is written")
     if options.json:
         output.print_json("trace/1", {"operations": list(map(_as_json, found))})
     else:
@@ -52,6 +56,8 @@ def _as_json(operation: Operation) -> dict[str, object]:
         "seconds": operation.seconds,
         "slowest_rank": operation.slowest,
         "mean_busy_seconds": operation.mean_busy,
+        "last_rank": operation.last,
+        "late_seconds": operation.late_seconds,
         "ranks": {
             rank: {"seconds": times.end - times.begin, "busy_seconds": times.busy, **times.seconds}
             for rank, times in sorted(operation.ranks.items())
@@ -68,10 +74,12 @@ def _print(found: list[Operation]) -> None:
             str(operation.slowest),
             f"{operation.ranks[operation.slowest].busy:.3f}",
             f"{operation.mean_busy:.3f}",
+            str(operation.last),
+            f"{operation.late_seconds:.3f}",
         )
         for operation in found
     ]
-    columns = ("save or load", "ranks", "seconds", "slowest", "busy", "mean busy")
+    columns = ("save or load", "ranks", "seconds", "slowest", "busy", "mean busy", "last", "late")
     output.print_table(columns, rows, right=columns[1:], lead=1)
     last = found[-1]
     print(f"\n{output.clean(last.doing)}: seconds of the slowest ranks, by phase\n")
@@ -115,7 +123,9 @@ def _draw(operation: Operation, path: str) -> None:
     if len(ranks) > 1:
         slowest = operation.slowest
         busy = f"busy {operation.ranks[slowest].busy:.2f} s (mean {operation.mean_busy:.2f} s)"
-        title += f"; slowest: rank {slowest}, {busy}"
+        title += (
+            f"; slowest: rank {slowest}, {busy}; last to come: rank {operation.last}, {operation.late_seconds:.2f} s"
+        )
         for label in axes.get_yticklabels():
             if label.get_text() == str(slowest):
                 label.set(color=_COLOURS["commit"], fontweight="bold")
