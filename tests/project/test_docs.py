@@ -51,7 +51,8 @@ def test_the_readme_is_one_screen() -> None:
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
-    code = "".join(path.read_text() for path in [*(ROOT / "vescale_ckpt").rglob("*.py"), ROOT / "setup.py"])
+    sources = [*(ROOT / "vescale_ckpt").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
+    code = "".join(path.read_text() for path in sources)
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # texts over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     titles = re.findall(r"^### (.*)$", page, re.MULTILINE)

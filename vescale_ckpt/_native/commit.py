@@ -98,7 +98,7 @@ def remove_leftovers(
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
     if removed and not dry_run:
-        logger.info("removed %d leftover files from %s", len(removed), directory)
+        logger.info("removed %d files that no checkpoint names from %s", len(removed), directory)
     return [os.path.basename(path) for path in removed]
 
 

@@ -44,4 +44,4 @@ def advice_for_directory(path: str) -> str | None:
 
 
 def _convert(path: str) -> str:
-    return f"vescale_ckpt.convert({path!r}, 'model.safetensors', format='safetensors') makes one that can be loaded"
+    return f"vescale_ckpt.convert({path!r}, 'checkpoint', format='dcp') makes one that can be loaded"
