@@ -278,16 +278,6 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def drop_from_cache(path: Path) -> None:
-    """So that the next read comes from the disk, past the page cache where that is possible."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 # --- Boxes: reads of parts of stored chunks
 
 

@@ -22,7 +22,6 @@ from damage import (
     State,
     cause,
     data_files,
-    drop_from_cache,
     fault,
     in_child,
     load,
@@ -48,6 +47,7 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._engine import _C
 
 MiB = 1 << 20
@@ -238,7 +238,7 @@ def test_a_load_survives_or_names_every_call_that_fails(checkpoint: Path, call: 
     failures = 0
     for number in range(100):
         if source == "disk":
-            drop_from_cache(data_files(checkpoint)[0])
+            drop_file(data_files(checkpoint)[0])
         with fault(call, error, skip=number):
             failure = outcome(checkpoint, state(1))
             reached = _C.calls_seen(call) > number
@@ -269,7 +269,7 @@ def test_short_transfers_are_continued(checkpoint: Path, source: str) -> None:
         with fault("write", 0, skip=number, times=1 + number):
             save(checkpoint, state(number))
         if source == "disk":
-            drop_from_cache(data_files(checkpoint)[0])
+            drop_file(data_files(checkpoint)[0])
         with fault("read", 0, skip=number, times=1 + number):
             assert outcome(checkpoint, state(number)) is None
     with fault("write", 0, times=10_000):
@@ -289,7 +289,7 @@ def test_refused_direct_transfers_go_another_way(checkpoint: Path, error: int) -
             assert ".metadata" in str(failure) and outcome(checkpoint, state(0)) is None
             save(checkpoint, state(1))
         survived["write"] += failure is None
-        drop_from_cache(data_files(checkpoint)[0])
+        drop_file(data_files(checkpoint)[0])
         with fault("read", error, skip=number):
             failure = outcome(checkpoint, state(1))
         assert failure is None or os.strerror(error) in str(failure)  # some reads are too small to be direct

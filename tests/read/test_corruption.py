@@ -17,7 +17,6 @@ from damage import (
     blank,
     cause,
     data_files,
-    drop_from_cache,
     flipped,
     in_child,
     load,
@@ -32,6 +31,7 @@ from damage import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, UntrustedCheckpointError
+from vescale_ckpt._bench.page_cache import drop_file
 
 BLOCK = 256 << 10  # what a checksum of our table covers
 TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}
@@ -97,7 +97,7 @@ def test_every_flipped_bit_inside_a_tensor_is_found(saved: Path, source: str) ->
         bit = rng.randrange(8 * record.body.start, 8 * record.body.stop)
         with flipped(record.path, bit):
             if source == "disk":
-                drop_from_cache(record.path)
+                drop_file(record.path)
             error = outcome(saved, state(1))
         assert isinstance(error, CorruptCheckpointError)
         assert (error.key, error.file) == (record.key, str(record.path))

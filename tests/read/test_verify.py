@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from damage import (
     data_files,
-    drop_from_cache,
     flipped,
     in_child,
     outcome,
@@ -32,6 +31,7 @@ from rank_pool import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import StorageReader, VerifyReport, verify
+from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._engine import _C
 
 
@@ -43,7 +43,7 @@ def test_a_sound_checkpoint_is_said_to_be(saved: Path) -> None:
     for source in ("page cache", "disk"):
         if source == "disk":
             for path in data_files(saved):
-                drop_from_cache(path)
+                drop_file(path)
         report = verify(saved)
         assert report.ok and report.damaged == []
         assert (report.keys, report.files) == (9, len(data_files(saved)))
@@ -118,7 +118,7 @@ def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path) -> No
     save(checkpoint, values)
     (checkpoint / ".metadata.index").unlink()  # its reads would be the first to fail
     for path in data_files(checkpoint):
-        drop_from_cache(path)
+        drop_file(path)
     _C.inject_fault("read", errno.EIO, 0, 1)
     assert verify(checkpoint).ok  # a moment's failure, as the second attempt shows
     # All lie in one transfer. Halves of halves fail, down to one record; the others are read.
@@ -143,7 +143,7 @@ def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatc
     del values
     for name in ("ours", "stock"):
         for path in data_files(checkpoint / name):
-            drop_from_cache(path)
+            drop_file(path)
         answer = in_child(verify_in_child, checkpoint / name, False)
         assert answer.value.ok and answer.value.bytes > 90 << 20
         assert answer.peak_bytes < 64 << 20, f"{name}: {answer.peak_bytes >> 20} MiB"

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import drop_from_cache, flip
+from damage import flip
 from rank_pool import run_ranks
 from states import assert_same, numbers
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
+from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
 from vescale_ckpt._native import metadata_file
@@ -352,7 +353,7 @@ def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
         os.environ["LOCAL_WORLD_SIZE"] = ranks_here
         dist.barrier()
         for path in directory.glob("*.distcp"):
-            drop_from_cache(path)
+            drop_file(path)
         dist.barrier()
         zeros = torch.zeros_like(w)
         target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros

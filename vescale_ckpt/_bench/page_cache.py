@@ -64,18 +64,23 @@ def drop(directory: Path, *, whole_cache: bool = False) -> float:
         if whole_cache:
             os.sync()
         for path in files_under(directory):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+            drop_file(path)
         if whole_cache and os.geteuid() == 0:
             Path("/proc/sys/vm/drop_caches").write_text("1\n")
         fraction = resident_fraction(directory)
         if fraction <= RESIDENT_LIMIT:
             return fraction
     raise StillResidentError(f"{fraction:.1%} of the files under {directory} stayed in memory")
+
+
+def drop_file(path: Path) -> None:
+    """Drops one file from memory. The kernel drops clean pages only, so the file is synced first."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def files_under(directory: Path) -> Iterator[Path]:

@@ -29,7 +29,8 @@ def log_end(timeline: Timeline, stats: SaveStats | LoadStats | None, error: Base
             timeline.doing, seconds_text(timeline.seconds), type(error).__name__, f": {error}" if str(error) else "",
         )  # fmt: skip
         return
-    logger.log(_level(timeline), "%s: %s", timeline.doing, summary(stats))
+    if logger.isEnabledFor(_level(timeline)):
+        logger.log(_level(timeline), "%s: %s", timeline.doing, summary(stats))
 
 
 def log_still(timeline: Timeline, phase: OpenPhase, seconds: float, moved: bool) -> None:

@@ -10,6 +10,8 @@ _KEYS = Value(
     metavar="PATTERN", many=True,
 )  # fmt: skip
 _PATH = Value("path", "a checkpoint: a directory, or a file of safetensors, torch.save or numpy", metavar="PATH")
+_DTYPE = Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True)
+_OVERWRITE = Value("--overwrite", "replace what is there", bool)
 _PLOT = Value("--plot", "also draw it (.png, .svg, .pdf; needs vescale_ckpt[plot])", metavar="FILE")
 _DIRECTORY = Value("directory", "the directory of a CheckpointManager, which holds step-N", metavar="DIR")
 
@@ -182,7 +184,7 @@ COMMANDS = (
                 "--rename-pattern", "a regular expression and what takes its place, applied in order",
                 metavar="REGEX=NEW", many=True,
             ),
-            Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True),
+            _DTYPE,
             Value(
                 "--stack", "stack layers.*.w=layers.w, or split layers.w=layers.*.w", metavar="OLD=NEW", many=True
             ),
@@ -191,7 +193,7 @@ COMMANDS = (
                 "--on-objects", "what becomes of values that are no tensors and have no place",
                 default="warn", choices=("warn", "drop", "error"),
             ),
-            Value("--overwrite", "replace what is there", bool),
+            _OVERWRITE,
             _JSON,
         ),
         "From DCP, safetensors, a file of torch.save, numpy's .npz or a folder of .npy, verified on the way, in "
@@ -216,9 +218,9 @@ COMMANDS = (
                 "--key", "the name of the model in the checkpoint, which is left out of its tensors' names",
                 default="model", metavar="NAME",
             ),
-            Value("--dtype", "convert floating-point tensors to it", metavar="[PATTERN=]DTYPE", many=True),
+            _DTYPE,
             Value("--max-shard-size", "of a file", default="5GB", metavar="SIZE"),
-            Value("--overwrite", "replace what is there", bool),
+            _OVERWRITE,
             _JSON,
         ),
         "Writes model.safetensors, or numbered files and their index. Other names, and parts of the model: convert.",

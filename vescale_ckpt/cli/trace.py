@@ -39,13 +39,12 @@ def run(options: SimpleNamespace) -> int:
         trace.write_merged(events, options.out)
     if options.plot:
         _draw(found[-1], options.plot)
-    if not options.json:
-        for path in filter(None, (options.out, options.plot)):
-            print(f"{output.clean(path)} is written")
     if options.json:
         output.print_json("trace/1", {"operations": list(map(_as_json, found))})
-    else:
-        _print(found)
+        return FINE
+    for path in filter(None, (options.out, options.plot)):
+        print(f"{output.clean(path)} is written")
+    _print(found)
     return FINE
 
 
