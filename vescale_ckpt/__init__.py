@@ -19,6 +19,7 @@ _NAMES = {
     "_inspect.info": ("inspect",),
     "_read.verify": ("verify",),
     "_state.per_rank": ("PerRank",),
+    "_state.random_state": ("RandomState",),
     "_write.optimizer_gate": ("Gate",),
     "api": ("load", "prepare", "save"),
     "_convert.run": ("ConvertReport", "convert"),
@@ -43,7 +44,7 @@ _NAMES = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-_MODULES = ("errors", "reports", "settings")  # public, but seldom asked for by their names
+_MODULES = ("errors", "integrations", "reports", "settings")  # public, but seldom asked for by their names
 
 __all__ = sorted(_MODULE_OF)
 

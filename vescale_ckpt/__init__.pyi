@@ -1,6 +1,7 @@
 """Fast, verified, never torn checkpoints for PyTorch: a C++ engine behind torch.distributed.checkpoint."""
 
 from . import errors as errors
+from . import integrations as integrations
 from . import metrics as metrics
 from . import reports as reports
 from . import safetensors as safetensors
@@ -16,6 +17,7 @@ from ._dcp.storage_writer import StorageWriter as StorageWriter
 from ._inspect.info import inspect as inspect
 from ._read.verify import verify as verify
 from ._state.per_rank import PerRank as PerRank
+from ._state.random_state import RandomState as RandomState
 from ._write.optimizer_gate import Gate as Gate
 from .api import load as load
 from .api import prepare as prepare

@@ -63,6 +63,7 @@ def save(
     on_busy: OnBusy = "wait",
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -95,6 +96,9 @@ def save(
         max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
             file of its own.
         metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
+        extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
+            rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
+            into the directory after the commit, for other programs. For format "dcp".
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -116,6 +120,11 @@ def save(
         )
     check_format(format, metadata)
     shard_bytes(max_shard_size)
+    if extra_files is not None and format != "dcp":
+        raise ValueError(
+            f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
+            "into its folder before the save, as save_pretrained does with config.json"
+        )
     directory = local_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
@@ -143,7 +152,7 @@ def save(
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
-        save = kind(exchange, planner, directory, timeline, **options)
+        save = kind(exchange, planner, directory, timeline, extra_files, **options)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)
@@ -174,6 +183,7 @@ def load(
     weights_only: bool = True,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    extra_files: dict[str, bytes] | None = None,
 ) -> dict[str, Any]: ...
 
 
@@ -192,6 +202,7 @@ def load(
     planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    extra_files: dict[str, bytes] | None = None,
 ) -> LoadReport: ...
 
 
@@ -209,6 +220,7 @@ def load(
     planner: DcpLoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
+    extra_files: dict[str, bytes] | None = None,
 ) -> LoadReport | dict[str, Any]:
     """Loads the checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -241,6 +253,8 @@ def load(
             error. Of the options above it allows `verify` and `weights_only` only.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+        extra_files: a dict that is cleared and filled with the contents of the files that were saved with
+            `extra_files=`, by name. The copies in the directory are not read.
 
     Raises on all ranks if any fails, in bounded time: `MissingKeysError` (with `missing`, `unexpected`, `mismatched`),
     `IncompatibleStateError`, `CorruptCheckpointError`, `UntrustedCheckpointError`, `LoadFailedError` with the rank for
@@ -260,8 +274,10 @@ def load(
     if planner is not None:
         if not isinstance(planner, DcpLoadPlanner):
             raise TypeError(f"planner: a planner of loads is wanted, not {type(planner).__name__}")
-        if keys is not None or rename is not None or allow_cast or not strict:
-            raise ValueError("a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict")
+        if keys is not None or rename is not None or allow_cast or not strict or extra_files is not None:
+            raise ValueError(
+                "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
+            )
     selection = Selection(keys)
     timeline = Timeline("load", local_path(path), f"loading {os.fspath(path)}")
     with timeline.here():
@@ -269,7 +285,7 @@ def load(
         timeline.begin(exchange.rank, exchange.size)
         reader = StorageReader(path, verify=verify, weights_only=weights_only)
         reader.timeout = exchange.timeout
-        loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint, timeline)
+        loading = CollectiveLoad(exchange, reader, selection, strict, broadcast_checkpoint, timeline, extra_files)
         if state is None:
             return loading.all()
         return loading.into(state, rename, allow_cast) if planner is None else loading.by_planner(planner, state)

@@ -156,6 +156,9 @@ class StoredObject:
     bytes: int
 
 
+EXTRA_FILES = "__extra_files__."  #: begins the keys of `extra_files=` of a save
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """What a checkpoint holds, by its metadata or headers alone. `inspect` returns it."""
@@ -173,6 +176,11 @@ class CheckpointInfo:
     def bytes(self) -> int:
         """The bytes of all tensors' elements."""
         return sum(tensor.bytes for tensor in self.tensors.values())
+
+    @property
+    def extra_files(self) -> list[str]:
+        """The names of the files that were saved with `extra_files=`."""
+        return [key.removeprefix(EXTRA_FILES) for key in self.objects if key.startswith(EXTRA_FILES)]
 
     @property
     def file_bytes(self) -> int:

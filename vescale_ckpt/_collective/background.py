@@ -100,6 +100,7 @@ class BackgroundQueue:
                 self._save = None
                 at_exit.discard_save(handle.notice)
                 result.set_result(stats)
+            handle.callbacks_ran()
 
         if at_exit.process_is_ending():  # nothing would wait for the thread
             finish()

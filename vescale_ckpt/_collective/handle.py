@@ -21,6 +21,26 @@ class Notice:
         self.asked = False  #: `exception` was called
 
 
+class _SaveFuture(Future[SaveStats]):
+    """The future of a save. What it raises counts as seen, as what `SaveHandle.result` raises."""
+
+    def __init__(self, notice: Notice) -> None:
+        super().__init__()
+        self._notice = notice
+        self.set_running_or_notify_cancel()  # `cancel` then returns False: other ranks take part in the save
+
+    def result(self, timeout: float | None = None) -> SaveStats:
+        try:
+            return super().result(timeout)
+        finally:
+            self._notice.raised |= self.done() and super().exception() is not None
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._notice.asked = True
+        return error
+
+
 class SaveHandle:
     """A save that is running or done."""
 
@@ -30,10 +50,15 @@ class SaveHandle:
         self.staged = staged  #: a future that is done when the state may change again
         self.skipped = False  #: whether nothing was saved, because another save was running; `result` raises then
         self.notice = Notice()
+        #: a future of the same outcome, done when all callbacks that were added before have run
+        self.future: Future[SaveStats] = _SaveFuture(self.notice)
         self._result = result
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._told_bytes = (0, 0)
+
+        if result.done():
+            self.callbacks_ran()
 
     @staticmethod
     def of_finished(stats: SaveStats) -> SaveHandle:
@@ -77,6 +102,14 @@ class SaveHandle:
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
         """Calls `function(handle)` when the save is done, on the save's thread; at once if it is done already."""
         self._result.add_done_callback(lambda _: function(self))
+
+    def callbacks_ran(self) -> None:
+        """Completes `future`. Called by the thread of the save, after the result was set."""
+        error = self._result.exception()
+        if error is None:
+            self.future.set_result(self._result.result())
+        else:
+            self.future.set_exception(error)
 
     def progress(self) -> tuple[int, int]:
         """Bytes of tensors that this rank has written, and has to write in total. Neither number ever decreases."""

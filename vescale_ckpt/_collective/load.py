@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from .._read.contents import Contents
 from .._read.contents import packed as packed_contents
 from .._share.begin import BroadcastLoad
 from .._state.application import Application
+from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nested, place
 from .._state.key_selection import Rename, Selection, renamed, renaming, suggested
 from .._state.load_targets import tied, with_memory
@@ -105,8 +106,10 @@ class CollectiveLoad:
         strict: bool,
         broadcast: Broadcast,
         timeline: Timeline,
+        extra_files: dict[str, bytes] | None = None,
     ) -> None:
         self._exchange = exchange
+        self._extra_files = extra_files  # to fill
         self._timeline = timeline
         self._job: JobStats | None = None
         self._reader = reader
@@ -127,14 +130,29 @@ class CollectiveLoad:
             metadata, contents = self._metadata()
             if rename is None and contents.safetensors:
                 loading.names_below_the_empty_one()
+            extra = self._extra_keys(contents)
             with counted(self._exchange.rank, self._exchange.size):
-                planner, fit = self._plan(lambda: loading.plan(metadata, contents, self._selection, allow_cast))
+                planner, fit = self._plan(lambda: loading.plan(metadata, contents, self._selection, allow_cast, extra))
             stats = self._read(planner)
-            self._together(lambda: loading.hand_over(planner), "hand over")
+            self._together(lambda: self._hand_over(planner, lambda: loading.hand_over(planner)), "hand over")
         except BaseException:
             loading.application.abandon()
             raise
         return LoadReport(fit.missing, fit.unexpected, fit.mismatched, self._end(stats))
+
+    def _extra_keys(self, contents: Contents) -> list[str]:
+        """The keys of the extra files, if they are wanted."""
+        return [] if self._extra_files is None else list(filter(is_extra, contents.keys()))
+
+    def _hand_over(self, planner: FillPlanner, hand_over: Callable[[], _Result]) -> _Result:
+        """Gives the caller its extra files, and calls `hand_over` for everything else."""
+        found = contents_in(planner.objects)
+        planner.objects = {key: value for key, value in planner.objects.items() if not is_extra(key)}
+        result = hand_over()
+        if self._extra_files is not None:
+            self._extra_files.clear()
+            self._extra_files.update(found)
+        return result
 
     def _end(self, stats: LoadStats) -> LoadStats:
         timed = self._timeline.with_times(stats, self._job)
@@ -144,19 +162,21 @@ class CollectiveLoad:
     def all(self) -> dict[str, Any]:
         """Loads the whole checkpoint into new tensors and objects, nested as they were saved."""
         metadata, contents = self._metadata()
-        planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection))
+        extra = self._extra_keys(contents)
+        planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection, extra))
         stats = self._read(planner)
 
         def result() -> dict[str, Any]:
             assert planner.metadata is not None
-            values = {**planner.state_dict, **planner.objects}
+            values = {key: value for key, value in planner.state_dict.items() if not is_extra(key)}
+            values.update(planner.objects)
             stored = planner.metadata.built() if isinstance(planner.metadata, LazyMetadata) else planner.metadata
             structure = structure_of(stored)
             if structure is not None:
                 structure.empty = {path for path in structure.empty if ".".join(map(str, path)) in self._selection}
             return nested(values, stored.planner_data, structure)
 
-        loaded = self._together(result, "hand over")
+        loaded = self._together(lambda: self._hand_over(planner, result), "hand over")
         self._end(stats)
         return loaded
 
@@ -346,9 +366,15 @@ class _StateLoad:
         self._checkpoint_key = renaming({"": ""})
 
     def plan(
-        self, metadata: Metadata, contents: Contents, selection: Selection, allow_cast: bool
+        self,
+        metadata: Metadata,
+        contents: Contents,
+        selection: Selection,
+        allow_cast: bool,
+        extra: Iterable[str],
     ) -> tuple[FillPlanner, _Fit]:
-        stored = contents.keys()
+        """`extra`: keys of objects to load besides the state."""
+        stored = list(filterfalse(is_extra, contents.keys()))
         present = frozenset(stored)
         application, of = self.application, self._checkpoint_key
         if self._same_names and "" in self._state and not any(key.startswith(".") for key in stored):
@@ -363,7 +389,7 @@ class _StateLoad:
         self._new = with_memory(values)
         wanted = self._per_rank.wanted({**values, **self._new}, lambda: present)
         planner = FillPlanner(allow_cast)
-        planner.set_up_planner(wanted, metadata)
+        planner.set_up_planner({**wanted, **dict.fromkeys(extra)}, metadata)
         missing, mismatched = planner.misfits()
         self._tied = tied(missing, values)
         if self._tied:
@@ -398,11 +424,13 @@ def _without_empty_name(key: str) -> str:
     return key.removeprefix(".")
 
 
-def _plan_all(metadata: Metadata, contents: Contents, selection: Selection) -> tuple[FillPlanner, _Fit]:
-    wanted: dict[str, Any] = {}
+def _plan_all(
+    metadata: Metadata, contents: Contents, selection: Selection, extra: Iterable[str]
+) -> tuple[FillPlanner, _Fit]:
+    wanted: dict[str, Any] = dict.fromkeys(extra)
     skipped = frozenset() if selection.names is not None else contents.aliases
     for key, stored in metadata.state_dict_metadata.items():
-        if key not in selection or key in skipped:
+        if key not in selection or key in skipped or is_extra(key):
             continue
         if isinstance(stored, BytesStorageMetadata):
             wanted[key] = None

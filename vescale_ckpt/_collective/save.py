@@ -16,11 +16,13 @@ from .._dcp.save_planner import SavePlanner
 from .._dcp.storage_writer import StorageWriter
 from .._engine.errors import named_system_errors
 from .._engine.rows import words
+from .._native import extra_files
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .._ranks.exchange import Exchange
 from .._ranks.shared_directory import DirectoryMark
 from .._state.application import saved_form
+from .._state.extra_files import with_files
 from .._state.per_rank import counted
 from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
@@ -40,13 +42,22 @@ class CollectiveSave(ABC):
     Args:
         path: of the directory, absolute.
         timeline: of this save. Its `doing` is equal on all ranks.
+        extra_files: contents by name, to be saved as files and in the checkpoint. Those of the rank that commits count.
         options: those of `StorageWriter`.
     """
 
     _kind: ClassVar[type[RankSave]]  # this rank's save in the format
     _save: RankSave
 
-    def __init__(self, exchange: Exchange, planner: SavePlanner, path: str, timeline: Timeline, **options: Any) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        planner: SavePlanner,
+        path: str,
+        timeline: Timeline,
+        extra_files: Mapping[str, bytes] | None = None,
+        **options: Any,
+    ) -> None:
         self.exchange = exchange
         self.planner = planner
         self.path = path
@@ -55,6 +66,7 @@ class CollectiveSave(ABC):
         self.staged_plan: StagedPlan | None = None
         self.stats: SaveStats | None = None  # of this rank, set after writing
         self._options = options
+        self._extra_files = extra_files
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
@@ -130,9 +142,13 @@ class CollectiveSave(ABC):
         """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
         exchange = self.exchange
         self._writer = StorageWriter(self.path, **self._options)
+        given = extra_files.checked(self._extra_files)
+        self._writer.options = replace(self._writer.options, extra_files=given)
         self._writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
         self._save = self._kind(self._writer.options)
-        values = saved_form(state)
+        # One rank gives them to the plan; where each node has a checkpoint of its own, the plan takes one rank of each.
+        mine = given if exchange.is_coordinator or self.planner.placement == "local" else {}
+        values = with_files(saved_form(state), mine)
         self._save.begin()
         if exchange.is_coordinator:
             self._save.clean_up()  # no rank writes before the plan is made

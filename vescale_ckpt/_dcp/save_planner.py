@@ -51,6 +51,8 @@ class SavePlanner(DefaultSavePlanner):
         placement: which rank writes what several ranks hold. "balanced": all evenly, large tensors in pieces.
             "lowest_rank": the lowest rank that holds it. "local": one rank of each node, for disks that nodes do not
             share.
+        dedup_replicated_tensors: has no effect, as in torch.
+        dedup_save_to_lowest_rank: torch's name for `placement="lowest_rank"`.
 
     A subclass that overrides a step of planning gets DCP's own lists of items, and whole tensors.
     """
@@ -62,18 +64,22 @@ class SavePlanner(DefaultSavePlanner):
         *,
         enable_plan_caching: bool = True,
         placement: Placement = "balanced",
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
     ) -> None:
         # The default planner's own cache is shared by all planners of a class, and does not compare dtypes.
         super().__init__(flatten_state_dict, flatten_sharded_tensors, enable_plan_caching=False)
         for name, value in (
             ("flatten_state_dict", flatten_state_dict), ("flatten_sharded_tensors", flatten_sharded_tensors),
-            ("enable_plan_caching", enable_plan_caching),
+            ("enable_plan_caching", enable_plan_caching), ("dedup_save_to_lowest_rank", dedup_save_to_lowest_rank),
         ):  # fmt: skip
             checked_flag(name, value)
         if placement not in PLACEMENTS:
             raise ValueError(f"placement={placement!r}: one of {', '.join(PLACEMENTS)} is wanted")
+        if dedup_save_to_lowest_rank and placement == "local":
+            raise ValueError("placement='local' and dedup_save_to_lowest_rank=True contradict each other")
         self.reuse_plans = enable_plan_caching
-        self.placement = placement
+        self.placement: Placement = "lowest_rank" if dedup_save_to_lowest_rank else placement
         self._forget()
 
     def _forget(self) -> None:
@@ -81,17 +87,20 @@ class SavePlanner(DefaultSavePlanner):
         self._cache = PlanCache()
         self._description: Description | None = None
         self._structure = ""  # of the state, packed: kinds of keys and empty mappings
-        self._unconfirmed = False  # planning began and did not end: that save failed
 
     def __getstate__(self) -> dict[str, Any]:
         # `dcp.async_save` with a process pickles the planner for every save: leave out its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_describer", "_cache", "_description", "_structure", "_unconfirmed")
+        caches = ("_describer", "_cache", "_description", "_structure")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+    def share_plans(self, other: SavePlanner) -> None:
+        """Keeps plans together with `other` from now on. Only one of both may plan at a time."""
+        self._describer, self._cache = other._describer, other._cache
 
     # --- DCP's calls, in the order in which they come
 
@@ -99,9 +108,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        if self._unconfirmed:
-            self._cache.forget_local_plans()  # ranks may have kept different plans
-        self._unconfirmed = True
+        self._cache.begin()
         if self.flatten_state_dict:
             flat, paths, structure = flatten_with_structure(state_dict)
             state_dict, self.mappings = unwrapped(flat, paths)
@@ -277,7 +284,7 @@ class SavePlanner(DefaultSavePlanner):
             raise CheckpointError("the coordinator refers to a plan that this rank does not have")
         if self.reuse_plans and plan.plan_id != NOT_KEPT:
             self._cache.keep_local_plan(kept)
-        self._unconfirmed = False
+        self._cache.end()
         items = PackedItems(self, description, kept.local_plan, kept.exports)
         self.plan = SavePlan(items)  # type: ignore[arg-type]  # looks like a list
         return items

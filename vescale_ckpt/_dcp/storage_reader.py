@@ -66,6 +66,7 @@ class StorageReader(DcpStorageReader):
         direct_io: "auto" bypasses the page cache unless the file is in it, False never does, True raises if it is not
             possible.
         process_group: the group of the load, whose ranks broadcast to each other. None: the default group.
+        _extension_registry: torch's option: of the stream extensions of items that were written through some.
 
     Errors (inside DCP's `CheckpointException` under `dcp.load`): `CorruptCheckpointError`, `IncompatibleStateError`
     for a target of another dtype (unless the planner is `LoadPlanner(allow_cast=True)`), `UntrustedCheckpointError`.
@@ -81,6 +82,7 @@ class StorageReader(DcpStorageReader):
         weights_only: bool = True,
         direct_io: DirectIO = "auto",
         process_group: dist.ProcessGroup | None = None,
+        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
         self.path = local_path(checked_path("path", path))
@@ -92,6 +94,7 @@ class StorageReader(DcpStorageReader):
         self.process_group = process_group
         self.weights_only = checked_flag("weights_only", weights_only)
         self.direct_io = direct_io_setting(direct_io)
+        self._extension_registry = _extension_registry
         self.timeout: float | None = None  #: seconds to wait for a save that copies what is filled; None: the setting's
         self.last_stats: LoadStats | None = None
         self._load_id = uuid.uuid4().hex
@@ -244,6 +247,7 @@ class StorageReader(DcpStorageReader):
             self.direct_io,
             bool(getattr(planner, "allow_cast", False)),
             self.timeout,
+            self._extension_registry,
         )
         load = Load(self.contents, options, self._seen)
         measured = None

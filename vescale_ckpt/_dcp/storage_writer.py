@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,6 +65,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
             file of its own.
         metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
+        process_group: has no effect: DCP tells the writer its rank.
+        per_thread_copy_ahead, cache_staged_state_dict: torch's options. They have no effect: how far copies from a
+            device run ahead is bounded by `VESCALE_CKPT_SLOT_BYTES`, and memory of snapshots is always reused.
+        serialization_format: torch's option, by value or name: "torch_save" only.
+        _extensions: torch's option: none may be given.
 
     `dcp.async_save` uses this package's `Stager` unless another is given: torch's own stager ignores that a tensor is
     lazily conjugated or negated, and saves wrong values.
@@ -86,8 +91,21 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         direct_io: DirectIO = "auto",
         max_shard_size: int | str = "5GB",
         metadata: Mapping[str, str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        serialization_format: Any = None,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
+        checked_count("per_thread_copy_ahead", per_thread_copy_ahead)
+        checked_flag("cache_staged_state_dict", cache_staged_state_dict)
+        _check_serialization(serialization_format)
+        if _extensions:
+            raise ValueError(
+                "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
+                "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
+            )
         check_format(format, metadata)
         self.format = format
         self.options = SaveOptions(
@@ -221,6 +239,16 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def close(self) -> None:
         Stager().close()
+
+
+def _check_serialization(wanted: Any) -> None:
+    """Raises ValueError for a value of torch's `SerializationFormat` other than `TORCH_SAVE`."""
+    name = str(getattr(wanted, "value", wanted)).lower()
+    if wanted is not None and name != "torch_save":
+        raise ValueError(
+            f"serialization_format={wanted!r}: data files hold tensors as torch.save writes them. For safetensors take "
+            "format='safetensors', which writes files that every reader of safetensors knows"
+        )
 
 
 def _agreed(votes: list[tuple[list[int], list[int]]]) -> list[int]:

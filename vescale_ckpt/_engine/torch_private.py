@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint._traverse import set_element
@@ -33,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = [
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
+    "AsyncProcessExecutor",
     "DTensorLayout",
     "MemoryFormatEncoding",
     "PrefixStore",
@@ -59,6 +61,7 @@ flatten_sharded_tensors = _flatten_sharded_tensors
 StorageInfo = _StorageInfo
 MemoryFormatEncoding = _MEM_FORMAT_ENCODING
 StridedShard = _StridedShard
+AsyncProcessExecutor = _ProcessBasedAsyncCheckpointExecutor
 
 _SPEC = attrgetter("_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape", "_spec.shard_order")
 _LOCAL = attrgetter("_local_tensor")

@@ -11,6 +11,7 @@ from ..errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
+METRICS_NAME = "metrics.json"  #: of a manager
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))

@@ -44,6 +44,17 @@ class PlanCache:
         # By the id of the global plan. The last one was used last.
         self._local_plans: dict[bytes, KeptLocalPlan] = {}
         self._global_plans: dict[bytes, GlobalSavePlan] = {}
+        self._is_planning = False
+
+    def begin(self) -> None:
+        """Called when planning begins on this rank."""
+        if self._is_planning:  # the last planning did not end: that save failed, and ranks may have kept other plans
+            self.forget_local_plans()
+        self._is_planning = True
+
+    def end(self) -> None:
+        """Called when this rank has accepted its local plan."""
+        self._is_planning = False
 
     def forget_local_plans(self) -> None:
         """Global plans are kept: other ranks may still name them."""

@@ -180,7 +180,8 @@ class ItemLoad:
     # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
 
     def _read_transformed(self, items: list[ReadItem]) -> None:
-        stock = FileSystemReader(self._contents.path)
+        registry = self._load.options.extension_registry
+        stock = FileSystemReader(self._contents.path, **({} if registry is None else {"_extension_registry": registry}))
         stock.storage_data = self._contents.metadata.storage_data
         try:
             stock.read_data(LoadPlan(items), _TransformedPlanner(self)).wait()  # type: ignore[arg-type]

@@ -29,13 +29,14 @@ class PerRank:
         obj: anything that can be pickled. If it has `state_dict` and `load_state_dict`, its state is saved, and a load
             calls `load_state_dict`. Otherwise a load replaces `.obj`.
         reshard: called as `reshard(objects, rank, size)` if the number of ranks differs between save and load.
-            `objects` are those of all ranks that saved, by rank. It returns this rank's object. Without it such a load
-            raises `IncompatibleStateError`.
+            `objects` are those of all ranks that saved, by rank. It returns this rank's object. None: the method
+            `reshard_state` of `obj`, if it has one (as `RandomState` has); else such a load raises
+            `IncompatibleStateError`.
     """
 
     def __init__(self, obj: Any, *, reshard: Reshard | None = None) -> None:
         self.obj = obj
-        self.reshard = reshard
+        self.reshard: Reshard | None = getattr(obj, "reshard_state", None) if reshard is None else reshard
 
     def state(self) -> Any:
         return self.obj.state_dict() if isinstance(self.obj, Stateful) else self.obj

@@ -12,6 +12,7 @@ from .._engine.errors import check_space, named_errors, named_system_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import words
 from .._native import commit
+from .._native.extra_files import ExtraFiles
 from .._native.metadata_file import has_metadata
 from .._native.names import data_name
 from .._observe.timeline import phase
@@ -150,13 +151,17 @@ class NativeSave(RankSave):
     def commit(self, content: bytes, index: bytes | None) -> None:
         """Replaces the metadata by `content`, atomically and durably, and removes the files that it does not name."""
         path = self.options.path
+        extra = ExtraFiles(path, self.options.extra_files, self.metadata_rank)
         try:
             with named_system_errors(path):
+                extra.withdraw()
                 commit.commit(path, self.metadata_rank, content, index)
         except BaseException:
+            extra.put_back()
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             commit.remove_leftovers(path, only_rank=self.metadata_rank)
             raise
+        extra.publish()
         commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,7 @@ class SaveOptions:
     alone: bool = False  #: whether ranks save without collectives, each with metadata of its own
     save_id: str = field(default_factory=new_save_id)
     single_file: bool = True  #: in DCP's layout: False for one file for each tensor and object
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  #: in DCP's layout: copies that the commit writes
     most_file_bytes: int = 0  #: in safetensors: limit of the tensors in a file. A larger tensor is alone in its file
     texts: Sequence[tuple[str, str]] = ()  #: in safetensors: pairs for the metadata of the headers
 

@@ -108,12 +108,13 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
         some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
-        (for an asynchronous save) and errors are those of `vescale_ckpt.save`.
+        (for an asynchronous save), `extra_files` and errors are those of `vescale_ckpt.save`.
 
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
@@ -139,7 +140,7 @@ class CheckpointManager:
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
         in_background = self.async_checkpoint and not decision.by_signal
-        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate)
+        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files)
         self.schedule.began(began)
         if decision.by_signal:
             self.wait()
@@ -228,6 +229,7 @@ class CheckpointManager:
         *,
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
+        extra_files: Mapping[str, bytes] | None,
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         try:
@@ -238,6 +240,7 @@ class CheckpointManager:
                 process_group=self.process_group,
                 gate=gate if async_checkpoint else None,
                 timeout=self.timeout,
+                extra_files=extra_files,
             )
         except BaseException:
             running.end(None)
@@ -301,7 +304,13 @@ class CheckpointManager:
         return self._newest_sound(quick=not full)
 
     def restore(
-        self, state: dict[str, Any], step: int | None = None, *, prepare: bool = True, weights_only: bool = True
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        prepare: bool = True,
+        weights_only: bool = True,
+        extra_files: dict[str, bytes] | None = None,
     ) -> int:
         """Loads the checkpoint of `step`, or without it the newest sound one, into `state`; returns its step.
 
@@ -313,7 +322,7 @@ class CheckpointManager:
 
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
-        trust as you trust code.
+        trust as you trust code. `extra_files` is a dict to fill, as with `vescale_ckpt.load`.
 
         Raises on all ranks, as `vescale_ckpt.load` does. `CheckpointError`: there is no checkpoint. If none is sound,
         the error of the one tried last. If the state does not fit the checkpoint: `IncompatibleStateError`,
@@ -321,7 +330,9 @@ class CheckpointManager:
         """
         if self._running is not None:
             self._running.wait_until_ended()
-        options = {} if weights_only else {"weights_only": False}
+        options: dict[str, Any] = {} if weights_only else {"weights_only": False}
+        if extra_files is not None:
+            options["extra_files"] = extra_files
         if step is None:
             step = self._load_newest(state, options)
         else:
@@ -332,7 +343,7 @@ class CheckpointManager:
             self._prepare_to_save(state)
         return step
 
-    def _load_newest(self, state: dict[str, Any], options: Mapping[str, bool]) -> int:
+    def _load_newest(self, state: dict[str, Any], options: Mapping[str, Any]) -> int:
         failure: CheckpointError | None = None
         tried: set[int] = set()
         while (found := self._newest_sound(quick=True, but=tried)) is not None:

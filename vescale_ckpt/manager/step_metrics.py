@@ -15,9 +15,10 @@ from typing import Any
 
 from .._engine import _C
 from .._native.metadata_file import metadata_mark
+from .._native.names import METRICS_NAME
 from .._storage.directory import directory_at
 
-FILE_NAME = "metrics.json"
+FILE_NAME = METRICS_NAME
 
 
 def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,129 @@
+"""`ExtraFiles` writes the copies of a checkpoint's extra files beside its data files, around the commit of a save.
+
+The checkpoint itself holds the content of each file as an object, which loads read. A save that replaces a checkpoint
+removes the copies that would change before it commits, and writes the new ones afterwards: a program that reads the
+copies finds those of the checkpoint in place, or none. `vescale-ckpt repair` writes copies that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+
+from .._engine import _C
+from .._engine.torch_private import DEFAULT_SUFFIX
+from .._state import extra_files
+from .._storage.directory import directory_at
+from .._storage.locks import LOCK_NAME
+from .._storage.pending import final_name, temporary_ones
+from ..errors import CheckpointError
+from . import metadata_file, names
+from .steps import ORDER_NAME
+
+logger = logging.getLogger(__name__)
+
+
+def checked(files: Mapping[str, bytes] | None) -> dict[str, bytes]:
+    """The files as bytes. Raises `TypeError` and `ValueError` for contents and names that no file of a checkpoint may
+    have."""
+    if files is None:
+        return {}
+    if not isinstance(files, Mapping):
+        raise TypeError(f"extra_files: a mapping of names to bytes is wanted, not {type(files).__name__}")
+    result = {}
+    for name, content in files.items():
+        if not isinstance(name, str) or not _is_allowed(name):
+            raise ValueError(f"extra_files: {name!r} is no name that a file beside a checkpoint's own can have")
+        if not isinstance(content, (bytes, bytearray, memoryview)):
+            raise TypeError(f"extra_files: {name}: bytes are wanted, not {type(content).__name__}")
+        result[name] = bytes(content)
+    return result
+
+
+def _is_allowed(name: str) -> bool:
+    if (
+        not name
+        or not name.isprintable()
+        or "/" in name
+        or name in (".", "..", LOCK_NAME, ORDER_NAME, names.METRICS_NAME)
+    ):
+        return False
+    if len(os.fsencode(name)) > 200:  # a file system allows 255, and a temporary name is longer
+        return False
+    return not (
+        names.is_of_a_save(name)
+        or names.is_metadata_file(name)
+        or name.endswith((DEFAULT_SUFFIX, ".safetensors", names.INDEX_NAME))
+        or final_name(name) is not None
+    )
+
+
+class ExtraFiles:
+    """The copies of one save's extra files."""
+
+    def __init__(self, path: str, files: Mapping[str, bytes], metadata_rank: int | None) -> None:
+        self._path = path
+        self._files = files
+        self._metadata_rank = metadata_rank
+        self._withdrawn: dict[str, bytes] = {}
+
+    def withdraw(self) -> None:
+        """Removes the copies of the checkpoint in place that are not those of this save. Call it before the commit.
+        Raises OSError and `_C.EngineError`."""
+        storage = directory_at(self._path)
+        for name in {*self._files, *self._names_before()}:
+            if not storage.has(name):
+                continue
+            with contextlib.suppress(OSError):  # a folder, say: `publish` reports it
+                content = storage.read(name)
+                if content == self._files.get(name):
+                    continue
+                self._withdrawn[name] = content
+            storage.remove(name)
+        if self._withdrawn:
+            storage.sync()
+
+    def put_back(self) -> None:
+        """Writes what was removed: the save has failed. Errors are logged."""
+        for name, content in self._withdrawn.items():
+            _write(self._path, name, content)
+
+    def publish(self) -> None:
+        """Writes the copies of this save, which has committed. Errors are logged: loads do not need the copies."""
+        storage = directory_at(self._path)
+        for name, content in self._files.items():
+            for left in temporary_ones(os.path.join(self._path, name)):
+                if not names.may_be_in_use(os.path.basename(left)):
+                    with contextlib.suppress(OSError, _C.EngineError):
+                        storage.remove(os.path.basename(left))
+            with contextlib.suppress(OSError):
+                if storage.has(name) and storage.read(name) == content:
+                    continue
+            _write(self._path, name, content)
+
+    def _names_before(self) -> list[str]:
+        if not metadata_file.has_metadata(self._path, self._metadata_rank):
+            return []
+        try:
+            index = metadata_file.read_index(self._path, self._metadata_rank)
+            if index is not None:
+                return extra_files.names_in(index.keys())
+            metadata = metadata_file.read_metadata(self._path, self._metadata_rank)
+            return extra_files.names_in(metadata.state_dict_metadata)
+        except (CheckpointError, _C.EngineError):
+            return []  # no load can read it, either
+
+
+def _write(path: str, name: str, content: bytes) -> None:
+    try:
+        directory_at(path).write(name, content)
+    except (OSError, _C.EngineError) as error:
+        logger.error(
+            "%s is complete, but the copy of its extra file %s cannot be written: %s. `vescale-ckpt repair` writes it; "
+            "loads with extra_files= do not need it",
+            path,
+            name,
+            error,
+        )

@@ -1,0 +1,307 @@
+"""`dcp_defaults` makes DCP's default storage and planners this package's, for hosts that choose no others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from .._dcp.load_planner import LoadPlanner
+from .._dcp.save_planner import SavePlanner
+from .._dcp.stager import Stager
+from .._dcp.storage_reader import StorageReader
+from .._dcp.storage_writer import StorageWriter
+from .._engine import torch_private
+from ..errors import CheckpointError
+from ..settings import Broadcast
+
+logger = logging.getLogger(__name__)
+
+
+class DefaultWriter(StorageWriter):
+    """A `StorageWriter` with the arguments of torch's `FileSystemWriter`, also by position."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+    ) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=None if thread_count == 1 else thread_count,  # 1 is what torch's writer has by default
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+        )
+
+
+class DefaultReader(StorageReader):
+    """A `StorageReader` with the arguments of torch's `FileSystemReader`."""
+
+    broadcast: ClassVar[Broadcast] = False  #: that of the `dcp_defaults` in force
+
+    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+        super().__init__(path, broadcast_checkpoint=self.broadcast, _extension_registry=_extension_registry)
+
+
+class DefaultPlanner(SavePlanner):
+    """A `SavePlanner` with the arguments of torch's `DefaultSavePlanner`, also by position.
+
+    Hosts make a planner for each save. Those with the same options therefore keep their plans together: one set of
+    plans for each save that runs at the same time.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = True,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_replicated_tensors=dedup_replicated_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+        )
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        _plans.lend_to(self)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def forget_state(self) -> None:
+        super().forget_state()
+        _plans.take_back_from(self)
+
+
+class _Loan:
+    """Plans that are lent to one planner at a time."""
+
+    def __init__(self, kind: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.keeper = SavePlanner()
+        self.borrower: ref[DefaultPlanner] | None = None
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no save uses the plans. A thread that begins another save has ended the one before, if in an error;
+        all ranks then find the same plans again."""
+        if self.borrower is None or self.borrower() is None or self.thread is None:
+            return True
+        return self.thread is threading.current_thread() or not self.thread.is_alive()
+
+
+class _Plans:
+    """The plans that the planners of this process keep together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loans: list[_Loan] = []
+
+    def lend_to(self, planner: DefaultPlanner) -> None:
+        kind = type(planner), planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.placement
+        with self._lock:
+            loan = next((loan for loan in self._loans if loan.kind == kind and loan.is_free), None)
+            if loan is None:
+                loan = _Loan(kind)
+                self._loans.append(loan)
+            loan.borrower, loan.thread = ref(planner), threading.current_thread()
+        planner.share_plans(loan.keeper)
+
+    def take_back_from(self, planner: DefaultPlanner) -> None:
+        with self._lock:
+            for loan in self._loans:
+                if loan.borrower is not None and loan.borrower() is planner:
+                    loan.borrower = loan.thread = None
+
+
+_plans = _Plans()
+
+
+class DefaultLoader(LoadPlanner):
+    """A `LoadPlanner` with the arguments of torch's `DefaultLoadPlanner`."""
+
+
+class DefaultStager(Stager):
+    """A `Stager` with the arguments of torch's `DefaultStager`. The copy is complete when `stage` returns."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+
+class ProcessExecutor(torch_private.AsyncProcessExecutor):
+    """torch's executor of `AsyncCheckpointerType.PROCESS`. Its process imports torch anew, and would take torch's own
+    defaults: it gets the writer and the planner as objects."""
+
+    def execute_save(
+        self,
+        staging_future_or_state_dict: Any,
+        *,
+        checkpoint_id: str | os.PathLike[str] | None = None,
+        storage_writer: Any = None,
+        planner: Any = None,
+        **others: Any,
+    ) -> Any:
+        if storage_writer is None and checkpoint_id is not None and DefaultWriter.validate_checkpoint_id(checkpoint_id):
+            storage_writer = DefaultWriter(checkpoint_id)
+        if planner is None:
+            planner = DefaultPlanner()
+        return super().execute_save(
+            staging_future_or_state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            **others,
+        )
+
+
+_DCP = "torch.distributed.checkpoint"
+_STORAGE: dict[str, type] = {"FileSystemWriter": DefaultWriter, "FileSystemReader": DefaultReader}
+_PLANNERS: dict[str, type] = {"DefaultSavePlanner": DefaultPlanner, "DefaultLoadPlanner": DefaultLoader}
+#: The names that DCP and its hosts look up when they save or load, by module.
+_NAMES: dict[str, dict[str, type]] = {
+    f"{_DCP}._storage_utils": _STORAGE,  # for `checkpoint_id=`
+    _DCP: {**_STORAGE, **_PLANNERS},
+    f"{_DCP}.default_planner": _PLANNERS,
+    f"{_DCP}.state_dict_saver": {
+        "DefaultSavePlanner": DefaultPlanner,
+        "DefaultStager": DefaultStager,
+        "_ProcessBasedAsyncCheckpointExecutor": ProcessExecutor,
+    },
+    f"{_DCP}.state_dict_loader": {"DefaultLoadPlanner": DefaultLoader},
+}
+
+
+class Defaults:
+    """What a `dcp_defaults` has replaced, until `disable`."""
+
+    def __init__(self) -> None:
+        self.replaced: list[str] = []  #: names, with their modules, that mean this package's classes now
+        self.not_reached: list[str] = []  #: names that other modules hold and that still mean torch's classes
+        self._before: list[tuple[ModuleType, str, Any, Any]] = []  # module, name, torch's class, ours
+
+    def __str__(self) -> str:
+        text = f"replaced in this process: {', '.join(self.replaced) or 'nothing more'}"
+        return f"{text}; not reached: {', '.join(self.not_reached)}" if self.not_reached else text
+
+    def disable(self) -> None:
+        """Puts torch's classes back. May be called again."""
+        with _lock:
+            for module, name, before, ours in reversed(self._before):
+                if getattr(module, name, None) is ours:  # else another has replaced it since
+                    setattr(module, name, before)
+            self._before.clear()
+            if _active and _active[-1] is self:
+                DefaultReader.broadcast = False
+            if self in _active:
+                _active.remove(self)
+
+    def _replace(self, module: ModuleType, name: str, ours: type) -> None:
+        before = getattr(module, name)
+        if before is not ours:
+            setattr(module, name, ours)
+            self._before.append((module, name, before, ours))
+            self.replaced.append(f"{module.__name__}.{name}")
+
+
+_lock = threading.RLock()
+_active: list[Defaults] = []
+
+
+def enable(*, broadcast_checkpoint: Broadcast = False) -> Defaults:
+    """The same as `dcp_defaults`, until `disable()` of the result is called, or the process ends."""
+    with _lock:
+        modules = {name: _module(name) for name in _NAMES}
+        originals = {name: getattr(modules[_DCP], name) for name in {**_STORAGE, **_PLANNERS}}
+        for module, names in _NAMES.items():
+            for name in names:
+                if not hasattr(modules[module], name):
+                    raise CheckpointError(
+                        f"torch {torch.__version__} has no {module}.{name}, which this version of vescale_ckpt "
+                        "replaces: pass storage_writer=vescale_ckpt.StorageWriter(path) to dcp.save yourself"
+                    )
+        made = Defaults()
+        for module, names in _NAMES.items():
+            for name, ours in names.items():
+                made._replace(modules[module], name, ours)
+        _replace_copies(made, originals)
+        DefaultReader.broadcast = broadcast_checkpoint
+        _active.append(made)
+    logger.info("DCP's defaults are those of vescale_ckpt: %s", made)
+    return made
+
+
+@contextmanager
+def dcp_defaults(*, broadcast_checkpoint: Broadcast = False) -> Iterator[Defaults]:
+    """A context in which DCP's default storage and planners are this package's, in the whole process.
+
+    It serves frameworks that end in `dcp.save(..., checkpoint_id=...)`, or that name `FileSystemWriter` and
+    `DefaultSavePlanner` themselves: `with dcp_defaults(): accelerator.save_state()`. Plans are kept from save to save.
+    Names that other modules have imported before are replaced there, too. The process that `dcp.async_save` starts with
+    `AsyncCheckpointerType.PROCESS` uses this package as well.
+
+    Paths that only torch's fsspec storage knows (`s3://`) stay with torch. So do modules that derive classes from
+    torch's: `not_reached` of the result names them.
+
+    Args:
+        broadcast_checkpoint: for loads: that of `StorageReader`.
+
+    Raises `CheckpointError` if this torch lacks a name that is to be replaced; nothing is replaced then.
+    """
+    made = enable(broadcast_checkpoint=broadcast_checkpoint)
+    try:
+        yield made
+    finally:
+        made.disable()
+
+
+def _module(name: str) -> ModuleType:
+    __import__(name)
+    return sys.modules[name]
+
+
+def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:
+    """Replaces the names that modules outside of torch have imported. A module with classes derived from torch's is
+    left alone: it calls methods of torch's class by that name."""
+    ours = {**_STORAGE, **_PLANNERS}
+    by_class = {original: ours[name] for name, original in originals.items() if original is not ours[name]}
+    kept = tuple(by_class)
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", "")
+        if not isinstance(module, ModuleType) or name.split(".")[0] in ("torch", "vescale_ckpt"):
+            continue
+        values = dict(vars(module))
+        found = {at: value for at, value in values.items() if isinstance(value, type) and value in by_class}
+        if not found:
+            continue
+        if any(
+            isinstance(value, type) and value not in by_class and issubclass(value, kept) for value in values.values()
+        ):
+            made.not_reached += [f"{name}.{at}" for at in found]
+            continue
+        for at, value in found.items():
+            made._replace(module, at, by_class[value])
