@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import vescale_ckpt
-from vescale_ckpt import errors, reports
+from vescale_ckpt import errors, integrations, reports
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -84,6 +84,7 @@ def test_every_public_name_has_a_place_in_the_reference_and_a_text() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
     names = {f"vescale_ckpt.{name}" for name in vescale_ckpt.__all__}
+    names |= {f"vescale_ckpt.integrations.{name}" for name in integrations.__all__}
     for module in (reports, errors):
         for name, value in vars(module).items():
             if isinstance(value, type) and value.__module__ == module.__name__:

@@ -289,15 +289,15 @@ def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:
     left alone: it calls methods of torch's class by that name."""
     ours = {**_STORAGE, **_PLANNERS}
     by_class = {original: ours[name] for name, original in originals.items() if original is not ours[name]}
-    kept = tuple(by_class)
+    kept, numbers = tuple(by_class), set(map(id, by_class))
     for module in list(sys.modules.values()):
         name = getattr(module, "__name__", "")
         if not isinstance(module, ModuleType) or name.split(".")[0] in ("torch", "vescale_ckpt"):
             continue
+        if numbers.isdisjoint(map(id, tuple(vars(module).values()))):  # cheap: a process has a million names
+            continue
         values = dict(vars(module))
         found = {at: value for at, value in values.items() if isinstance(value, type) and value in by_class}
-        if not found:
-            continue
         if any(
             isinstance(value, type) and value not in by_class and issubclass(value, kept) for value in values.values()
         ):

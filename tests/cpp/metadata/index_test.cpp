@@ -242,8 +242,13 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
   const std::string file = written(image);
   const std::string expected = all_of(Index(file));
   std::fstream out(file, std::ios::binary | std::ios::in | std::ios::out);
-  size_t refused = 0;
+  size_t refused = 0, flipped = 0, meaningless = 0;
+  // Between the header and the next piece are zeros without a meaning: a few of them are enough.
+  const auto is_filling = [](size_t at) { return at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece; };
   for (size_t at = 0; at < image.size(); ++at) {
+    if (is_filling(at) && at % 61 != 0) continue;
+    ++flipped;
+    meaningless += is_filling(at);
     const auto put = [&](std::byte byte) {
       out.seekp(static_cast<std::streamoff>(at));
       out.put(static_cast<char>(byte));
@@ -253,7 +258,7 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
     try {
       const std::string said = all_of(Index(file));
       EXPECT_EQ(said, expected) << at;
-      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+      EXPECT_TRUE(is_filling(at)) << at;
     } catch (const Error& error) {
       EXPECT_EQ(error.kind, Error::Kind::corrupt);
       ++refused;
@@ -263,12 +268,13 @@ TEST_F(IndexTest, AFlippedByteIsRefusedOrMeansNothing) {
     in_memory[at] = ~image[at];
     try {
       EXPECT_EQ(all_of(Index(std::move(in_memory))), expected) << at;
-      EXPECT_TRUE(at >= sizeof(IndexHeader) && at < VerifiedFile::kPiece) << at;
+      EXPECT_TRUE(is_filling(at)) << at;
     } catch (const Error& error) {
       EXPECT_EQ(error.kind, Error::Kind::corrupt);
     }
   }
-  EXPECT_EQ(refused, image.size() - VerifiedFile::kPiece + sizeof(IndexHeader));
+  EXPECT_EQ(refused, flipped - meaningless);
+  EXPECT_GT(meaningless, 0u);
 }
 
 // Checksums are no protection against intent: whatever is in the tables, it is refused or harmless.
@@ -298,7 +304,7 @@ TEST_F(IndexTest, HostileBytesAreRefusedOrHarmless) {
     const uint64_t value = random() % 4 == 0 ? random() : extreme[random() % std::size(extreme)];
     std::memcpy(hostile.data() + at, &value, random() % 2 == 0 ? 4 : 8);
     seal(hostile);
-    use(written(hostile));
+    if (at % 8 == 0) use(written(hostile));
     use(hostile);  // AddressSanitizer knows where it ends
   }
 }

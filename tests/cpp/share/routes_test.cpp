@@ -380,7 +380,7 @@ TEST(Routes, RanksOfANodeLookAtEachOthersPieces) {
 }
 
 TEST(Routes, CountsBytesReadOnceAndAlone) {
-  constexpr int64_t kBytes = 4 << 20;
+  constexpr int64_t kBytes = 1 << 20;
   for (const bool near : {false, true}) {
     Job job(4);
     const size_t record = job.record("uint8", {kBytes});
