@@ -1,8 +1,8 @@
-"""Trains with Lightning and FSDP2, saves asynchronously every 2 steps, and resumes from the newest checkpoint.
+"""Trains with Lightning and FSDP2, saves asynchronously every epoch of 2 steps, resumes from the newest checkpoint.
 
-    torchrun --nproc-per-node=2 examples/integrations/train_lightning.py /tmp/run
+    torchrun --nproc-per-node=2 examples/integrations/train_lightning.py FOLDER
 
-Run it again after a kill, on any number of ranks. With `DDP(async_checkpoint=True)` as strategy nothing else changes.
+Run it again after a kill, on any number of ranks. `DDP` in place of `ModelParallel` saves a replicated model.
 """
 
 import os
@@ -50,11 +50,11 @@ class Reverser(pl.LightningModule):
 if __name__ == "__main__":
     folder, ranks = sys.argv[1], int(os.environ["WORLD_SIZE"])
     pl.seed_everything(0)
-    tokens = torch.randint(32, (8 * 8, 12), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(32, (2 * 8, 12), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader(tokens, batch_size=8 // ranks)  # Lightning gives each rank its part
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, max_steps=8, logger=False, enable_progress_bar=False,
         strategy=ModelParallel(data_parallel_size=ranks, tensor_parallel_size=1, async_checkpoint=True),
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, save_on_train_epoch_end=False)],
+        callbacks=[ModelCheckpoint(folder, every_n_epochs=1)],  # keeps the newest
     )  # fmt: skip
     trainer.fit(Reverser(), data, ckpt_path=newest(folder))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.directory import directory_at
 from ..api import load
-from ..errors import CheckpointError, MissingKeysError
+from ..errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from ..settings import Broadcast
 from ._saves import Saves
 from ._versions import check_version, hook
@@ -140,6 +141,12 @@ def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None)
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no {_META}", path=path) from None
+    except pickle.UnpicklingError as error:
+        raise UntrustedCheckpointError(
+            f"{path}: {_META}: {error}\nIf you trust the checkpoint as you trust code, give the strategy "
+            "weights_only=False: Lightning 2.6 does not pass on what its Trainer is given",
+            key=_META,
+        ) from error
     return content
 
 
@@ -154,6 +161,8 @@ class _Strategy(_Host):
         async_checkpoint: whether training goes on while a checkpoint is written. An error is then raised by the next
             save or the end of training, on all ranks.
         broadcast_checkpoint: as `vescale_ckpt.load` takes it.
+        weights_only: as `torch.load` takes it, where Lightning gives None. (The Trainer of Lightning 2.6 gives None to
+            strategies that load after their setup, whatever its own argument is.)
         in_folders: whether this package saves; if not, Lightning does.
 
     All other arguments are those of Lightning's strategy.
@@ -164,12 +173,14 @@ class _Strategy(_Host):
         *args: Any,
         async_checkpoint: bool = False,
         broadcast_checkpoint: Broadcast = "auto",
+        weights_only: bool | None = None,
         in_folders: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._saves = Saves(async_checkpoint)
         self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
+        self._weights_only = weights_only
         self._in_folders = in_folders
         self._loaded_folder = False
 
@@ -263,6 +274,7 @@ class _TrainerStrategy(_Strategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path, is_folder = self._find(checkpoint_path)
+        weights_only = self._weights_only if weights_only is None else weights_only
         if not is_folder:
             return super().load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
         state: dict[str, Any] = {self._model_key: self._module}
@@ -363,6 +375,7 @@ class _FabricStrategy(_Strategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path, is_folder = self._find(path)
+        weights_only = self._weights_only if weights_only is None else weights_only
         if not is_folder or isinstance(state, (nn.Module, Optimizer)):
             return super().load_checkpoint(path, state, strict, weights_only=weights_only)  # type: ignore[no-any-return]
         if not state:
