@@ -28,7 +28,7 @@ from ._dcp.storage_writer import check_format
 from ._engine import _C
 from ._engine.gc import gc_paused
 from ._engine.rows import words
-from ._hf.folder import shard_bytes
+from ._hf.folder import file_numbers, shard_bytes
 from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
@@ -63,6 +63,7 @@ def save(
     on_busy: OnBusy = "wait",
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
@@ -96,6 +97,9 @@ def save(
         max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
             file of its own.
         metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
+        fqn_to_index_mapping: for safetensors: the number of the file for each key, from 1 on, as in torch's
+            HuggingFaceStorageWriter and in place of `max_shard_size`. Every key needs one. Files without keys are left
+            out.
         extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
             rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
             into the directory after the commit, for other programs. For format "dcp".
@@ -118,8 +122,9 @@ def save(
             f"planner: a vescale_ckpt.SavePlanner is wanted, or one derived from it, not {type(planner).__name__}. "
             "Others go with dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(path), planner=planner)"
         )
-    check_format(format, metadata)
+    check_format(format, metadata, fqn_to_index_mapping)
     shard_bytes(max_shard_size)
+    file_numbers(fqn_to_index_mapping)
     if extra_files is not None and format != "dcp":
         raise ValueError(
             f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
@@ -151,7 +156,10 @@ def save(
         kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
             kind = LocalExport if planner.placement == "local" else CollectiveExport
+            if kind is LocalExport and fqn_to_index_mapping is not None:
+                raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
+        options["fqn_to_index_mapping"] = fqn_to_index_mapping
         save = kind(exchange, planner, directory, timeline, extra_files, **options)
         try:
             with gc_paused():

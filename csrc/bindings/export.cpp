@@ -24,11 +24,14 @@ py::bytes packed(std::span<const int64_t> words) {
 }
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
-                                                     const Texts& metadata, const Texts& aliases) {
+                                                     const Texts& metadata, const Texts& aliases,
+                                                     const std::vector<std::pair<std::string, uint64_t>>& files) {
   const py::gil_scoped_release release;
   std::vector<hf::ExportLayout::Alias> names;
   for (const auto& [name, stored] : aliases) names.push_back({name, stored});
-  return std::make_unique<hf::ExportLayout>(catalog, most_file_bytes, metadata, names);
+  std::vector<hf::ExportLayout::FileNumber> numbers;
+  for (const auto& [name, number] : files) numbers.push_back({name, number});
+  return std::make_unique<hf::ExportLayout>(catalog, most_file_bytes, metadata, names, numbers);
 }
 
 std::vector<py::bytes> heads(const hf::ExportLayout& layout, const std::vector<py::bytes>& blocks) {
@@ -54,7 +57,7 @@ std::vector<py::bytes> heads(const hf::ExportLayout& layout, const std::vector<p
 void bind_export(py::module_& module) {
   py::class_<hf::ExportLayout>(module, "ExportLayout")
       .def(py::init(&make_export_layout), py::arg("catalog"), py::arg("most_file_bytes"), py::arg("metadata"),
-           py::arg("aliases"))
+           py::arg("aliases"), py::arg("file_numbers") = std::vector<std::pair<std::string, uint64_t>>{})
       .def_property_readonly("file_bytes",
                              [](const hf::ExportLayout& layout) {
                                std::vector<uint64_t> bytes;

@@ -40,28 +40,63 @@ SafetensorsLayout::Tensor tensor_of(const metadata::Catalog& catalog, const meta
   return {std::string(catalog.name(key)), *dtype, {shape.begin(), shape.end()}};
 }
 
-}  // namespace
-
-ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
-                           const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases)
-    : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
-  expect_only_tensors(catalog);
-  std::vector<std::vector<size_t>> shards(1);  // keys of each file
+// The keys of each file, by the tensors' sizes.
+std::vector<std::vector<size_t>> shards_by_size(std::span<const uint64_t> bytes, uint64_t most_file_bytes) {
+  std::vector<std::vector<size_t>> shards(1);
   uint64_t held = 0;
-  for (size_t number = 0; number < catalog.keys.size(); ++number) {
-    const metadata::Catalog::Key& key = catalog.keys[number];
-    const uint64_t bytes = format::tensor_bytes(format::dtypes()[key.dtype], catalog.shape(key));
-    if (!shards.back().empty() && (bytes > most_file_bytes || held > most_file_bytes - bytes)) {
+  for (size_t number = 0; number < bytes.size(); ++number) {
+    if (!shards.back().empty() && (bytes[number] > most_file_bytes || held > most_file_bytes - bytes[number])) {
       shards.emplace_back();
       held = 0;
     }
     shards.back().push_back(number);
-    held = bytes > UINT64_MAX - held ? UINT64_MAX : held + bytes;
+    held = bytes[number] > UINT64_MAX - held ? UINT64_MAX : held + bytes[number];
+  }
+  return shards;
+}
+
+// The keys of each file, by numbers that the caller gave to the tensors.
+std::vector<std::vector<size_t>> shards_by_number(const metadata::Catalog& catalog,
+                                                  std::span<const ExportLayout::FileNumber> numbers) {
+  std::map<std::string_view, uint64_t> number_of;
+  for (const ExportLayout::FileNumber& of : numbers) number_of.emplace(of.name, of.number);
+  std::map<uint64_t, std::vector<size_t>> keys;  // by the file's number
+  std::string without;
+  size_t count = 0;
+  for (size_t key = 0; key < catalog.keys.size(); ++key) {
+    const auto found = number_of.find(catalog.name(catalog.keys[key]));
+    if (found != number_of.end()) {
+      keys[found->second].push_back(key);
+    } else if (++count <= kMostNamed) {
+      without += (count == 1 ? "" : ", ") + std::string(catalog.name(catalog.keys[key]));
+    }
+  }
+  if (count > kMostNamed) without += " and " + std::to_string(count - kMostNamed) + " more";
+  if (count != 0) throw Error::invalid("fqn_to_index_mapping has no file for " + without);
+  std::vector<std::vector<size_t>> shards;
+  for (auto& [number, of_file] : keys) shards.push_back(std::move(of_file));
+  if (shards.empty()) shards.emplace_back();
+  return shards;
+}
+
+}  // namespace
+
+ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
+                           const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases,
+                           std::span<const FileNumber> numbers)
+    : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
+  expect_only_tensors(catalog);
+  std::vector<uint64_t> bytes(catalog.keys.size());
+  for (size_t number = 0; number < catalog.keys.size(); ++number) {
+    const metadata::Catalog::Key& key = catalog.keys[number];
+    bytes[number] = format::tensor_bytes(format::dtypes()[key.dtype], catalog.shape(key));
     tensors_[number].name = catalog.name(key);
-    if (__builtin_add_overflow(tensor_bytes_, bytes, &tensor_bytes_)) {
+    if (__builtin_add_overflow(tensor_bytes_, bytes[number], &tensor_bytes_)) {
       throw Error::invalid("more bytes than can be counted");
     }
   }
+  std::vector<std::vector<size_t>> shards =
+      numbers.empty() ? shards_by_size(bytes, most_file_bytes) : shards_by_number(catalog, numbers);
 
   std::map<std::string_view, std::vector<const Alias*>> aliases_of;  // by the stored tensor
   std::map<std::string_view, size_t> stored;

@@ -582,3 +582,51 @@ def test_a_rank_that_dies_while_it_writes(checkpoint: Path, who: int) -> None:
     save(checkpoint, model(2), max_shard_size="1MB")
     assert same(read(checkpoint), model(2)) and nothing_left(checkpoint)
     shutil.rmtree(checkpoint)
+
+
+# --- Files by numbers
+
+
+def test_a_mapping_says_which_file_each_tensor_goes_to(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(2, 2), "c": torch.arange(5)}
+    for _ in range(2):  # the second save reuses the plan
+        vescale_ckpt.save(
+            tmp_path, state, format="safetensors", fqn_to_index_mapping={"a": 3, "b": 1, "c": 3, "not there": 2}
+        )
+        names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+        assert names == {"a": second, "b": first, "c": second}
+        assert set(stock_torch.load_file(tmp_path / second)) == {"a", "c"}
+    assert same(vescale_ckpt.load(tmp_path), state)
+    vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping=dict.fromkeys(state, 1))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_a_mapping_without_a_key_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match="fqn_to_index_mapping has no file for b"):
+        vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping={"a": 1})
+    for wrong in ({}, {"a": 0, "b": 1}, {"a": True, "b": 1}, [("a", 1)]):
+        with pytest.raises(ValueError, match="fqn_to_index_mapping"):
+            vescale_ckpt.save(tmp_path, state, format="safetensors", fqn_to_index_mapping=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fqn_to_index_mapping"):
+        vescale_ckpt.save(tmp_path, state, fqn_to_index_mapping={"a": 1, "b": 1})
+
+
+def _save_by_mapping(directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {name: distribute_tensor(torch.arange(12.0) + i, mesh, [Shard(0)]) for i, name in enumerate("abcd")}
+    for _ in range(2):
+        dcp.save(
+            state,
+            storage_writer=StorageWriter(
+                directory, format="safetensors", fqn_to_index_mapping=dict(a=2, b=1, c=2, d=1)
+            ),
+            planner=SavePlanner(),
+        )
+
+
+def test_all_ranks_write_by_the_mapping(tmp_path: Path) -> None:
+    run_ranks(2, _save_by_mapping, tmp_path)
+    found = stock_torch.load_file(tmp_path / "model-00002-of-00002.safetensors")
+    assert same(found, {"a": torch.arange(12.0), "c": torch.arange(12.0) + 2})

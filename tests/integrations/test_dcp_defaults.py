@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from jobs import run
 from torch.distributed.checkpoint import default_planner, filesystem
 
 import vescale_ckpt
@@ -112,3 +113,33 @@ def test_a_torch_without_the_names_is_one_clear_error(monkeypatch: pytest.Monkey
     with pytest.raises(vescale_ckpt.CheckpointError, match=r"_storage_utils\.FileSystemReader"), dcp_defaults():
         pass
     assert dcp.FileSystemWriter is filesystem.FileSystemWriter
+
+
+_IN_A_PROCESS = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from vescale_ckpt.integrations import dcp_defaults
+
+if __name__ == "__main__":
+    dist.init_process_group("cpu:gloo")
+    with dcp_defaults():
+        for number in range(2):
+            dcp.async_save(
+                {"w": torch.full((4,), float(number))}, checkpoint_id=f"{sys.argv[1]}/{number}",
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result()
+            print(f"step {number} loss 0x0p+0")
+    dist.destroy_process_group()
+"""
+
+
+def test_the_process_that_torch_starts_for_a_save_uses_this_package(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(_IN_A_PROCESS)
+    run(script, str(tmp_path), ranks=1)
+    for number in range(2):
+        assert vescale_ckpt.inspect(tmp_path / str(number)).writer == "vescale_ckpt"
+        assert vescale_ckpt.load(tmp_path / str(number))["w"].tolist() == [float(number)] * 4

@@ -19,7 +19,7 @@ from torch.futures import Future
 from .. import settings
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
-from .._hf.folder import shard_bytes
+from .._hf.folder import file_numbers, shard_bytes
 from .._hf.header import checked_metadata
 from .._observe import timeline
 from .._observe.timeline import Timeline
@@ -37,14 +37,18 @@ from .stager import Stager
 FORMATS: dict[str, type[NativeFormat] | type[ExportFormat]] = {"dcp": NativeFormat, "safetensors": ExportFormat}
 
 
-def check_format(format: str, metadata: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for an unknown format, and for `metadata` that is no mapping or that the format cannot hold."""
+def check_format(
+    format: str, metadata: Mapping[str, str] | None = None, fqn_to_index_mapping: Mapping[str, int] | None = None
+) -> None:
+    """Raises ValueError for an unknown format, and for options that are no mappings or that the format cannot take."""
     if format not in FORMATS:
         raise ValueError(f"format={format!r}: one of {', '.join(FORMATS)} is wanted")
     if metadata is not None and not isinstance(metadata, Mapping):
         raise ValueError(f"metadata: a mapping of texts is wanted, or None, not {type(metadata).__name__}")
     if metadata is not None and format != "safetensors":
         raise ValueError(f"metadata: only files of format='safetensors' have it, not {format!r}: put it into the state")
+    if fqn_to_index_mapping is not None and format != "safetensors":
+        raise ValueError(f"fqn_to_index_mapping: only models of format='safetensors' have such files, not {format!r}")
 
 
 class StorageWriter(DcpStorageWriter, AsyncStager):
@@ -65,6 +69,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         max_shard_size: for safetensors: most bytes of tensors in a file, or text like "5GB". A larger tensor gets a
             file of its own.
         metadata: for safetensors: texts for the headers; None: `{"format": "pt"}`.
+        fqn_to_index_mapping: for safetensors: the number of the file for each key, from 1 on, as in torch's
+            HuggingFaceStorageWriter and in place of `max_shard_size`. Every key needs one. Files without keys are left
+            out.
         process_group: has no effect: DCP tells the writer its rank.
         per_thread_copy_ahead, cache_staged_state_dict: torch's options. They have no effect: how far copies from a
             device run ahead is bounded by `VESCALE_CKPT_SLOT_BYTES`, and memory of snapshots is always reused.
@@ -91,6 +98,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         direct_io: DirectIO = "auto",
         max_shard_size: int | str = "5GB",
         metadata: Mapping[str, str] | None = None,
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
         process_group: dist.ProcessGroup | None = None,
         per_thread_copy_ahead: int | None = None,
         cache_staged_state_dict: bool = False,
@@ -106,7 +114,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 "_extensions: stream extensions (compression, encryption) work on each item as a Python stream, and "
                 "are run by torch's FileSystemWriter only. Checkpoints that it wrote so are read by this package"
             )
-        check_format(format, metadata)
+        check_format(format, metadata, fqn_to_index_mapping)
         self.format = format
         self.options = SaveOptions(
             path=local_path(checked_path("path", path)),
@@ -117,6 +125,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             overwrite=checked_flag("overwrite", overwrite),
             single_file=checked_flag("single_file_per_rank", single_file_per_rank) or format != "dcp",
             most_file_bytes=shard_bytes(max_shard_size),
+            file_numbers=file_numbers(fqn_to_index_mapping),
             texts=checked_metadata({"format": "pt"} if metadata is None else dict(metadata)),
         )
         self.last_stats: SaveStats | None = None

@@ -250,6 +250,7 @@ class ExportLayout:
         most_file_bytes: int,
         metadata: Sequence[tuple[str, str]],
         aliases: Sequence[tuple[str, str]],
+        file_numbers: Sequence[tuple[str, int]] = ...,
     ) -> None: ...
     @property
     def file_bytes(self) -> list[int]: ...

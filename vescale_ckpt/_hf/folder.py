@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
@@ -31,6 +32,18 @@ def shard_bytes(size: int | str, name: str = "max_shard_size") -> int:
     if bytes_ is None or bytes_ < 1:
         raise ValueError(f"{name}={size!r}: bytes, or text like '5GB' or '500MiB', are wanted")
     return bytes_
+
+
+def file_numbers(mapping: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """`fqn_to_index_mapping` as sorted pairs. Raises `ValueError` unless it maps texts to numbers from 1 on."""
+    if mapping is None:
+        return ()
+    if not isinstance(mapping, Mapping) or not mapping:
+        raise ValueError(f"fqn_to_index_mapping: a mapping of keys to numbers of files is wanted, not {mapping!r}")
+    for key, number in mapping.items():
+        if not isinstance(key, str) or type(number) is not int or number < 1:
+            raise ValueError(f"fqn_to_index_mapping: {key!r}: {number!r}: a text and a number from 1 on are wanted")
+    return tuple(sorted(mapping.items()))
 
 
 class ExportFolder:

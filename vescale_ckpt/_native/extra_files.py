@@ -73,7 +73,7 @@ class ExtraFiles:
         """Removes the copies of the checkpoint in place that are not those of this save. Call it before the commit.
         Raises OSError and `_C.EngineError`."""
         storage = directory_at(self._path)
-        for name in {*self._files, *self._names_before()}:
+        for name in dict.fromkeys((*self._files, *self._names_before())):
             if not storage.has(name):
                 continue
             with contextlib.suppress(OSError):  # a folder, say: `publish` reports it
@@ -116,13 +116,28 @@ class ExtraFiles:
             return []  # no load can read it, either
 
 
+def write_missing(path: str, files: Mapping[str, bytes], *, dry_run: bool = False) -> list[str]:
+    """Writes the copies of a checkpoint's extra files that are missing or differ, and returns their names. `dry_run`:
+    writes nothing, and returns what would be written."""
+    storage, written = directory_at(path), []
+    for name, content in files.items():
+        with contextlib.suppress(OSError):
+            if storage.read(name) == content:
+                continue
+        if _is_allowed(name):  # the checkpoint may be a stranger's
+            written.append(name)
+            if not dry_run:
+                storage.write(name, content)
+    return written
+
+
 def _write(path: str, name: str, content: bytes) -> None:
     try:
         directory_at(path).write(name, content)
     except (OSError, _C.EngineError) as error:
         logger.error(
-            "%s is complete, but the copy of its extra file %s cannot be written: %s. `vescale-ckpt repair` writes it; "
-            "loads with extra_files= do not need it",
+            "the checkpoint in %s is whole, but the copy of its extra file %s cannot be written: %s. `vescale-ckpt "
+            "repair` writes it; loads with extra_files= do not need it",
             path,
             name,
             error,

@@ -45,7 +45,7 @@ class ExportSave(RankSave):
     @property
     def wanted(self) -> tuple[Any, ...]:
         """What a layout depends on, except the plan."""
-        return self.options.most_file_bytes, tuple(self.options.texts)
+        return self.options.most_file_bytes, tuple(self.options.texts), tuple(self.options.file_numbers)
 
     def begin(self) -> None:
         path = self.options.path
@@ -70,9 +70,10 @@ class ExportSave(RankSave):
         """The layout of the plan. `ties`: for names that are not stored, the name of the tensor that has their value.
         Raises `CheckpointError` for values that no safetensors file can hold."""
         limit = self.options.most_file_bytes if most_file_bytes is None else most_file_bytes
+        numbers = self.options.file_numbers if most_file_bytes is None else ()
         try:
             texts = [*with_ties(self.options.texts, ties), *more_texts]
-            return _C.ExportLayout(planned.catalog(), limit, texts, list(ties.items()))
+            return _C.ExportLayout(planned.catalog(), limit, texts, list(ties.items()), list(numbers))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
 

@@ -35,6 +35,8 @@ class SaveOptions:
     single_file: bool = True  #: in DCP's layout: False for one file for each tensor and object
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  #: in DCP's layout: copies that the commit writes
     most_file_bytes: int = 0  #: in safetensors: limit of the tensors in a file. A larger tensor is alone in its file
+    #: in safetensors: pairs of key and number of its file, in place of `most_file_bytes`
+    file_numbers: Sequence[tuple[str, int]] = ()
     texts: Sequence[tuple[str, str]] = ()  #: in safetensors: pairs for the metadata of the headers
 
 

@@ -131,7 +131,7 @@ COMMANDS = (
     ),
     Command(
         "repair",
-        "remove what saves, exports and copies that died have left",
+        "remove what saves, exports and copies that died have left, write copies of extra files that are missing",
         "tidy:repair",
         (
             Value(
@@ -145,7 +145,7 @@ COMMANDS = (
         "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
         json=(
-            "`removed` (paths), `dry_run`"
+            "`removed` (paths), `written` (paths), `dry_run`"
         ),
     ),
     Command(

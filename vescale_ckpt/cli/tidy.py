@@ -6,9 +6,13 @@ import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+from .. import api
 from .._convert.formats import format_of, is_part_of_export
 from .._hf.folder import left_by_exports
+from .._inspect.info import inspect
+from .._native import metadata_file
 from .._native.commit import remove_leftovers
+from .._native.extra_files import write_missing
 from .._native.names import is_metadata_file, is_of_a_save
 from .._native.steps import SavedOrder, all_steps, path_of
 from .._storage import leftovers
@@ -49,7 +53,8 @@ def prune(options: SimpleNamespace) -> int:
 
 
 def repair(options: SimpleNamespace) -> int:
-    """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies."""
+    """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
+    Writes copies of extra files that are missing."""
     root = local_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
@@ -59,14 +64,31 @@ def repair(options: SimpleNamespace) -> int:
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
     removed += leftovers.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
+    written = []
+    for directory in (root, *(path_of(root, step) for step in all_steps(root))):
+        if directory not in removed:
+            written += [os.path.join(directory, name) for name in _written_copies(directory, dry_run)]
     if options.json:
-        output.print_json("repair/1", {"removed": removed, "dry_run": dry_run})
+        output.print_json("repair/1", {"removed": removed, "written": written, "dry_run": dry_run})
         return FINE
     verb = "would remove" if dry_run else "removed"
     for path in removed:
         print(f"{verb} {path}")
+    for path in written:
+        print(f"{'would write' if dry_run else 'wrote'} {path}, an extra file of the checkpoint")
     print(f"{verb} {len(removed):,} leftovers" if removed else "nothing is left over")
     return FINE
+
+
+def _written_copies(directory: str, dry_run: bool) -> list[str]:
+    """Writes the copies of extra files that are missing beside a checkpoint."""
+    files: dict[str, bytes] = {}
+    try:
+        if metadata_file.has_metadata(directory, None) and inspect(directory).extra_files:
+            api.load(directory, {}, extra_files=files)
+    except CheckpointError:  # damaged: `verify` says how
+        return []
+    return write_missing(directory, files, dry_run=dry_run)
 
 
 def _left_by_conversions(root: str) -> Iterator[Leftover]:

@@ -1,0 +1,201 @@
+"""Files of a host that are committed with a checkpoint: whatever happens, they are those of the same save."""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import fork
+from kills import Shared, kill, wait_until
+from rank_pool import run_ranks
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
+from vescale_ckpt._engine import _C
+from vescale_ckpt.cli import main
+
+
+def state(k: int) -> dict[str, object]:
+    return {"w": torch.full((3000, 100), float(k)), "k": k}
+
+
+def files(k: int) -> dict[str, bytes]:
+    return {"meta.pt": b"meta %d" % k, "config.json": b'{"k": %d}' % k}
+
+
+def loaded(path: Path) -> tuple[int, dict[str, bytes]]:
+    into, found = state(-1), {"left": b"over"}
+    vescale_ckpt.load(path, into, extra_files=found)
+    assert torch.equal(into["w"], state(into["k"])["w"])  # type: ignore[arg-type, call-overload]
+    return into["k"], found  # type: ignore[return-value]
+
+
+def test_they_come_back_with_the_state_and_lie_beside_it_for_others(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path, state(1), extra_files={**files(1), "view": memoryview(b"a view")})
+    expected = {**files(1), "view": b"a view"}
+    assert loaded(tmp_path) == (1, expected)
+    assert {name: (tmp_path / name).read_bytes() for name in expected} == expected
+    assert set(vescale_ckpt.load(tmp_path)) == {"w", "k"}
+    found: dict[str, bytes] = {}
+    vescale_ckpt.load(tmp_path, extra_files=found)
+    assert found == expected
+    assert vescale_ckpt.load(tmp_path, state(0)).unexpected == []
+    assert sorted(vescale_ckpt.inspect(tmp_path).extra_files) == sorted(expected)
+    stock = state(0)
+    dcp.load(stock, checkpoint_id=tmp_path)
+    assert stock["k"] == 1
+
+
+def test_the_next_checkpoint_replaces_or_removes_the_copies(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
+    vescale_ckpt.save(tmp_path, state(2), extra_files={"meta.pt": b"other"})
+    assert (tmp_path / "meta.pt").read_bytes() == b"other"
+    assert not (tmp_path / "config.json").exists()
+    (tmp_path / "mine.txt").write_text("not a copy")
+    dcp.save(state(3), storage_writer=vescale_ckpt.StorageWriter(tmp_path))
+    assert not (tmp_path / "meta.pt").exists()
+    assert (tmp_path / "mine.txt").exists()
+    assert loaded(tmp_path) == (3, {})
+
+
+def test_a_manager_keeps_them_with_each_step(tmp_path: Path) -> None:
+    with vescale_ckpt.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), extra_files=files(step))
+    with vescale_ckpt.CheckpointManager(tmp_path) as manager:
+        into, found = state(0), {}
+        assert manager.restore(into, extra_files=found) == 2 and found == files(2)
+        assert manager.restore(into, 1, extra_files=found) == 1 and found == files(1)
+
+
+def test_an_asynchronous_save_has_those_of_its_call(tmp_path: Path) -> None:
+    content = bytearray(b"before")
+    handle = vescale_ckpt.save(tmp_path, state(1), extra_files={"f": content}, async_checkpoint=True)
+    content[:] = b"after!"
+    handle.future.result(60)
+    assert loaded(tmp_path)[1] == {"f": b"before"}
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "../a", ".metadata", "__3.metadata", ".metadata.index", "__0_0.distcp", ".lock",
+             "metrics.json", ".order", "x.tmp.1.2", "model.safetensors", "a\nb", "x" * 300, 7]
+)  # fmt: skip
+def test_names_that_could_harm_the_checkpoint_are_refused(tmp_path: Path, name: str) -> None:
+    vescale_ckpt.save(tmp_path, state(1))
+    with pytest.raises(CheckpointError, match="extra_files"):
+        vescale_ckpt.save(tmp_path, state(2), extra_files={name: b""})
+    assert loaded(tmp_path) == (1, {})
+
+
+@pytest.mark.parametrize("wrong", ["text", None, 3])
+def test_contents_are_bytes(tmp_path: Path, wrong: object) -> None:
+    with pytest.raises(CheckpointError, match="bytes are wanted"):
+        vescale_ckpt.save(tmp_path, state(1), extra_files={"f": wrong})  # type: ignore[dict-item]
+
+
+def test_a_state_cannot_have_their_keys_and_models_have_no_place_for_them(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="extra_files"):
+        vescale_ckpt.save(tmp_path, {"__extra_files__": {"f": b""}})
+    with pytest.raises(ValueError, match="no place for files"):
+        vescale_ckpt.save(tmp_path, {"w": torch.ones(1)}, format="safetensors", extra_files=files(1))
+
+
+def test_an_object_in_their_place_is_not_trusted(tmp_path: Path) -> None:
+    dcp.save({"__extra_files__.f": 3, "w": torch.ones(1)}, checkpoint_id=tmp_path)
+    with pytest.raises(UntrustedCheckpointError, match="bytes"):
+        vescale_ckpt.load(tmp_path, {"w": torch.ones(1)}, extra_files={})
+
+
+def test_a_planner_of_dcps_items_keeps_them_too(tmp_path: Path) -> None:
+    class Own(SavePlanner):
+        def create_local_plan(self):  # type: ignore[no-untyped-def]
+            return super().create_local_plan()
+
+    vescale_ckpt.save(tmp_path, state(1), planner=Own(), extra_files=files(1))
+    assert loaded(tmp_path) == (1, files(1))
+    assert (tmp_path / "meta.pt").read_bytes() == files(1)["meta.pt"]
+
+
+def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
+    _C.inject_fault("rename", errno.EIO)
+    with pytest.raises(CheckpointError):
+        vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
+    _C.clear_faults()
+    assert loaded(tmp_path) == (1, files(1))
+    assert (tmp_path / "meta.pt").read_bytes() == files(1)["meta.pt"]
+
+
+def test_a_copy_that_cannot_be_written_is_only_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
+    _C.inject_fault("rename", errno.ENOSPC, 2, 1000)  # after the index and the metadata
+    vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
+    _C.clear_faults()
+    assert "repair" in caplog.text
+    assert not (tmp_path / "meta.pt").exists()
+    assert loaded(tmp_path) == (2, files(2))
+    assert main(["repair", str(tmp_path), "--dry-run"]) == 0 and not (tmp_path / "meta.pt").exists()
+    assert main(["repair", str(tmp_path)]) == 0
+    assert (tmp_path / "meta.pt").read_bytes() == files(2)["meta.pt"]
+
+
+def _given_by(directory: Path) -> tuple[dict[str, bytes], list[str]]:
+    rank = dist.get_rank()
+    given = files(rank) if rank == 0 else {"of_rank_1": b""}
+    weights = torch.full((3000, 100), 1.0)
+    vescale_ckpt.save(directory, {"w": weights, "k": 1}, extra_files=given, timeout=60)
+    found: dict[str, bytes] = {}
+    vescale_ckpt.load(directory, {"w": weights, "k": 0}, extra_files=found, broadcast_checkpoint=True, timeout=60)
+    return found, sorted(path.name for path in directory.iterdir() if not path.name.startswith(("_", ".")))
+
+
+def test_of_several_ranks_those_of_rank_0_count_and_all_get_them(tmp_path: Path) -> None:
+    assert run_ranks(2, _given_by, tmp_path) == [(files(0), sorted(files(0)))] * 2
+
+
+def _wrong_on_one(directory: Path) -> str:
+    given = {"f": b""} if dist.get_rank() == 0 else {"a/b": b""}
+    with pytest.raises(CheckpointError) as raised:
+        vescale_ckpt.save(directory, {"w": torch.ones(10)}, extra_files=given, timeout=60)
+    return str(raised.value)
+
+
+def test_a_wrong_name_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_ranks(2, _wrong_on_one, tmp_path):
+        assert "'a/b'" in text
+    assert not (tmp_path / ".metadata").exists()
+
+
+def _save_on_and_on(directory: Path, committed: Shared) -> NoReturn:
+    k = committed[0]
+    while True:
+        k += 1
+        vescale_ckpt.save(directory, state(k), extra_files=files(k))
+        committed[0] = k
+
+
+def test_a_kill_never_mixes_them_with_another_checkpoint(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    vescale_ckpt.save(tmp_path, state(0), extra_files=files(0))
+    last, committed, missing = 0, Shared(1), 0
+    for _ in range(12):
+        committed[0] = last
+        pid = fork(lambda: _save_on_and_on(tmp_path, committed))
+        wait_until(committed, last, "the first save of a child")
+        time.sleep(rng.random() * 0.03)
+        kill(pid)
+        last, found = loaded(tmp_path)
+        assert last in (committed[0], committed[0] + 1) and found == files(last)
+        for name, content in files(last).items():  # for other programs: of this checkpoint, or missing
+            copy = tmp_path / name
+            missing += not copy.exists()
+            assert not copy.exists() or copy.read_bytes() == content
+    vescale_ckpt.save(tmp_path, state(last + 1), extra_files=files(last + 1))
+    assert not [path for path in tmp_path.iterdir() if ".tmp." in path.name]
