@@ -1,4 +1,4 @@
-"""Trains with Lightning and FSDP2, saves asynchronously every epoch of 2 steps, resumes from the newest checkpoint.
+"""Trains with Lightning and FSDP2, saves asynchronously every 2 steps, and resumes from the newest checkpoint.
 
     torchrun --nproc-per-node=2 examples/integrations/train_lightning.py FOLDER
 
@@ -55,6 +55,6 @@ if __name__ == "__main__":
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, max_steps=8, logger=False, enable_progress_bar=False,
         strategy=ModelParallel(data_parallel_size=ranks, tensor_parallel_size=1, async_checkpoint=True),
-        callbacks=[ModelCheckpoint(folder, every_n_epochs=1)],  # keeps the newest
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],  # keeps the newest
     )  # fmt: skip
     trainer.fit(Reverser(), data, ckpt_path=newest(folder))

@@ -50,6 +50,6 @@ if __name__ == "__main__":
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, max_steps=8, logger=False, enable_progress_bar=False,
         enable_model_summary=False, strategy=getattr(ours, strategy)(async_checkpoint="async" in options),
-        callbacks=[ModelCheckpoint(folder, every_n_epochs=1)],
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(rows, batch_size=8 // ranks), ckpt_path=ours.newest(folder))

@@ -26,7 +26,7 @@ from ..api import load, save
 from ..errors import CheckpointError, MissingKeysError
 from ._versions import check_version, hook
 
-__all__ = ["CheckpointManager", "vescale"]
+__all__ = ["VescaleCheckpointManager", "vescale"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ for _method in ("dcp_save", "dcp_load", "_purge_stale_checkpoints", "_should_pur
 _STEP = re.compile(r"step-(\d+)")
 
 
-class CheckpointManager(_Manager):
+class VescaleCheckpointManager(_Manager):
     """torchtitan's `CheckpointManager`, saving and loading through this package.
 
-    It counts complete checkpoints only when it purges, and purges when an asynchronous save is durable. A final model
-    in safetensors (`last_save_in_hf`) and loads from them are left to torchtitan.
+    It counts complete checkpoints only when it purges, and purges when an asynchronous save is durable. Loads from
+    Hugging Face's safetensors are left to torchtitan, whose readers convert them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,15 +74,19 @@ class CheckpointManager(_Manager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
+        options: dict[str, Any] = {}
         if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        handle = save(checkpoint_id, state_dict, async_checkpoint=async_mode != _AsyncMode.DISABLED)
+            assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
+            state_dict = self.sd_adapter.to_hf(state_dict)
+            options = {"format": "safetensors", "fqn_to_index_mapping": self.sd_adapter.fqn_to_index_mapping}
+        handle = save(checkpoint_id, state_dict, async_checkpoint=async_mode != _AsyncMode.DISABLED, **options)
         self._last_save = handle
         if enable_garbage_collection:
             _collect_garbage("GC collection invoked by checkpointer.")
         if async_mode == _AsyncMode.DISABLED:
             return None
-        return handle.future if async_mode == _AsyncMode.ASYNC else AsyncSaveResponse(handle.staged, handle.future)
+        future: Any = handle.future
+        return future if async_mode == _AsyncMode.ASYNC else AsyncSaveResponse(handle.staged, future)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         if from_hf:
@@ -93,8 +97,8 @@ class CheckpointManager(_Manager):
         except MissingKeysError as error:
             if all(key.startswith("dataloader.dp_rank_") for key in error.missing):
                 raise CheckpointError(
-                    f"{checkpoint_id} was saved by another number of data parallel ranks, each with its position in the "
-                    "data: with --checkpoint.exclude_from_loading dataloader the data begin anew",
+                    f"{checkpoint_id} was saved by another number of data parallel ranks, each with its position in "
+                    "the data: with --checkpoint.exclude_from_loading dataloader the data begin anew",
                     path=checkpoint_id,
                 ) from error
             raise
@@ -129,4 +133,4 @@ def _is_whole(path: str) -> bool:
 @_override(target=_Manager.Config, description="vescale_ckpt saves and loads", exact=True)
 def vescale(config: Any, broadcast_checkpoint: str | bool = "auto") -> Any:
     """The override that torchtitan imports by its name."""
-    return _derive(config, CheckpointManager.Config, broadcast_checkpoint=broadcast_checkpoint)
+    return _derive(config, VescaleCheckpointManager.Config, broadcast_checkpoint=broadcast_checkpoint)
