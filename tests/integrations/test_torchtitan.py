@@ -1,0 +1,82 @@
+"""Tests `vescale_ckpt.integrations.torchtitan` with torchtitan's own trainer, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+import jobs
+
+import vescale_ckpt
+
+JOB = Path(__file__).with_name("torchtitan_job.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The losses of a job with stock checkpoints."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return jobs.run(JOB, str(folder), "--checkpoint.async_mode", "disabled", STOCK="1")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int, str], mode: str) -> None:
+    flags = ["--checkpoint.async_mode", mode, "--checkpoint.keep_latest_k", "2"]
+    jobs.run_and_kill(JOB, str(tmp_path), *flags, at=7)
+    with jobs.started(JOB, str(tmp_path), *flags) as job:
+        assert job.wait() == [0, 0], job.text
+        assert "plan reused" in "".join(job.output)
+    first = min(job.losses)
+    assert first == 7 or (mode == "async" and first == 5)
+    jobs.assert_same(job.losses, undisturbed, first=first)
+    folder = tmp_path / "checkpoint"
+    assert len(list(folder.iterdir())) in (2, 3)  # torchtitan does not purge at the last step
+    for path in folder.iterdir():
+        info = vescale_ckpt.inspect(path)
+        assert info.writer == "vescale_ckpt" and vescale_ckpt.verify(path).ok
+        assert "optimizer.state.norm.weight.exp_avg" in info.tensors
+
+
+def test_stock_goes_on_from_ours(tmp_path: Path, undisturbed: dict[int, str]) -> None:
+    jobs.run_and_kill(JOB, str(tmp_path), at=5)
+    resumed = jobs.run(JOB, str(tmp_path), STOCK="1")
+    jobs.assert_same(resumed, undisturbed, first=5)
+
+
+def test_another_number_of_ranks_is_told_how_to_go_on(tmp_path: Path) -> None:
+    jobs.run_and_kill(JOB, str(tmp_path), at=3, ranks=1)
+    with jobs.started(JOB, str(tmp_path), ranks=2) as job:
+        assert job.wait() != [0, 0]
+        assert "--checkpoint.exclude_from_loading dataloader" in job.text
+    resumed = jobs.run(JOB, str(tmp_path), "--checkpoint.exclude_from_loading", "dataloader", ranks=2)
+    assert min(resumed) == 3
+
+
+def test_the_last_model_as_safetensors(tmp_path: Path) -> None:
+    jobs.run(JOB, str(tmp_path), "--training.steps", "1", "--checkpoint.last_save_model_only",
+             "--checkpoint.last_save_in_hf", ranks=2)  # fmt: skip
+    info = vescale_ckpt.inspect(tmp_path / "checkpoint" / "step-1")
+    assert info.format == "safetensors" and "model.embed_tokens.weight" in info.tensors
+
+
+def _imported(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(JOB.parents[2])},
+    )  # fmt: skip
+    return done.stderr
+
+
+def test_an_untested_version_warns_and_a_missing_hook_is_one_clear_error() -> None:
+    fake = "from importlib import metadata; metadata.version = lambda name: '0.9'; "
+    gone = "import torchtitan.components.checkpointer.dcp as d; del d.CheckpointManager.dcp_save; "
+    text = _imported(fake + gone + "import vescale_ckpt.integrations.torchtitan")
+    assert re.search(r"torchtitan 0\.3 up to, but not including, 0\.4: torchtitan 0\.9 is installed", text), text
+    assert "torchtitan 0.9 has no torchtitan.components.checkpointer.dcp.CheckpointManager.dcp" in text

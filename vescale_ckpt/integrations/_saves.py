@@ -1,0 +1,128 @@
+"""`Saves` keeps a host's old checkpoints until the asynchronous save that replaces them is durable.
+
+Hosts save a new checkpoint and then remove an old one, in two calls. An asynchronous save has only begun between them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import settings
+from .._collective.handle import SaveHandle
+from .._native.names import METADATA_NAME
+from .._storage.directory import directory_at
+from ..api import save
+from ..manager.step_directories import exclusive
+from ..settings import checked_flag
+
+logger = logging.getLogger(__name__)
+
+
+class Saves:
+    """The saves of one host on this rank, of which one may be running.
+
+    While it is, removals wait for its success. If it fails, nothing is removed.
+    """
+
+    def __init__(self, async_checkpoint: bool) -> None:
+        self.async_checkpoint = checked_flag("async_checkpoint", async_checkpoint)
+        self.last: SaveHandle | None = None  #: of the last save that has begun
+        self._running: SaveHandle | None = None  # its error has not been raised
+        self._in_use: list[str] = []  # folders to remove, which another process was reading
+        self._waits_at_exit = False
+
+    def save(
+        self,
+        path: str,
+        state: Mapping[str, Any],
+        extra_files: Mapping[str, bytes] | None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Saves, as `vescale_ckpt.save` does. Raises the error of the save before, on all ranks.
+
+        `extra_files`: None on all ranks but one. That one also makes room where the host has a file of that path.
+        """
+        self._settle()
+        self._running = None  # `save` raises its error, if it has one
+        replaced = None
+        if extra_files is not None and os.path.isfile(path):
+            replaced = f"{path}.replaced"
+            os.replace(path, replaced)
+        self.last = self._running = save(
+            path,
+            state,
+            async_checkpoint=self.async_checkpoint,
+            process_group=process_group,
+            extra_files=extra_files,
+        )
+        if replaced is not None:
+            self.remove(replaced, os.unlink)
+        if self.async_checkpoint and not self._waits_at_exit:
+            # Hosts destroy the process group at exit. They have registered that before: this runs first.
+            atexit.register(self._wait_at_exit)
+            self._waits_at_exit = True
+
+    def remove(self, path: str, remove_file: Callable[[str], object]) -> None:
+        """Removes a checkpoint, once the last save is durable. `remove_file` is called if it is no folder."""
+        if self._running is None or self._running.stats is not None:
+            self._remove(path, remove_file)
+        else:
+            self._running.add_done_callback(lambda handle: self._remove_after(handle, path, remove_file))
+
+    def wait(self) -> None:
+        """Waits until the last save is durable, and what it replaces is removed. Raises its error, once."""
+        self._settle()
+        running, self._running = self._running, None
+        if running is not None:
+            running.future.result()
+
+    def _settle(self) -> None:
+        if self._running is not None:
+            futures.wait([self._running.future])
+
+    def _wait_at_exit(self) -> None:
+        """Raises nothing: the package sets the exit status for an error that nobody has seen."""
+        if self._running is not None:
+            futures.wait([self._running.future], timeout=float(settings.lenient("exit_timeout")))
+
+    def _remove_after(self, handle: SaveHandle, path: str, remove_file: Callable[[str], object]) -> None:
+        if handle.wait() is not None:
+            logger.warning("%s stays, because the save of the checkpoint after it has failed", path)
+            return
+        try:
+            self._remove(path, remove_file)
+        except Exception:
+            logger.exception("%s cannot be removed", path)
+
+    def _remove(self, path: str, remove_file: Callable[[str], object]) -> None:
+        if os.path.islink(path):
+            os.unlink(path)
+        elif os.path.isdir(path):
+            self._in_use.append(path)
+        else:
+            remove_file(path)
+        folders, self._in_use = self._in_use, []
+        for folder in folders:
+            if os.path.isdir(folder) and not _remove_folder(folder):
+                logger.info("%s is in use: it is removed after a later save", folder)
+                self._in_use.append(folder)
+
+
+def _remove_folder(path: str) -> bool:
+    """Removes a checkpoint unless it is in use. An interruption leaves it whole, or without its name. What earlier
+    interruptions have left beside it is removed, too."""
+    above, name = os.path.split(os.path.abspath(path))
+    with exclusive(path) as unused:
+        if unused is False:
+            return False
+        directory_at(above).set_aside(name)
+    suffix = os.path.splitext(name)[1] or name
+    directory_at(above).erase_set_aside(lambda found: found.endswith(suffix), METADATA_NAME)
+    return True

@@ -1,0 +1,498 @@
+"""Strategies for Lightning's Trainer and Fabric whose ranks all write, and read, the checkpoints of this package.
+
+`Trainer(strategy=ModelParallel(async_checkpoint=True))`, `DDP`, `FSDP`; `Fabric(strategy=FabricModelParallel())`,
+`FabricDDP`, `FabricFSDP`; for other strategies `Trainer(plugins=[CheckpointIO()])`. A checkpoint is a folder as
+Lightning's `ModelParallelStrategy` writes it: model and optimizers by the names of parameters, and the rest in
+`meta.pt`, which is committed with them. Folders and single files that Lightning has written can be loaded, too.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from .. import settings
+from .._collective.handle import SaveHandle
+from .._inspect.info import inspect
+from .._native import metadata_file
+from .._native.names import METADATA_NAME
+from .._read.verify import verify
+from .._state.application import saved_form
+from .._state.optimizers import OptimizerState
+from .._storage.directory import directory_at
+from ..api import load
+from ..errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
+from ..settings import Broadcast
+from ._saves import Saves
+from ._versions import check_version, hook
+
+__all__ = [
+    "DDP",
+    "FSDP",
+    "CheckpointIO",
+    "FabricDDP",
+    "FabricFSDP",
+    "FabricModelParallel",
+    "ModelParallel",
+    "newest",
+]
+
+logger = logging.getLogger(__name__)
+
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code in other distributions
+    _PACKAGE, _TRAINER, _FABRIC = "pytorch-lightning", "pytorch_lightning", "lightning_fabric"
+else:
+    _PACKAGE, _TRAINER, _FABRIC = "lightning", "lightning.pytorch", "lightning.fabric"
+check_version(_PACKAGE, ("2.6", "2.7"))
+
+_FITTING = hook(f"{_TRAINER}.trainer.states", "TrainerFn").FITTING
+_LightningOptimizer = hook(f"{_TRAINER}.core.optimizer", "LightningOptimizer")
+_Plugin = hook(f"{_TRAINER}.plugins", "CheckpointIO")
+_FilePlugin = hook(f"{_TRAINER}.plugins", "TorchCheckpointIO")
+_ModelParallel = hook(f"{_TRAINER}.strategies", "ModelParallelStrategy")
+_DDP = hook(f"{_TRAINER}.strategies", "DDPStrategy")
+_FSDP = hook(f"{_TRAINER}.strategies", "FSDPStrategy")
+_FabricModelParallel = hook(f"{_FABRIC}.strategies", "ModelParallelStrategy")
+_FabricDDP = hook(f"{_FABRIC}.strategies", "DDPStrategy")
+_FabricFSDP = hook(f"{_FABRIC}.strategies", "FSDPStrategy")
+_Host: Any = object  # a class of Lightning's, in the classes that derive from both
+
+_META = "meta.pt"  # what Lightning keeps beside model and optimizers
+_SUFFIX = ".ckpt"  # ends the names that ModelCheckpoint gives
+_LAST = "last"  # begins the name of what `ckpt_path="last"` finds
+
+
+def newest(folder: str | os.PathLike[str]) -> str | None:
+    """The path of the newest sound checkpoint `*.ckpt` in a folder, for `fit(ckpt_path=...)`. None if there is none.
+
+    What a killed save has left is no checkpoint. A damaged checkpoint is passed over with a warning.
+    """
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+    except FileNotFoundError:
+        return None
+    written: dict[str, int] = {}
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.islink(path):  # to another one of them
+            continue
+        if os.path.isfile(path):
+            written[path] = os.stat(path).st_mtime_ns
+        elif metadata_file.has_metadata(path, None):
+            written[path] = directory_at(path).stat(METADATA_NAME).modified_ns
+    sound = (
+        path for path in sorted(written, key=written.__getitem__, reverse=True) if os.path.isfile(path) or _sound(path)
+    )
+    return next(sound, None)
+
+
+def _sound(path: str) -> bool:
+    report = verify(path, quick=True)
+    if not report.ok:
+        logger.warning("%s is passed over: %s", path, report.damaged[0].reason)
+    return report.ok and (directory_at(path).has(_META) or _META in inspect(path).extra_files)
+
+
+def _found(path: str) -> tuple[str, bool]:
+    """The path to load, and whether it is a folder. A kill may leave "last" unfinished: then the newest is loaded."""
+    if os.path.isdir(path) and not metadata_file.has_metadata(path, None):
+        folder, name = os.path.split(path)
+        if name.startswith(_LAST) and (other := newest(folder)) is not None:
+            logger.warning("the save of %s did not finish: %s, the newest checkpoint beside it, is loaded", path, other)
+            path = other
+    return path, os.path.isdir(path)
+
+
+class _Meta(Mapping[str, bytes]):
+    """`meta.pt`, pickled when the save asks for it: what goes wrong then is an error of the save, on all ranks."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def __getitem__(self, name: str) -> bytes:
+        if name != _META:
+            raise KeyError(name)
+        buffer = io.BytesIO()
+        torch.save(dict(self._content), buffer)
+        return buffer.getvalue()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([_META])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _unpickled(path: str, files: Mapping[str, bytes], weights_only: bool | None) -> dict[str, Any]:
+    """The content of `meta.pt`: of the checkpoint, or of the file beside it if Lightning has written that."""
+    file: Any = io.BytesIO(files[_META]) if _META in files else os.path.join(path, _META)
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is no checkpoint of Lightning: it has no {_META}", path=path) from None
+    except pickle.UnpicklingError as error:
+        raise UntrustedCheckpointError(
+            f"{path}: {_META}: {error}\nIf you trust the checkpoint as you trust code, give the strategy "
+            "weights_only=False: Lightning 2.6 does not pass on what its Trainer is given",
+            key=_META,
+        ) from error
+    return content
+
+
+def _only_weights(weights_only: bool | None) -> bool:
+    return True if weights_only is None else weights_only  # None is torch's default
+
+
+class _Strategy(_Host):
+    """What the strategies for Trainer and Fabric have in common.
+
+    Args:
+        async_checkpoint: whether training goes on while a checkpoint is written. An error is then raised by the next
+            save or the end of training, on all ranks.
+        broadcast_checkpoint: as `vescale_ckpt.load` takes it.
+        weights_only: as `torch.load` takes it, where Lightning gives None. (The Trainer of Lightning 2.6 gives None to
+            strategies that load after their setup, whatever its own argument is.)
+        in_folders: whether this package saves; if not, Lightning does.
+
+    All other arguments are those of Lightning's strategy.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        async_checkpoint: bool = False,
+        broadcast_checkpoint: Broadcast = "auto",
+        weights_only: bool | None = None,
+        in_folders: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._saves = Saves(async_checkpoint)
+        self._broadcast_checkpoint = settings.broadcast(broadcast_checkpoint)
+        self._weights_only = weights_only
+        self._in_folders = in_folders
+        self._loaded_folder = False
+
+    @property
+    def last_save(self) -> SaveHandle | None:
+        """The handle of the last save that has begun."""
+        return self._saves.last
+
+    def wait_for_save(self) -> None:
+        """Waits until the last checkpoint is durable. Raises the error of its save. All ranks call it together."""
+        self._saves.wait()
+
+    def _save(self, path: Any, state: Mapping[str, Any], rest: Mapping[str, Any], storage_options: object) -> None:
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} takes no storage_options: all ranks write into one local folder")
+        self._saves.save(
+            self.broadcast(os.fspath(path)),  # ModelCheckpoint may have put the time into it
+            state,
+            _Meta(rest) if self.is_global_zero else None,
+        )
+
+    def _find(self, path: Any) -> tuple[str, bool]:
+        """The path to load, the same on all ranks, and whether it is a folder."""
+        self._saves.wait()
+        found: tuple[str, bool] = self.broadcast(_found(os.fspath(path)) if self.is_global_zero else None)
+        self._loaded_folder = found[1]
+        return found
+
+    def _load(
+        self, path: str, state: dict[str, Any], strict: bool, weights_only: bool | None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Loads a folder into `state`. Returns what is in its `meta.pt`, and the keys that it lacks."""
+        files: dict[str, bytes] = {}
+        report = load(
+            path,
+            state,
+            strict=strict,
+            weights_only=_only_weights(weights_only),
+            broadcast_checkpoint=self._broadcast_checkpoint,
+            extra_files=files,
+        )
+        return _unpickled(path, files, weights_only), report.missing
+
+
+# --- Trainer
+
+
+class _TrainerStrategy(_Strategy):
+    _model_key = "state_dict"  # under which Lightning's strategy keeps the model in a folder
+
+    @property
+    def _module(self) -> nn.Module:
+        """What is saved and loaded."""
+        module: nn.Module = self.model
+        return module
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the model and the optimizers themselves
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._loaded_folder and bool(super().lightning_restore_optimizer)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._in_folders:
+            return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+        state: dict[str, Any] = saved_form({"": self._module})[""]
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if not self._in_folders:
+            return super().optimizer_state(optimizer)  # type: ignore[no-any-return]
+        if isinstance(optimizer, _LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} gathers its state on one rank: shard the model with FSDP2 "
+                "(ModelParallel) instead, or let Lightning's own strategy save it"
+            )
+        return OptimizerState(optimizer, {self._model_key: self._module}).form()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if not self._in_folders:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        state = {self._model_key: checkpoint["state_dict"]}
+        state.update({f"optimizer_{i}": form for i, form in enumerate(checkpoint.get("optimizer_states", ()))})
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        self._save(filepath, state, rest, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path, is_folder = self._find(checkpoint_path)
+        weights_only = self._weights_only if weights_only is None else weights_only
+        if not is_folder:
+            return super().load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
+        state: dict[str, Any] = {self._model_key: self._module}
+        if self.lightning_module.trainer.state.fn == _FITTING:
+            state.update({f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)})
+        try:
+            rest, missing = self._load(path, state, self.lightning_module.strict_loading, weights_only)
+        except MissingKeysError as error:
+            self._check_optimizers(path, error.missing)
+            raise
+        self._check_optimizers(path, missing)
+        return rest
+
+    def _check_optimizers(self, path: str, missing: list[str]) -> None:
+        if any(key.startswith("optimizer_") and ".param_groups." in key for key in missing):
+            raise CheckpointError(
+                f"{path} holds no state of an optimizer that is to be trained with: was it saved with "
+                "ModelCheckpoint(save_weights_only=True), or with fewer optimizers?",
+                path=path,
+            )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._loaded_folder:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._saves.remove(os.fspath(filepath), super().remove_checkpoint)
+
+    def teardown(self) -> None:
+        failing = sys.exc_info()[0] is not None
+        try:
+            self._saves.wait()
+        except Exception:
+            if not failing:
+                raise
+            logger.exception("the last checkpoint is lost, too")
+        finally:
+            super().teardown()
+
+
+class ModelParallel(_TrainerStrategy, _ModelParallel):
+    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package.
+
+    With `save_distributed_checkpoint=False` Lightning saves, into one file.
+    """
+
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        super().__init__(
+            *args,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            in_folders=save_distributed_checkpoint,
+            **options,
+        )
+
+
+class FSDP(_TrainerStrategy, _FSDP):
+    """Lightning's `FSDPStrategy`, saving and loading through this package. With `state_dict_type="full"` Lightning
+    saves, into one file."""
+
+    _model_key = "model"
+
+    def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
+        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
+
+
+class DDP(_TrainerStrategy, _DDP):
+    """Lightning's `DDPStrategy`, with checkpoints that all ranks write together, in folders."""
+
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self.lightning_module  # DDP's wrapper is not there in all stages
+        return module
+
+
+# --- Fabric
+
+
+class _FabricStrategy(_Strategy):
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if not self._in_folders:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        parts = {key: value for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))}
+        rest = {key: _form(value) for key, value in state.items() if key not in parts}
+        if filter:
+            parts = {key: _filtered(value, filter.get(key)) for key, value in saved_form(parts).items()}
+            rest = {key: _filtered(value, filter.get(key)) for key, value in rest.items()}
+        self._save(path, parts, rest, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path, is_folder = self._find(path)
+        weights_only = self._weights_only if weights_only is None else weights_only
+        if not is_folder or isinstance(state, (nn.Module, Optimizer)):
+            return super().load_checkpoint(path, state, strict, weights_only=weights_only)  # type: ignore[no-any-return]
+        if not state:
+            return _whole(path, None, weights_only, self._broadcast_checkpoint)
+        parts = {key: value for key, value in state.items() if isinstance(value, (nn.Module, Optimizer))}
+        rest, _ = self._load(path, parts, strict, weights_only)
+        wanted = state.keys() - parts.keys()
+        if strict and (lacking := sorted(wanted - rest.keys())):
+            raise KeyError(f"{path} has no {', '.join(lacking)}. With strict=False that is no error")
+        for key in wanted & rest.keys():
+            if isinstance(state[key], Stateful):
+                state[key].load_state_dict(rest.pop(key))
+            else:
+                state[key] = rest.pop(key)
+        return rest
+
+
+def _form(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+def _filtered(value: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
+    if keeps is None or not isinstance(value, Mapping):
+        return value
+    return {name: part for name, part in value.items() if keeps(name, part)}
+
+
+class FabricModelParallel(_FabricStrategy, _FabricModelParallel):
+    """Fabric's `ModelParallelStrategy` (FSDP2, tensor parallelism), saving and loading through this package."""
+
+    def __init__(self, *args: Any, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        super().__init__(
+            *args,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            in_folders=save_distributed_checkpoint,
+            **options,
+        )
+
+
+class FabricFSDP(_FabricStrategy, _FabricFSDP):
+    """Fabric's `FSDPStrategy`, saving and loading through this package, unless `state_dict_type="full"`."""
+
+    def __init__(self, *args: Any, state_dict_type: str = "sharded", **options: Any) -> None:
+        super().__init__(*args, state_dict_type=state_dict_type, in_folders=state_dict_type == "sharded", **options)
+
+
+class FabricDDP(_FabricStrategy, _FabricDDP):
+    """Fabric's `DDPStrategy`, with checkpoints that all ranks write together, in folders."""
+
+
+# --- Plain strategies
+
+
+class CheckpointIO(_Plugin):
+    """A plugin for strategies that give one process the whole state: `Trainer(plugins=[CheckpointIO()])`.
+
+    Under DDP one rank writes everything then; with the strategy `DDP` all ranks write. Loads return tensors on the CPU.
+    """
+
+    def __init__(self, *, async_checkpoint: bool = False) -> None:
+        self._saves = Saves(async_checkpoint)
+        self._alone: tuple[Any, dist.ProcessGroup] | None = None
+        self._files = _FilePlugin()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__} takes no storage_options: it writes into a local folder")
+        optimizers = {f"optimizer_{i}": form for i, form in enumerate(checkpoint.get("optimizer_states", ()))}
+        state = {name: value for name, value in checkpoint.items() if _is_state(value)}
+        rest = {name: value for name, value in checkpoint.items() if name not in {*state, "optimizer_states"}}
+        self._saves.save(os.fspath(path), {**state, **optimizers}, _Meta(rest), self._group())
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saves.wait()
+        path, is_folder = _found(os.fspath(path))
+        if not is_folder:
+            return self._files.load_checkpoint(path, weights_only=weights_only)  # type: ignore[no-any-return]
+        checkpoint = _whole(path, self._group(), weights_only, False)
+        if "lr_schedulers" in checkpoint:  # of the Trainer, with optimizers
+            states = checkpoint["optimizer_states"] = []
+            while (name := f"optimizer_{len(states)}") in checkpoint:
+                states.append(checkpoint.pop(name))
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._saves.remove(os.fspath(path), self._files.remove_checkpoint)
+
+    def teardown(self) -> None:
+        self._saves.wait()
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """A group of this rank alone: other ranks do not take part."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        if self._alone is None or self._alone[0] is not dist.group.WORLD:
+            group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            self._alone = dist.group.WORLD, group
+        return self._alone[1]
+
+
+def _is_state(value: object) -> bool:
+    """Whether an entry of a checkpoint is the state of a module or an optimizer."""
+    if not isinstance(value, Mapping):
+        return False
+    return {"state", "param_groups"} <= value.keys() or any(isinstance(v, torch.Tensor) for v in value.values())
+
+
+def _whole(
+    path: str, process_group: dist.ProcessGroup | None, weights_only: bool | None, broadcast: Broadcast
+) -> dict[str, Any]:
+    """All of a folder: its tensors, on the CPU, and what is in `meta.pt`."""
+    files: dict[str, bytes] = {}
+    state = load(
+        path,
+        weights_only=_only_weights(weights_only),
+        broadcast_checkpoint=broadcast,
+        process_group=process_group,
+        extra_files=files,
+    )
+    return {**state, **_unpickled(path, files, weights_only)}

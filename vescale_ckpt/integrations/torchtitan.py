@@ -1,0 +1,136 @@
+"""Has torchtitan save and load its checkpoints through this package: one flag, no change of code.
+
+    --override.imports vescale_ckpt.integrations.torchtitan.vescale
+
+All options under `--checkpoint.` keep their meaning. `'...torchtitan.vescale={"broadcast_checkpoint": true}'` passes an
+option of `vescale_ckpt.load` on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from .. import settings
+from .._collective.handle import SaveHandle
+from .._hf.names import INDEX_NAME as SAFETENSORS_INDEX
+from .._native.names import METADATA_NAME
+from ..api import load, save
+from ..errors import CheckpointError, MissingKeysError
+from ._versions import check_version, hook
+
+__all__ = ["VescaleCheckpointManager", "vescale"]
+
+logger = logging.getLogger(__name__)
+
+check_version("torchtitan", ("0.3", "0.4"))
+_DCP = "torchtitan.components.checkpointer.dcp"
+_Manager = hook(_DCP, "CheckpointManager")
+_AsyncMode = hook(_DCP, "AsyncMode")
+_collect_garbage = hook("torchtitan.tools.utils", "GarbageCollection.collect")
+_derive = hook("torchtitan.config", "derive")
+_override = hook("torchtitan.config", "override")
+for _method in ("dcp_save", "dcp_load", "_purge_stale_checkpoints", "_should_purge", "_close"):
+    hook(_DCP, f"CheckpointManager.{_method}")
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class VescaleCheckpointManager(_Manager):
+    """torchtitan's `CheckpointManager`, saving and loading through this package.
+
+    It counts complete checkpoints only when it purges, and purges when an asynchronous save is durable. Loads from
+    Hugging Face's safetensors are left to torchtitan, whose readers convert them.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Manager.Config):
+        broadcast_checkpoint: str | bool = "auto"
+        """Whether ranks read for each other, as vescale_ckpt.load takes it."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        self._broadcast_checkpoint = settings.broadcast(config.broadcast_checkpoint)
+        self._last_save: SaveHandle | None = None
+        super().__init__(config, **options)
+
+    @property
+    def last_save(self) -> SaveHandle | None:
+        """The handle of the last save that has begun."""
+        return self._last_save
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        options: dict[str, Any] = {}
+        if to_hf:
+            assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
+            state_dict = self.sd_adapter.to_hf(state_dict)
+            options = {"format": "safetensors", "fqn_to_index_mapping": self.sd_adapter.fqn_to_index_mapping}
+        handle = save(checkpoint_id, state_dict, async_checkpoint=async_mode != _AsyncMode.DISABLED, **options)
+        self._last_save = handle
+        if enable_garbage_collection:
+            _collect_garbage("GC collection invoked by checkpointer.")
+        if async_mode == _AsyncMode.DISABLED:
+            return None
+        future: Any = handle.future
+        return future if async_mode == _AsyncMode.ASYNC else AsyncSaveResponse(handle.staged, future)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        try:
+            load(checkpoint_id, state_dict, broadcast_checkpoint=self._broadcast_checkpoint)
+        except MissingKeysError as error:
+            if all(key.startswith("dataloader.dp_rank_") for key in error.missing):
+                raise CheckpointError(
+                    f"{checkpoint_id} was saved by another number of data parallel ranks, each with its position in "
+                    "the data: with --checkpoint.exclude_from_loading dataloader the data begin anew",
+                    path=checkpoint_id,
+                ) from error
+            raise
+        if "model" in self.states:  # the model's tensors are single entries of the state
+            self.states["model"].load_state_dict(state_dict)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if not self._should_purge():
+            return
+        if self._last_save is None:
+            self._purge()
+        else:
+            self._last_save.add_done_callback(lambda handle: self._purge() if handle.wait() is None else None)
+
+    def _purge(self) -> None:
+        found = [(int(match[1]), name) for name in os.listdir(self.folder) if (match := _STEP.fullmatch(name))]
+        paths = [os.path.join(self.folder, name) for _, name in sorted(found)]
+        whole = [path for path in paths if _is_whole(path)]
+        for path in whole[: -self.keep_latest_k]:
+            self.purge_queue.put(path)
+
+    def _close(self) -> None:
+        if self._last_save is not None:  # its callback may purge; its error is reported at exit if nobody has seen it
+            futures.wait([self._last_save.future])
+        super()._close()
+
+
+def _is_whole(path: str) -> bool:
+    return any(os.path.isfile(os.path.join(path, name)) for name in (METADATA_NAME, SAFETENSORS_INDEX))
+
+
+@_override(target=_Manager.Config, description="vescale_ckpt saves and loads", exact=True)
+def vescale(config: Any, broadcast_checkpoint: str | bool = "auto") -> Any:
+    """The override that torchtitan imports by its name."""
+    return _derive(config, VescaleCheckpointManager.Config, broadcast_checkpoint=broadcast_checkpoint)
