@@ -6,6 +6,7 @@ Accelerate makes plain data parallelism of FSDP on the CPU, without a word. Here
 if "fsdp" is among the words on the command line.
 """
 
+import os
 import runpy
 import sys
 import time
@@ -16,6 +17,7 @@ from accelerate.utils import DistributedType
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     original = Accelerator.__init__
 
     def on_cpu(self: Accelerator, *args: object, **options: object) -> None:
