@@ -1,6 +1,6 @@
 """Trains a small Llama with transformers' Trainer and FSDP2, and resumes from its newest checkpoint by itself.
 
-    accelerate launch examples/integrations/transformers_fsdp.py DIRECTORY
+accelerate launch examples/integrations/transformers_fsdp.py DIRECTORY
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Trains a model that transformers itself shards (`DistributedConfig`), and resumes from its newest checkpoint.
 
-    torchrun --nproc_per_node 2 examples/integrations/transformers_native.py DIRECTORY
+torchrun --nproc_per_node 2 examples/integrations/transformers_native.py DIRECTORY
 """
 
 import os

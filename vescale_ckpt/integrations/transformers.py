@@ -71,8 +71,8 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):  # type: ignore[
         elif warn:
             kind = "without FSDP" if plugin is None else f"with {plugin.state_dict_type}"
             warnings.warn(
-                f"VescaleCallback changes nothing: {kind} a Trainer gathers or holds the state on one rank and writes it "
-                f"with torch.save. Give fsdp=True, fsdp_config={{'state_dict_type': '{_SHARDED}'}}",
+                f"VescaleCallback changes nothing: {kind} a Trainer writes whole models on one rank, with torch.save. "
+                f"Give fsdp=True, fsdp_config={{'state_dict_type': '{_SHARDED}'}}",
                 stacklevel=2,
             )
 
@@ -116,7 +116,9 @@ def _lacks(path: Path) -> str | None:
         json.loads((path / _LAST_WRITTEN).read_bytes())
     except (OSError, ValueError) as error:
         return f"{_LAST_WRITTEN}: {error}"
-    folders = sorted(folder for folder in path.iterdir() if re.fullmatch(r"(pytorch_model_fsdp|optimizer)_\d+", folder.name))
+    folders = sorted(
+        folder for folder in path.iterdir() if re.fullmatch(r"(pytorch_model_fsdp|optimizer)_\d+", folder.name)
+    )
     for folder in folders:
         if not (report := verify(folder, quick=True)).ok:
             return str(report.damaged[0])
