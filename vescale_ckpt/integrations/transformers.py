@@ -64,7 +64,7 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):  # type: ignore[
     def _begin(self, warn: bool) -> None:
         if self._defaults is not None:
             return
-        plugin = getattr(hook("accelerate.state", "AcceleratorState")(), "fsdp_plugin", None)
+        plugin = _fsdp_plugin()
         if plugin is not None and _SHARDED in str(plugin.state_dict_type):
             self._defaults = enable(broadcast_checkpoint=self.broadcast_checkpoint)
             self._finalizer = weakref.finalize(self, self._defaults.disable)
@@ -89,6 +89,11 @@ class VescaleCallback(hook("transformers", "TrainerCallback")):  # type: ignore[
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fsdp_plugin() -> Any:
+    """The FSDP options of the Trainer that was made last; None without FSDP."""
+    return getattr(hook("accelerate.state", "AcceleratorState")(), "fsdp_plugin", None)
 
 
 def last_sound_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
