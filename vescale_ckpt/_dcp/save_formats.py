@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._engine import _C
 from .._engine.rows import PLAN_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
+from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS
 from .._native import metadata_file
 from .._native.metadata_file import read_metadata_of
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, SavePlans, pack_items
@@ -76,6 +78,8 @@ class _Written(list[WriteResult]):
 class ExportFormat(ExportSave):
     """A save as safetensors files, into which all ranks write."""
 
+    tells_offsets = False  #: whether headers say that each tensor begins at 0, for torch's tools that consolidate files
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.begin()
         if not plan.usable:  # DCP would reuse the answers of an earlier save, with its file names
@@ -91,7 +95,7 @@ class ExportFormat(ExportSave):
             planned = plans.planned
         else:  # of another planner: each rank writes its own items
             planned = GlobalSavePlan([pack_items(plan.items) for plan in plans])
-        made = self.layout_of(planned, {})
+        made = self.layout_of(planned, {}, [_offsets_in(planned)] if self.tells_offsets else [])
         start = str(len(made.file_bytes)).encode(), self.make_files(made).encode()
         return [
             replace(plan, storage_data=pack(*start, planned.plan.local_plan(rank), made.record_locations(rank)))
@@ -119,6 +123,12 @@ class ExportFormat(ExportSave):
     def commit_results(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """DCP's `finish`."""
         self.commit([getattr(of_rank, "blocks", b"") for of_rank in results])
+
+
+def _offsets_in(planned: GlobalSavePlan) -> tuple[str, str]:
+    """The text that torch's HuggingFaceStorageWriter puts into headers, for whole tensors."""
+    rows = planned.catalog().rows()
+    return SHARDING_INFO, json.dumps({key: {SHARDING_OFFSETS: [0] * len(shape)} for key, _, shape, *_ in rows})
 
 
 def _write(save: RankSave, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[Sequence[WriteResult], SaveStats]:

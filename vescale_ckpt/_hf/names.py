@@ -43,6 +43,11 @@ def is_model_file(name: str) -> bool:
     return _MODEL_FILE.fullmatch(name) is not None
 
 
+def is_file_of_rank(name: str) -> bool:
+    """Whether `name` is one that `name_of_rank` gives, or torch's HuggingFaceStorageWriter for several files a rank."""
+    return is_model_file(name) and name.startswith("shard-")
+
+
 def is_temporary_index(name: str) -> bool:
     return _TEMPORARY_INDEX.fullmatch(name) is not None
 

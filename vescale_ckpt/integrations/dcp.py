@@ -13,14 +13,19 @@ from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .._dcp.load_planner import LoadPlanner
+from .._dcp.save_formats import ExportFormat
 from .._dcp.save_planner import SavePlanner
 from .._dcp.stager import Stager
 from .._dcp.storage_reader import StorageReader
 from .._dcp.storage_writer import StorageWriter
 from .._engine import torch_private
+from .._hf.names import is_file_of_rank
+from .._storage.directory import directory_at
 from ..errors import CheckpointError
 from ..settings import Broadcast
 
@@ -53,6 +58,44 @@ class DefaultWriter(StorageWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
+
+
+class DefaultHuggingFaceWriter(StorageWriter):
+    """A `StorageWriter(format="safetensors")` with the arguments of torch's `HuggingFaceStorageWriter`.
+
+    All ranks write into the same files, whole tensors: what torch's writer has in `shard-…` files of each rank, and
+    consolidates if asked to, is a model that `from_pretrained` and every other reader takes as it is.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fqn_to_index_mapping: Mapping[str, int] | None = None,
+        thread_count: int = 1,
+        save_distributed: bool = False,
+        enable_consolidation: bool = False,
+        thread_count_consolidation: int = 1,
+    ) -> None:
+        super().__init__(
+            path,
+            format="safetensors",
+            thread_count=None if thread_count == 1 else thread_count,
+            fqn_to_index_mapping=fqn_to_index_mapping,
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        assert isinstance(self._save, ExportFormat)
+        self._save.tells_offsets = True
+        return plan
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # Of a folder with files of ranks transformers would read these, and the new ones as more of the same.
+        folder = directory_at(self.path)
+        for name in filter(is_file_of_rank, folder.names()):
+            folder.remove(name)
+        folder.sync()
+        super().finish(metadata, results)
 
 
 class DefaultReader(StorageReader):
@@ -181,11 +224,13 @@ class ProcessExecutor(torch_private.AsyncProcessExecutor):
 
 _DCP = "torch.distributed.checkpoint"
 _STORAGE: dict[str, type] = {"FileSystemWriter": DefaultWriter, "FileSystemReader": DefaultReader}
+_HUGGING_FACE: dict[str, type] = {"HuggingFaceStorageWriter": DefaultHuggingFaceWriter}
 _PLANNERS: dict[str, type] = {"DefaultSavePlanner": DefaultPlanner, "DefaultLoadPlanner": DefaultLoader}
 #: The names that DCP and its hosts look up when they save or load, by module.
 _NAMES: dict[str, dict[str, type]] = {
     f"{_DCP}._storage_utils": _STORAGE,  # for `checkpoint_id=`
-    _DCP: {**_STORAGE, **_PLANNERS},
+    _DCP: {**_STORAGE, **_PLANNERS, **_HUGGING_FACE},
+    f"{_DCP}.hf_storage": _HUGGING_FACE,
     f"{_DCP}.default_planner": _PLANNERS,
     f"{_DCP}.state_dict_saver": {
         "DefaultSavePlanner": DefaultPlanner,
@@ -236,7 +281,7 @@ def enable(*, broadcast_checkpoint: Broadcast = False) -> Defaults:
     """The same as `dcp_defaults`, until `disable()` of the result is called, or the process ends."""
     with _lock:
         modules = {name: _module(name) for name in _NAMES}
-        originals = {name: getattr(modules[_DCP], name) for name in {**_STORAGE, **_PLANNERS}}
+        originals = {name: getattr(modules[_DCP], name) for name in _NAMES[_DCP]}
         for module, names in _NAMES.items():
             for name in names:
                 if not hasattr(modules[module], name):
@@ -287,7 +332,7 @@ def _module(name: str) -> ModuleType:
 def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:
     """Replaces the names that modules outside of torch have imported. A module with classes derived from torch's is
     left alone: it calls methods of torch's class by that name."""
-    ours = {**_STORAGE, **_PLANNERS}
+    ours = _NAMES[_DCP]
     by_class = {original: ours[name] for name, original in originals.items() if original is not ours[name]}
     kept, numbers = tuple(by_class), set(map(id, by_class))
     for module in list(sys.modules.values()):
@@ -298,10 +343,13 @@ def _replace_copies(made: Defaults, originals: Mapping[str, Any]) -> None:
             continue
         values = dict(vars(module))
         found = {at: value for at, value in values.items() if isinstance(value, type) and value in by_class}
-        if any(
-            isinstance(value, type) and value not in by_class and issubclass(value, kept) for value in values.values()
-        ):
+        if any(isinstance(value, type) and _derives(value, kept) for value in values.values()):
             made.not_reached += [f"{name}.{at}" for at in found]
             continue
         for at, value in found.items():
             made._replace(module, at, by_class[value])
+
+
+def _derives(kind: type, kept: tuple[Any, ...]) -> bool:
+    """Whether a class outside of torch is derived from one of these."""
+    return not kind.__module__.startswith("torch.") and issubclass(kind, kept)

@@ -1,0 +1,47 @@
+"""Measures a checkpoint of a LoRA training: the adapter and its optimizer state, beside one with the base model.
+
+python benchmarks/integrations/adapters.py DIRECTORY
+"""
+
+import shutil
+import sys
+import time
+from statistics import median
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import vescale_ckpt
+from vescale_ckpt.integrations.peft import Adapter
+
+ROUNDS = 7
+SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
+
+
+def main(directory: str) -> None:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=8000, **SIZES))
+    model = get_peft_model(base, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+    words = torch.randint(0, 8000, (1, 16))
+    model(input_ids=words, labels=words).loss.backward()
+    optimizer.step()
+    states = {
+        "adapter": {"model": Adapter(model), "optimizer": optimizer},
+        "with its base": {"model": model, "optimizer": optimizer},
+    }
+    seconds: dict[str, list[float]] = {}
+    for round_number in range(ROUNDS + 1):
+        for name, state in states.items():
+            began = time.perf_counter()
+            vescale_ckpt.save(f"{directory}/{name}", state)
+            if round_number:  # the first one warms up
+                seconds.setdefault(name, []).append(time.perf_counter() - began)
+    for name, times in seconds.items():
+        print(f"{name:15} {vescale_ckpt.inspect(f'{directory}/{name}').bytes / 1e6:.1f} MB, {median(times):.3f} s")
+    shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
