@@ -75,7 +75,7 @@ def run_file(
 ) -> tuple[dict[str, Outcome], set[str]]:
     """The outcomes of a file's tests by their names, and the names of those that came to this package's classes."""
     work = work / ("ours" if ours else "stock") / file.relative_to(folder).with_suffix("")
-    if not ours and (work / "record.jsonl").exists():  # of a run before, with the same --work
+    if not ours and (work / "ended").exists():  # of a run before, with the same --work
         return outcomes_in(work / "record.jsonl"), set()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -102,6 +102,7 @@ def run_file(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             process.wait()
+    (work / "ended").touch()
     outcomes = outcomes_in(record)
     if not outcomes:
         outcomes[file.relative_to(folder).as_posix()] = Outcome("failed", (work / "log").read_text())
