@@ -1,113 +1,327 @@
-"""Tests the options of torch's own storage and planners: taken, or refused with a reason."""
+"""What the options, the environment and the ways of calling DCP promise: bytes on every path, files, stats, threads,
+processes, asynchronous saves and groups of ranks."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import errno
+import os
+import pickle
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from rank_pool import run_ranks
+from states import (
+    MiB,
+    assert_same,
+    blank,
+    data_files,
+    error_in,
+    load,
+    load_blank,
+    mixed_state,
+    random_tensor,
+    save,
+)
+from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
-from vescale_ckpt import SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt import (
+    CheckpointError,
+    LoadPlanner,
+    LoadStats,
+    SavePlanner,
+    SaveStats,
+    StorageReader,
+    StorageWriter,
+)
 from vescale_ckpt._engine import _C
 
-
-def test_options_without_effect_are_taken(tmp_path: Path) -> None:
-    writer = StorageWriter(
-        tmp_path, per_thread_copy_ahead=1, cache_staged_state_dict=True,
-        serialization_format=SerializationFormat.TORCH_SAVE, _extensions=[], process_group=None,
-    )  # fmt: skip
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=SavePlanner(dedup_replicated_tensors=True))
-    assert vescale_ckpt.load(tmp_path)["w"].tolist() == [1.0] * 3
+# --- Ways to and from the disk
 
 
-def test_options_that_change_the_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format='safetensors'"):
-        StorageWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    with pytest.raises(ValueError, match="FileSystemWriter"):
-        StorageWriter(tmp_path, _extensions=[object()])
-    with pytest.raises(ValueError, match="per_thread_copy_ahead"):
-        StorageWriter(tmp_path, per_thread_copy_ahead=-1)
-    with pytest.raises(ValueError, match="contradict"):
-        SavePlanner(placement="local", dedup_save_to_lowest_rank=True)
+@pytest.mark.parametrize("direct_io", ["auto", True, False])
+def test_direct_io(checkpoint: Path, direct_io: Any) -> None:
+    state = mixed_state()
+    try:
+        writer = save(checkpoint, state, direct_io=direct_io)
+    except CheckpointException as error:
+        if direct_io is True and "page cache" in str(error_in(error)):
+            pytest.skip("this file system has no direct I/O")
+        raise
+    target = blank(state)
+    reader = load(checkpoint, target, direct_io=False if direct_io is False else "auto")
+    assert_same(target, state)
+    for stats in (writer.last_stats, reader.last_stats):
+        assert stats is not None
+        if direct_io is False:
+            assert stats.direct_bytes == 0
+        assert stats.direct_bytes + stats.uncached_bytes + stats.buffered_bytes >= stats.bytes
+    if direct_io is True:
+        assert writer.last_stats is not None
+        assert writer.last_stats.direct_bytes > 0
+        assert writer.last_stats.buffered_bytes == 0
 
 
-def test_the_lowest_rank_has_torchs_name() -> None:
-    assert SavePlanner(dedup_save_to_lowest_rank=True).placement == "lowest_rank"
-    assert SavePlanner().placement == "balanced"
+def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint: Path) -> None:
+    state = {"a": torch.randn(MiB), "b": torch.ones(3), "object": 1}
+    try:
+        save(checkpoint / "probe", state, direct_io=True)
+    except CheckpointException:
+        pytest.skip("this file system has no direct I/O")
+    save(checkpoint, state, direct_io=False)
+    target = blank(state)
+    reader = load(checkpoint, target, direct_io=True)
+    assert_same(target, state)
+    assert reader.last_stats is not None
+    assert reader.last_stats.buffered_bytes == reader.last_stats.uncached_bytes == 0
 
 
-class Flipped(StreamTransformExtension):
-    """Writes each byte inverted."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "flipped"
-
-    @classmethod
-    def from_descriptor(cls, version: str) -> Flipped:
-        return cls()
-
-    def get_descriptor(self) -> str:
-        return "flipped/1"
-
-    def transform_to(self, output):  # type: ignore[no-untyped-def]
-        import io
-
-        class Writer(io.RawIOBase):
-            def write(self, data):  # type: ignore[no-untyped-def]
-                output.write(bytes(byte ^ 0xFF for byte in bytes(data)))
-                return len(data)
-
-            def writable(self) -> bool:
-                return True
-
-            def close(self) -> None:
-                pass
-
-        return Writer()
-
-    def transform_from(self, input):  # type: ignore[no-untyped-def]
-        import io
-
-        return io.BytesIO(bytes(byte ^ 0xFF for byte in input.read()))
+@pytest.mark.parametrize("length", [0, 1, 5, 1000, MiB + 1])
+def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, length: int) -> None:
+    values = {"a": torch.randn(length), "b": torch.ones(3)}
+    try:
+        save(checkpoint / "probe", values, direct_io=True)
+        load(checkpoint / "probe", blank(values), direct_io=True)
+    except CheckpointException:
+        pytest.skip("this file system has no direct I/O")
+    vescale_ckpt.save(checkpoint, values, format="safetensors")
+    target = blank(values)
+    reader = load(checkpoint, target, direct_io=True)
+    assert_same(target, values)
+    assert reader.last_stats is not None and reader.last_stats.direct_bytes >= 4 * length
 
 
-def test_a_readers_extensions_are_used(tmp_path: Path) -> None:
-    state = {"w": torch.arange(5.0)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
-    registry = ExtensionRegistry()
-    registry.extensions["flipped"] = Flipped
-    loaded = {"w": torch.zeros(5)}
-    dcp.load(loaded, storage_reader=StorageReader(tmp_path, _extension_registry=registry))
-    assert torch.equal(loaded["w"], state["w"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLOT_BYTES": str(4 * MiB), "ARENA_BYTES": str(4 * MiB)},
+        {"SLOT_BYTES": str(64 * MiB), "ARENA_BYTES": str(4 * MiB)},
+        {"SLOT_BYTES": str(5 * MiB), "THREADS": "7"},
+    ],
+    ids=["one slot", "slot above the budget", "odd numbers"],
+)
+def test_small_memory(checkpoint: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"VESCALE_CKPT_{name}", value)
+    state = mixed_state() | {
+        "strided": torch.randn(3000, 1500).t(),
+        "conj": torch.randn(9, 99_999).to(torch.cfloat).conj(),
+    }
+    save(checkpoint, state)
+    assert_same(load_blank(checkpoint, state), state)
+    cast = {key: torch.zeros(value.shape, dtype=torch.complex128) for key, value in state.items() if key == "conj"}
+    dcp.load(cast, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
+    assert torch.equal(cast["conj"], state["conj"].to(torch.complex128))
 
 
-def test_the_future_of_a_save_is_done_after_its_callbacks(tmp_path: Path) -> None:
-    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
-    seen: list[bool] = []
-    handle.add_done_callback(lambda handle: seen.append(handle.future.done()))
-    assert isinstance(handle.future, concurrent.futures.Future) and not handle.future.cancel()
-    assert concurrent.futures.wait([handle.future], timeout=60).not_done == set()
-    assert handle.future.result() == handle.result() and len(seen) == 1
+def _save_and_load_with_slots(path: str, slot_bytes: int) -> str:
+    os.environ["VESCALE_CKPT_SLOT_BYTES"] = str(slot_bytes)
+    state = {"a": random_tensor((11 * MiB,), torch.uint8), "b": torch.randn(2000, 1500).t(), "c": torch.ones(3)}
+    try:
+        save(path, state)
+    except CheckpointException as error:
+        return type(error_in(error)).__name__
+    for verify in (True, False):
+        assert_same(load_blank(path, state, verify=verify), state)
+    return "saved and loaded"
 
 
-def test_an_error_that_the_future_raised_is_not_raised_again(tmp_path: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 1000)
-    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
-    with pytest.raises(vescale_ckpt.CheckpointError, match="Input/output"):
-        handle.future.result(60)
-    _C.clear_faults()
-    vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})
+@pytest.mark.parametrize("slot_bytes", [4 * MiB + 1, 4 * MiB + 4096, 5_000_000])
+def test_slot_size_that_is_no_round_number_works_or_is_refused(checkpoint: Path, slot_bytes: int) -> None:
+    # In a process of its own: what this guards against is a crash.
+    (outcome,) = run_ranks(1, _save_and_load_with_slots, str(checkpoint), slot_bytes)
+    assert outcome in ("saved and loaded", "ValueError")
 
-    _C.inject_fault("sync", errno.EIO, 0, 1000)
-    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
-    assert isinstance(handle.future.exception(60), vescale_ckpt.CheckpointError)
-    _C.clear_faults()
-    with pytest.raises(vescale_ckpt.SaveFailedError):  # nobody has raised it yet
-        vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})
+
+@pytest.mark.parametrize("number", [20, 300])
+def test_a_file_for_each_item(checkpoint: Path, number: int) -> None:
+    state: dict[str, Any] = {f"{i}": torch.full((i,), i) for i in range(number)} | {"object": 1, "other": "x"}
+    writer = save(checkpoint, state, single_file_per_rank=False, sync_files=False)
+    assert len(data_files(checkpoint)) == number + 2
+    assert_same(load_blank(checkpoint, state), state)
+    assert writer.last_stats is not None
+    assert writer.last_stats.file_bytes == sum((checkpoint / name).stat().st_size for name in data_files(checkpoint))
+
+
+def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
+    def syncs(sync_files: bool) -> int:
+        _C.inject_fault("write", 0, skip=1 << 40)  # never reached, but calls are counted
+        save(checkpoint, {"a": torch.ones(3)}, sync_files=sync_files)
+        seen = int(_C.calls_seen("sync"))
+        _C.clear_faults()
+        return seen
+
+    assert syncs(True) > syncs(False)
+
+
+# --- What the options and objects promise
+
+
+def test_one_writer_and_one_reader_serve_many_directories(tmp_path: Path) -> None:
+    writer, planner = StorageWriter(tmp_path / "unused"), SavePlanner()
+    for step in range(3):
+        state = {"a": torch.full((10,), step), "step": step} | ({"extra": "x"} if step == 2 else {})
+        dcp.save(state, storage_writer=writer, planner=planner, checkpoint_id=tmp_path / f"step_{step}")
+    assert sorted(os.listdir(tmp_path)) == ["step_0", "step_1", "step_2"]
+    reader, load_planner = StorageReader(tmp_path / "unused"), LoadPlanner()
+    for step in (2, 0, 1):
+        target: dict[str, Any] = {"a": torch.zeros(10, dtype=torch.int64), "step": None}
+        dcp.load(target, storage_reader=reader, planner=load_planner, checkpoint_id=str(tmp_path / f"step_{step}"))
+        assert_same(target, {"a": torch.full((10,), step), "step": step})
+
+
+def test_writer_reader_and_planners_can_be_pickled_between_uses(checkpoint: Path) -> None:
+    state = mixed_state()
+    writer, reader, save_planner, load_planner = (
+        StorageWriter(checkpoint, thread_count=2, direct_io=False),
+        StorageReader(checkpoint, verify=False),
+        SavePlanner(),
+        LoadPlanner(allow_cast=True),
+    )
+    for _ in range(2):
+        writer, reader, save_planner, load_planner = pickle.loads(
+            pickle.dumps((writer, reader, save_planner, load_planner))
+        )
+        dcp.save(state, storage_writer=writer, planner=save_planner)
+        target = blank(state)
+        dcp.load(target, storage_reader=reader, planner=load_planner)
+        assert_same(target, state)
+    assert (writer.options.thread_count, writer.options.direct_io, reader.verify) == (2, False, False)
+    assert load_planner.allow_cast
+
+
+def test_stats(checkpoint: Path) -> None:
+    state = {"a": torch.randn(1000), "b": torch.randn(MiB), "object": 1}
+    writer = save(checkpoint, state)
+    assert isinstance(writer.last_stats, SaveStats)
+    assert writer.last_stats.tensors == 2
+    assert writer.last_stats.objects == 1
+    assert writer.last_stats.bytes == 4 * MiB + 4000
+    (name,) = data_files(checkpoint)
+    assert writer.last_stats.file_bytes == (checkpoint / name).stat().st_size
+    assert writer.last_stats.in_place_bytes + writer.last_stats.slot_bytes >= writer.last_stats.bytes
+    assert writer.last_stats.io_path
+    reader = load(checkpoint, blank(state))
+    assert isinstance(reader.last_stats, LoadStats)
+    assert reader.last_stats.bytes == writer.last_stats.bytes
+    assert reader.last_stats.seconds > 0
+    assert pickle.loads(pickle.dumps(reader.last_stats)) == reader.last_stats
+
+
+@pytest.mark.filterwarnings("ignore:`(save|load)_state_dict` is deprecated")
+def test_deprecated_entry_points_of_dcp(checkpoint: Path) -> None:
+    state = mixed_state()
+    dcp.save_state_dict(state, StorageWriter(checkpoint), no_dist=True, planner=SavePlanner())
+    target = blank(state)
+    dcp.load_state_dict(target, StorageReader(checkpoint), no_dist=True, planner=LoadPlanner())
+    assert_same(target, state)
+
+
+@pytest.mark.parametrize("kind", [StorageWriter, StorageReader])
+def test_validate_checkpoint_id(kind: type, tmp_path: Path) -> None:
+    assert kind.validate_checkpoint_id(tmp_path)
+    assert kind.validate_checkpoint_id(str(tmp_path / "new"))
+    assert kind.validate_checkpoint_id("file:///tmp/x")
+    assert not kind.validate_checkpoint_id("s3://bucket/key")
+
+
+def test_reading_data_before_set_up_is_an_error(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="set_up_storage_reader"):
+        StorageReader(checkpoint).read_data(dcp.planner.LoadPlan([]), LoadPlanner())
+
+
+# --- Several saves at once, and other processes
+
+
+@pytest.mark.parametrize("arena", [4 * MiB, 256 * MiB], ids=["one slot", "usual memory"])
+def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(arena))
+    states = [{"a": torch.randn(700, 1000).t(), "b": torch.randn(MiB), "c": torch.randn(10)} for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(2):
+                save(tmp_path / str(number), states[number], sync_files=False)
+                assert_same(load_blank(tmp_path / str(number), states[number]), states[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+# --- Asynchronous saves, groups, ranks
+
+
+def _failing_async_save(path: str) -> str:
+    _C.inject_fault("write", 28)  # ENOSPC
+    try:
+        dcp.async_save({"a": torch.ones(3)}, storage_writer=StorageWriter(path), planner=SavePlanner()).result(100)
+    except CheckpointException as error:
+        return type(error_in(error)).__name__
+    return "no error"
+
+
+def test_async_save_that_fails_raises_in_its_future(checkpoint: Path) -> None:
+    assert run_ranks(1, _failing_async_save, str(checkpoint)) == ["StorageFullError"]
+    assert os.listdir(checkpoint) == []
+
+
+def _save_alone_to_one_directory(path: str) -> list[str]:
+    outcomes = []
+    for number in range(5):
+        state = {"a": torch.full((1000,), float(number)), "b": torch.full((MiB,), float(number)), "object": number}
+        try:
+            dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=SavePlanner(), no_dist=True)
+            outcomes.append("saved")
+        except CheckpointException as error:
+            outcomes.append(repr(error_in(error)))
+        dist.barrier()
+        target = blank(state)
+        try:
+            dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)
+            assert_same(target, state)
+        except (CheckpointException, AssertionError) as error:
+            outcomes.append(str(error)[-300:])
+        dist.barrier()
+    return outcomes
+
+
+def test_ranks_that_save_alone_to_one_directory_leave_a_whole_checkpoint(checkpoint: Path) -> None:
+    # Every rank believes that it is the only one. Stock DCP writes equal files over one another, and all is well.
+    assert run_ranks(2, _save_alone_to_one_directory, str(checkpoint)) == [["saved"] * 5] * 2
+
+
+def test_lazy_conjugates_survive_an_asynchronous_save_without_a_stager(tmp_path: Path) -> None:
+    state = {"conjugated": torch.tensor([1 + 2j]).conj(), "negated": torch.tensor([1 + 2j]).conj().imag}
+    saving: Any = dcp.async_save(state, storage_writer=StorageWriter(tmp_path), no_dist=True)
+    saving.result(100)
+    plain = {"conjugated": torch.tensor([1 - 2j]), "negated": torch.tensor([-2.0])}
+    assert_same(load_blank(tmp_path, plain), plain)
+
+
+def test_ids_of_a_save_and_of_a_load_are_those_of_the_metadata(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "a")
+    saved = []
+    for name in "ab":
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer, planner=SavePlanner(), checkpoint_id=tmp_path / name)
+        reader = StorageReader(tmp_path / name)
+        found = reader.read_metadata().storage_meta
+        assert found is not None
+        assert (found.save_id, found.load_id) == (writer.save_id, reader.load_id)
+        saved.append(writer.save_id)
+    assert saved[0] != saved[1]
+    before = reader.load_id
+    reader.reset()
+    assert reader.load_id != before

@@ -132,6 +132,11 @@ class StorageReader(DcpStorageReader):
     def checkpoint_id(self) -> str:
         return self.path
 
+    @property
+    def load_id(self) -> str:
+        """The id of the load, as `storage_meta` of the metadata that was read has it. Another one after `reset`."""
+        return self._load_id
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP calls it on the coordinator, or with `rank=` on a rank that loads for itself."""
         # DCP asks for `.metadata`, ignores any error, asks for the rank's own file, and then only reports that there is

@@ -156,8 +156,13 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def checkpoint_id(self) -> str:
         return self.path
 
+    @property
+    def save_id(self) -> str:
+        """The id of the save, as `storage_meta` of the checkpoint has it. Another one for each save."""
+        return self.options.save_id
+
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path, save_id=self.options.save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP calls it on each rank, before planning."""

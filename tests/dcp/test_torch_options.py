@@ -1,0 +1,113 @@
+"""Tests the options of torch's own storage and planners: taken, or refused with a reason."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import vescale_ckpt
+from vescale_ckpt import SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt._engine import _C
+
+
+def test_options_without_effect_are_taken(tmp_path: Path) -> None:
+    writer = StorageWriter(
+        tmp_path, per_thread_copy_ahead=1, cache_staged_state_dict=True,
+        serialization_format=SerializationFormat.TORCH_SAVE, _extensions=[], process_group=None,
+    )  # fmt: skip
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=SavePlanner(dedup_replicated_tensors=True))
+    assert vescale_ckpt.load(tmp_path)["w"].tolist() == [1.0] * 3
+
+
+def test_options_that_change_the_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format='safetensors'"):
+        StorageWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ValueError, match="FileSystemWriter"):
+        StorageWriter(tmp_path, _extensions=[object()])
+    with pytest.raises(ValueError, match="per_thread_copy_ahead"):
+        StorageWriter(tmp_path, per_thread_copy_ahead=-1)
+    with pytest.raises(ValueError, match="contradict"):
+        SavePlanner(placement="local", dedup_save_to_lowest_rank=True)
+
+
+def test_the_lowest_rank_has_torchs_name() -> None:
+    assert SavePlanner(dedup_save_to_lowest_rank=True).placement == "lowest_rank"
+    assert SavePlanner().placement == "balanced"
+
+
+class Flipped(StreamTransformExtension):
+    """Writes each byte inverted."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "flipped"
+
+    @classmethod
+    def from_descriptor(cls, version: str) -> Flipped:
+        return cls()
+
+    def get_descriptor(self) -> str:
+        return "flipped/1"
+
+    def transform_to(self, output):  # type: ignore[no-untyped-def]
+        import io
+
+        class Writer(io.RawIOBase):
+            def write(self, data):  # type: ignore[no-untyped-def]
+                output.write(bytes(byte ^ 0xFF for byte in bytes(data)))
+                return len(data)
+
+            def writable(self) -> bool:
+                return True
+
+            def close(self) -> None:
+                pass
+
+        return Writer()
+
+    def transform_from(self, input):  # type: ignore[no-untyped-def]
+        import io
+
+        return io.BytesIO(bytes(byte ^ 0xFF for byte in input.read()))
+
+
+def test_a_readers_extensions_are_used(tmp_path: Path) -> None:
+    state = {"w": torch.arange(5.0)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
+    registry = ExtensionRegistry()
+    registry.extensions["flipped"] = Flipped
+    loaded = {"w": torch.zeros(5)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path, _extension_registry=registry))
+    assert torch.equal(loaded["w"], state["w"])
+
+
+def test_the_future_of_a_save_is_done_after_its_callbacks(tmp_path: Path) -> None:
+    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
+    seen: list[bool] = []
+    handle.add_done_callback(lambda handle: seen.append(handle.future.done()))
+    assert isinstance(handle.future, concurrent.futures.Future) and not handle.future.cancel()
+    assert concurrent.futures.wait([handle.future], timeout=60).not_done == set()
+    assert handle.future.result() == handle.result() and len(seen) == 1
+
+
+def test_an_error_that_the_future_raised_is_not_raised_again(tmp_path: Path) -> None:
+    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
+    with pytest.raises(vescale_ckpt.CheckpointError, match="Input/output"):
+        handle.future.result(60)
+    _C.clear_faults()
+    vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})
+
+    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
+    assert isinstance(handle.future.exception(60), vescale_ckpt.CheckpointError)
+    _C.clear_faults()
+    with pytest.raises(vescale_ckpt.SaveFailedError):  # nobody has raised it yet
+        vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})
