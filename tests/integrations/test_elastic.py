@@ -140,7 +140,7 @@ def test_the_number_of_ranks_changes(tmp_path: Path) -> None:
     options = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic",
         f"--rdzv-endpoint=localhost:{port}", "--local-addr=127.0.0.1",
-        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=8",
     ]  # fmt: skip
     log, directory = tmp_path / "log", tmp_path / "run"
     with torchrun(log, *options, directory=directory, steps=100_000) as stays:
