@@ -73,6 +73,7 @@ class _Shard:
         return kept
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = _restored(state)
         scaler = self.optimizer.loss_scaler
         vars(scaler).update(state["scaler"])
         whole = {**self.optimizer.state_dict(), **state, "loss_scaler": scaler}
@@ -91,11 +92,21 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value with enumerations as numbers, and parameters as tensors."""
+    """The value with enumerations as numbers, parameters as tensors, and keys that are numbers as `#7`: DCP makes all
+    keys strings, and an optimizer ignores states under keys that it does not know."""
     if isinstance(value, dict):
-        return {key: _plain(of_key) for key, of_key in value.items()}
+        return {f"#{key}" if isinstance(key, int) else key: _plain(of_key) for key, of_key in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     if isinstance(value, torch.nn.Parameter):
         return value.data
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _restored(value: Any) -> Any:
+    """The reverse of `_plain`, as far as DeepSpeed sees a difference."""
+    if isinstance(value, dict):
+        return {int(key[1:]) if key.startswith("#") else key: _restored(of_key) for key, of_key in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_restored, value))
+    return value
