@@ -21,7 +21,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
     directory = tmp_path_factory.mktemp("whole")
     with jobs.started(JOB, str(directory), "2") as job:
         assert job.wait() == [0, 0], job.text
-    assert "plan reused" in job.text
     return directory, job.losses
 
 
@@ -39,8 +38,8 @@ def test_parts_of_two_ranks_are_refused_by_one(finished: tuple[Path, dict[int, s
     directory, _ = finished
     with jobs.started(JOB, str(directory), "2", ranks=1) as job:
         assert job.wait() == [1]
-    assert "MissingKeysError" in job.text
-    assert "stage_2.rank_0_of_1" in job.text
+    assert "IncompatibleStateError" in job.text
+    assert "expected state of 1 ranks" in job.text
 
 
 def test_what_lies_in_the_checkpoint(finished: tuple[Path, dict[int, str]]) -> None:
@@ -50,4 +49,4 @@ def test_what_lies_in_the_checkpoint(finished: tuple[Path, dict[int, str]]) -> N
     keys = {*info.tensors, *info.objects}
     assert "module.0.weight" in keys
     for rank in range(2):
-        assert any(key.startswith(f"optimizer.stage_2.rank_{rank}_of_2.") and "exp_avg" in key for key in keys)
+        assert f"optimizer.rank_{rank}_of_2" in keys

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._state.per_rank import PerRank
 from ..errors import CheckpointError
 from ._versions import check_version, hook
 
@@ -23,7 +24,7 @@ def engine_state(engine: Any) -> dict[str, Any]:
     """The state of an engine, for `vescale_ckpt.save` and `load` and for `CheckpointManager`.
 
     It holds the weights, the optimizer, the learning rate scheduler and the engine's counters. With ZeRO each rank's
-    part of the optimizer lies under keys of its own: it can be loaded by the same number of ranks only. With stage 3
+    part of the optimizer is an object of its own: it can be loaded by the same number of ranks only. With stage 3
     these parts hold the weights as well, else the weights can be loaded by any number of ranks.
 
     Raises `CheckpointError` for an optimizer that is neither torch's nor ZeRO's (`fp16`, or `bf16` with stage 0).
@@ -32,8 +33,8 @@ def engine_state(engine: Any) -> dict[str, Any]:
     state: dict[str, Any] = {"counters": _Counters(engine)}
     state["module"] = dict(engine.module.named_buffers()) if stage == 3 else engine.module
     if isinstance(engine.optimizer, _ZeRO):
-        part = f"stage_{stage}.rank_{dist.get_rank()}_of_{dist.get_world_size()}"
-        state["optimizer"] = {part: _Shard(engine.optimizer)}
+        # As an object: a new engine has no moments yet into which tensors could be loaded.
+        state["optimizer"] = PerRank(_Shard(engine.optimizer))
     elif isinstance(engine.optimizer, torch.optim.Optimizer):
         state["optimizer"] = engine.optimizer
     else:
@@ -73,12 +74,14 @@ class _Shard:
         return kept
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        state = _restored(state)
+        own = self.optimizer.state_dict()
+        if state["zero_stage"] != own["zero_stage"]:
+            stages = f"stage {state['zero_stage']} of ZeRO, the engine has stage {int(own['zero_stage'])}"
+            raise CheckpointError(f"the optimizer was saved with {stages}")
         scaler = self.optimizer.loss_scaler
         vars(scaler).update(state["scaler"])
-        whole = {**self.optimizer.state_dict(), **state, "loss_scaler": scaler}
         ours: list[dict[str, Any] | None] = [None] * dist.get_world_size(self.optimizer.dp_process_group)
-        ours[dist.get_rank(self.optimizer.dp_process_group)] = whole
+        ours[dist.get_rank(self.optimizer.dp_process_group)] = {**own, **state, "loss_scaler": scaler}
         self.optimizer.load_state_dict(ours, load_optimizer_states=True, load_from_fp32_weights=True)
 
 
@@ -92,21 +95,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value with enumerations as numbers, parameters as tensors, and keys that are numbers as `#7`: DCP makes all
-    keys strings, and an optimizer ignores states under keys that it does not know."""
+    """The value with enumerations as numbers, and parameters as tensors."""
     if isinstance(value, dict):
-        return {f"#{key}" if isinstance(key, int) else key: _plain(of_key) for key, of_key in value.items()}
+        return {key: _plain(of_key) for key, of_key in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     if isinstance(value, torch.nn.Parameter):
         return value.data
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _restored(value: Any) -> Any:
-    """The reverse of `_plain`, as far as DeepSpeed sees a difference."""
-    if isinstance(value, dict):
-        return {int(key[1:]) if key.startswith("#") else key: _restored(of_key) for key, of_key in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_restored, value))
-    return value
