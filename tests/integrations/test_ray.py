@@ -52,5 +52,5 @@ def test_a_run_is_started_again_with_fewer_workers(tmp_path: Path, whole: dict[i
 def test_outside_of_a_run_there_is_one_error() -> None:
     from vescale_ckpt.integrations.ray import report
 
-    with pytest.raises(RuntimeError, match="only be called inside a training function"):
+    with pytest.raises(RuntimeError, match="outside of a Ray Train training function"):
         report({}, {}, step=1)
