@@ -39,7 +39,7 @@ def test_parts_of_two_ranks_are_refused_by_one(finished: tuple[Path, dict[int, s
     with jobs.started(JOB, str(directory), "2", ranks=1) as job:
         assert job.wait() == [1]
     assert "IncompatibleStateError" in job.text
-    assert "expected state of 1 ranks" in job.text
+    assert "has state of 1 ranks, the checkpoint has that of 2" in job.text
 
 
 def test_what_lies_in_the_checkpoint(finished: tuple[Path, dict[int, str]]) -> None:
