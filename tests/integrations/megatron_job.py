@@ -16,15 +16,15 @@ WHOLE, REPLICATED = torch.arange(64.0).reshape(16, 4), torch.arange(5.0)
 
 
 def state(fill: float) -> dict:
-    """A tensor in shards, one that all ranks hold, an object of one rank, and a number."""
+    """A tensor in shards, one that all ranks hold, two objects, and a number."""
     rows = (WHOLE * fill).chunk(ranks)[rank].clone()
     made = {
         "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, ranks), replica_id=0),
         "all": ShardedTensor.from_rank_offsets("all", REPLICATED * fill, replica_id=rank),
         "iteration": 7,
     }
-    if rank < 2:
-        made["rng"] = ShardedObject("rng", {"rank": rank}, (2,), (rank,), replica_id=0)
+    for number in range(rank, 2, ranks):  # two objects, whatever the number of ranks
+        made[f"object{number}"] = ShardedObject("object", {"number": number}, (2,), (number,), replica_id=0)
     return made
 
 
@@ -38,7 +38,8 @@ else:
     loaded = load(state(0), directory)
     mine = WHOLE.chunk(ranks)[rank]
     found = {"equal": torch.equal(loaded["rows"], mine) and torch.equal(loaded["all"], REPLICATED)}
-    found |= {"iteration": loaded["iteration"], "rng": loaded.get("rng", {}).get("rank")}
+    found["iteration"] = loaded["iteration"]
+    found["objects"] = [value["number"] for key, value in loaded.items() if key.startswith("object")]
     try:
         SaveStrategy().async_save({}, directory)
     except Exception as error:
