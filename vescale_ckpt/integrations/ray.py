@@ -1,0 +1,87 @@
+"""`report` and `restore` save and load the state of a Ray Train run, for training functions of Ray's workers.
+
+All workers write one checkpoint straight into the run's storage, so nothing is copied there. Ray registers it when it
+is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .. import api
+from .._collective.handle import SaveHandle
+from ..errors import CheckpointError
+from ._versions import check_version, hook
+
+check_version("ray", ("2.60", "2.61"))
+
+_train_report: Any = hook("ray.train", "report")
+_get_context: Any = hook("ray.train", "get_context")
+_get_checkpoint: Any = hook("ray.train", "get_checkpoint")
+_Checkpoint: Any = hook("ray.train", "Checkpoint")
+_UploadMode: Any = hook("ray.train", "CheckpointUploadMode")  # absent where Ray Train V2 is switched off
+_LocalFileSystem: Any = hook("pyarrow.fs", "LocalFileSystem")
+
+
+def report(
+    metrics: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    async_checkpoint: bool = True,
+    extra_files: Mapping[str, bytes] | None = None,
+    timeout: float | None = None,
+) -> SaveHandle:
+    """Saves `state` as `step-N` in the run's storage, and reports it to Ray with `metrics`. All workers call it.
+
+    Args:
+        metrics: those of `ray.train.report`; Ray keeps those of rank 0.
+        async_checkpoint: whether the call returns before the checkpoint is durable. Ray hears of the checkpoint when it
+            is durable. If the save fails, Ray ends the training with its error.
+        extra_files, timeout: those of `vescale_ckpt.save`.
+
+    Raises `CheckpointError` if the run's storage is no directory that all workers see.
+    """
+    storage = _get_context().get_storage()
+    if not isinstance(storage.storage_filesystem, _LocalFileSystem):
+        raise CheckpointError(
+            f"the run's storage is {storage.storage_filesystem}: vescale_ckpt writes to a directory that all workers "
+            "see. Give RunConfig(storage_path=) one"
+        )
+    name = f"step-{step}"
+    path = os.path.join(storage.experiment_fs_path, name)
+    handle = api.save(path, state, async_checkpoint=async_checkpoint, extra_files=extra_files, timeout=timeout)
+
+    def durable(checkpoint: Any, _: str) -> Any:
+        handle.result()
+        return checkpoint
+
+    _train_report(
+        dict(metrics),
+        checkpoint=_Checkpoint(path, filesystem=storage.storage_filesystem),
+        checkpoint_dir_name=name,
+        checkpoint_upload_mode=_UploadMode.ASYNC if async_checkpoint else _UploadMode.SYNC,
+        delete_local_checkpoint_after_upload=False,
+        checkpoint_upload_fn=durable,
+    )
+    return handle
+
+
+def restore(state: dict[str, Any], *, weights_only: bool = True, timeout: float | None = None) -> int | None:
+    """Loads the checkpoint that Ray names into `state`, and returns its step; None if there is none yet.
+
+    That is the checkpoint reported last, or the one a run was given. All workers call it; their number may differ from
+    that of the save.
+    """
+    checkpoint = _get_checkpoint()
+    if checkpoint is None:
+        return None
+    found = re.fullmatch(r"step-(\d+)", os.path.basename(checkpoint.path))
+    if found is None:
+        raise CheckpointError(f"{checkpoint.path} was not reported by vescale_ckpt.integrations.ray.report")
+    with checkpoint.as_directory() as directory:
+        api.load(directory, state, weights_only=weights_only, timeout=timeout)
+    return int(found[1])
