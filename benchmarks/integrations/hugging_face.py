@@ -22,7 +22,7 @@ import vescale_ckpt
 from vescale_ckpt.integrations import dcp_defaults
 from vescale_ckpt.integrations.accelerate import state_of
 
-ROUNDS, LAYERS, WIDTH = 7, 8, 1250  # 150 MB of parameters and AdamW's state
+ROUNDS, LAYERS, WIDTH = 5, 8, 1250  # 150 MB of parameters and AdamW's state
 
 
 def main(directory: str, *_: str) -> None:

@@ -17,7 +17,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import jobs
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
@@ -113,7 +112,7 @@ def _assert_equal_files(expected: Path, found: Path) -> None:
 )
 def test_from_pretrained_reads_what_save_pretrained_wrote(model: Any, tmp_path: Path) -> None:
     made = model()
-    save_pretrained(made, tmp_path)
+    save_pretrained(torch.compile(made), tmp_path)  # type: ignore[arg-type]
     loaded = type(made).from_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(made).__name__]
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), loaded.parameters(), strict=True))
@@ -213,7 +212,6 @@ def test_an_untested_version_is_warned_about_and_a_missing_hook_is_one_error(mon
     monkeypatch.delattr("accelerate.state.AcceleratorState")
     with pytest.raises(vescale_ckpt.CheckpointError, match=r"accelerate .* has no accelerate\.state\.AcceleratorState"):
         VescaleCallback().on_train_begin(None, None, None)
-    assert AcceleratorState is not None
 
 
 def _checkpoint(path: Path, step: int) -> Path:

@@ -58,6 +58,7 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
     prepared["dataloader"] = [
         PerRank(_Position(loader)) if getattr(loader, "use_stateful_dataloader", False) else _Epoch(loader)
         for loader in prepared["dataloader"]
+        if hasattr(loader, "iteration")
     ]
     state = {key: value for name, values in prepared.items() for key, value in _numbered(name, values)}
     if accelerator.scaler is not None:

@@ -306,8 +306,9 @@ def dcp_defaults(*, broadcast_checkpoint: Broadcast = False) -> Iterator[Default
 
     It serves frameworks that end in `dcp.save(..., checkpoint_id=...)`, or that name `FileSystemWriter` and
     `DefaultSavePlanner` themselves: `with dcp_defaults(): accelerator.save_state()`. Plans are kept from save to save.
-    Names that other modules have imported before are replaced there, too. The process that `dcp.async_save` starts with
-    `AsyncCheckpointerType.PROCESS` uses this package as well.
+    `HuggingFaceStorageWriter` saves one model in place of a file for each rank, unless it is told what goes into which
+    of several files. Names that other modules have imported before are replaced there, too. The process that
+    `dcp.async_save` starts with `AsyncCheckpointerType.PROCESS` uses this package as well.
 
     Paths that only torch's fsspec storage knows (`s3://`) stay with torch. So do modules that derive classes from
     torch's: `not_reached` of the result names them.

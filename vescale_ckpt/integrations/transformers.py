@@ -143,10 +143,12 @@ def save_pretrained(
     gathering them: the model may be sharded (FSDP2, tensor parallel), replicated (DDP) or on one rank. Weights keep
     the names that they have in memory, as with `save_pretrained(save_original_format=False)`.
     """
-    while not hasattr(model, "config") and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner  # that of DDP
-    if not isinstance(model, hook("transformers", "PreTrainedModel")):
-        raise TypeError(f"model: a transformers.PreTrainedModel is wanted, not a {type(model).__name__}")
+    kind = hook("transformers", "PreTrainedModel")
+    while not isinstance(model, kind):  # what is inside DDP or torch.compile
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, nn.Module):
+            raise TypeError(f"model: a transformers.PreTrainedModel is wanted, not a {type(model).__name__}")
+        model = inner
     exchange = Exchange.of(process_group, None, purpose="pretrained")
 
     def write_config() -> None:
