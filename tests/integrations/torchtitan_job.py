@@ -93,7 +93,8 @@ def prepare(folder, *flags, layers=1, stock=False):
         get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
     )
     sys.argv[1:] = [
-        "--module", "llama3", "--config", "llama3_debugmodel", "--dump_folder", folder, "--training.steps", "8", "--debug.seed", "1",
+        "--module", "llama3", "--config", "llama3_debugmodel", "--dump_folder", folder,
+        "--training.steps", "8", "--debug.seed", "1",
         "--parallelism.spmd_backend", "full_dtensor",  # 5: spmd_types wants a newer torch
         "--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last_save_model_only",
         *flags,
