@@ -1,4 +1,4 @@
-"""Trains with DDP or FSDP1 of Lightning, saves every 2 steps, and resumes. Arguments: folder, strategy, [async]."""
+"""Trains with DDP or FSDP1 of Lightning, saves every 2 steps, resumes. Arguments: folder, strategy, async, failing."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 
+from vescale_ckpt._collective.save import CollectiveSave
 from vescale_ckpt.integrations import lightning as ours
 
 
@@ -20,6 +21,19 @@ def fsdp1_on_the_cpu(set_attribute=setattr) -> None:
         given(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **options)
 
     set_attribute(FullyShardedDataParallel, "__init__", init)
+
+
+def fail_second_save() -> None:
+    """Has the second asynchronous save fail on this rank alone."""
+    write, began = CollectiveSave._write_and_commit, []
+
+    def failing(save) -> None:
+        began.append(save)
+        if len(began) == 2:
+            save.steps.error = OSError("no disk on one rank")
+        write(save)
+
+    CollectiveSave._write_and_commit = failing
 
 
 class Model(pl.LightningModule):
@@ -44,6 +58,8 @@ class Model(pl.LightningModule):
 if __name__ == "__main__":
     fsdp1_on_the_cpu()
     folder, strategy, *options = sys.argv[1:]
+    if "failing" in options and os.environ["RANK"] == "1":
+        fail_second_save()
     ranks = int(os.environ["WORLD_SIZE"])
     pl.seed_everything(0)
     rows = torch.randn(2 * 8, 16, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import socket
 import subprocess
 import sys
@@ -239,6 +240,15 @@ def test_the_error_of_an_asynchronous_save_ends_training(
         trained(ours.DDP(async_checkpoint=True), every(tmp_path, save_top_k=1))
     assert ours.newest(tmp_path) == str(tmp_path / f"step={fails_at - 1}.ckpt")
     assert trained(ours.DDP(), steps=5, resume=ours.newest(tmp_path)).losses
+
+
+def test_an_error_of_one_ranks_save_ends_training_on_all(tmp_path: Path) -> None:
+    with jobs.started(JOB, str(tmp_path), "DDP", "async", "failing") as job:
+        assert job.wait() == [1, 1], job.text
+        assert len(re.findall("no disk on one rank", job.text)) >= 2
+    assert max(job.losses) == 6  # the save after it raised
+    last = ours.newest(tmp_path)
+    assert last is not None and last.endswith("step=2.ckpt")
 
 
 def test_an_error_of_training_is_not_hidden_by_one_of_the_last_save(

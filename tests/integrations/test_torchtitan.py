@@ -29,13 +29,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int, str], mode: str) -> None:
     flags = ["--checkpoint.async_mode", mode, "--checkpoint.keep_latest_k", "2"]
-    jobs.run_and_kill(JOB, str(tmp_path), *flags, at=7)
     with jobs.started(JOB, str(tmp_path), *flags) as job:
-        assert job.wait() == [0, 0], job.text
+        job.wait_for_step(7)
+        job.kill()
+        job.wait()
         assert "plan reused" in "".join(job.output)
-    first = min(job.losses)
+    resumed = jobs.run(JOB, str(tmp_path), *flags)
+    first = min(resumed)
     assert first == 7 or (mode == "async" and first == 5)
-    jobs.assert_same(job.losses, undisturbed, first=first)
+    jobs.assert_same(resumed, undisturbed, first=first)
     folder = tmp_path / "checkpoint"
     assert len(list(folder.iterdir())) in (2, 3)  # torchtitan does not purge at the last step
     for path in folder.iterdir():
@@ -47,7 +49,8 @@ def test_a_killed_job_goes_on_bit_for_bit(tmp_path: Path, undisturbed: dict[int,
 def test_stock_goes_on_from_ours(tmp_path: Path, undisturbed: dict[int, str]) -> None:
     jobs.run_and_kill(JOB, str(tmp_path), at=5)
     resumed = jobs.run(JOB, str(tmp_path), STOCK="1")
-    jobs.assert_same(resumed, undisturbed, first=5)
+    assert min(resumed) in (5, 7)  # the kill may come after step 6 has been saved
+    jobs.assert_same(resumed, undisturbed, first=min(resumed))
 
 
 def test_another_number_of_ranks_is_told_how_to_go_on(tmp_path: Path) -> None:

@@ -65,11 +65,11 @@ attention.FlexAttention.forward = _plain_attention  # 4: FlexAttention has no ba
 _debugmodel = config_registry.llama3_debugmodel
 
 
-def small():
+def small(layers):
     config = _debugmodel()
     config.tokenizer = Letters.Config()
     config.training.seq_len, config.training.local_batch_size = 16, 4 // int(os.environ["WORLD_SIZE"])
-    config.model_spec.model.layers = config.model_spec.model.layers[:1]  # of six
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]  # of six
     config.activation_checkpoint = None
     return config
 
@@ -79,26 +79,30 @@ def log(self, step, global_avg_loss, *_, **__):
         print(f"step {step} loss {float(global_avg_loss).hex()}", flush=True)
 
 
-if __name__ == "__main__":
+def prepare(folder, *flags, layers=1, stock=False):
+    """Sets what torchtitan's `main` reads: a model of some layers, a text, and the command line."""
     texts = [" ".join(str(number * 7 % 101) for number in range(line, line + 40)) for line in range(200)]
     text_datasets.DATASETS["c4_test"] = DatasetConfig(
         path="", loader=lambda path: Dataset.from_dict({"text": texts}), sample_processor=lambda sample: sample["text"]
     )
-    config_registry.llama3_debugmodel = small
+    config_registry.llama3_debugmodel = lambda: small(layers)
     metrics.MetricsProcessor.log = log
     metrics.build_device_memory_monitor = lambda: SimpleNamespace(
         device_name="cpu",
         reset_peak_stats=lambda: None,
         get_peak_stats=lambda: metrics.DeviceMemStats(*[0] * 6),
     )
-    folder, *flags = sys.argv[1:]
     sys.argv[1:] = [
-        "--module", "llama3", "--config", "llama3_debugmodel", "--dump_folder", folder, "--training.steps", "8",
+        "--module", "llama3", "--config", "llama3_debugmodel", "--dump_folder", folder,
+        "--training.steps", "8", "--debug.seed", "1",
         "--parallelism.spmd_backend", "full_dtensor",  # 5: spmd_types wants a newer torch
         "--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last_save_model_only",
         *flags,
     ]  # fmt: skip
-    if "STOCK" not in os.environ:
+    if not stock:
         sys.argv += ["--override.imports", "vescale_ckpt.integrations.torchtitan.vescale"]
-    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+
+
+if __name__ == "__main__":
+    prepare(*sys.argv[1:], stock="STOCK" in os.environ)
     main()
