@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY = $(VENV)/bin/python
-PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow_integration"
 STAMP = $(VENV)/.installed
 # Processes that run Python tests. These wait for others of theirs half of the time.
 JOBS ?= 4

@@ -72,7 +72,8 @@ def problems() -> list[str]:
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
                 found.append(f"{where} links to {link}, which has no such anchor")
     for name in sorted(public_names()):
-        shown = text_of.get(f"vescale_ckpt.{name}", 0)
+        full = f"vescale_ckpt.{name}"  # of a module its members are shown
+        shown = sum(count for at, count in text_of.items() if at == full or at.startswith(f"{full}."))
         if shown < 60:
             found.append(f"the reference shows {shown} characters of vescale_ckpt.{name}")
     return found
