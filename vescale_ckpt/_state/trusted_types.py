@@ -319,7 +319,7 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
         whole = type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and type(state[1]) is int
         if not whole or not 0 <= state[1] <= len(state[0]) or state[2]:  # its attributes are never any
             raise pickle.UnpicklingError("a buffer of something else than bytes")
-        buffer.__setstate__((state[0], state[1], None))
+        buffer.__setstate__((state[0], state[1], None))  # type: ignore[attr-defined]  # which typeshed leaves out
 
     def _replace(self, value: _UnderWay, built: Any) -> None:
         self.stack[-1] = built
