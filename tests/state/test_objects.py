@@ -306,3 +306,23 @@ def test_the_lists_of_the_process_stay_as_they_are() -> None:
     before = torch.serialization.get_safe_globals()
     objects.load(objects.dump(numpy.arange(3), "key"), weights_only=True, key="key")
     assert torch.serialization.get_safe_globals() == before
+
+
+def test_a_buffer_comes_back_with_its_content_and_position() -> None:
+    # A training loop may keep what torch.save wrote into a buffer.
+    buffer = io.BytesIO(b"content \xff")
+    buffer.seek(3)
+    for made in (buffer, io.BytesIO()):
+        loaded = objects.load(objects.dump(made, "k"), weights_only=True, key="k")
+        assert type(loaded) is io.BytesIO
+        assert (loaded.getvalue(), loaded.tell()) == (made.getvalue(), made.tell())
+
+
+@pytest.mark.parametrize("state", [(b"1", 2, None), (b"1", -1, None), ("1", 0, None), (b"1", 0, {"a": 1}), b"1"])
+def test_a_buffer_with_another_state_is_refused(state: Any) -> None:
+    class Other:
+        def __reduce__(self) -> Any:
+            return io.BytesIO, (), state
+
+    with pytest.raises(UntrustedCheckpointError):
+        objects.load(objects.dump(Other(), "k"), weights_only=True, key="k")

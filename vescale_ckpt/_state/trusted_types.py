@@ -64,6 +64,7 @@ _CLASSES: dict[type, Callable[..., Any]] = {
     range: range,
     slice: slice,
     bytes: _bytes,
+    io.BytesIO: io.BytesIO,
     **{kind: kind for kind in (int, float, bool, str, list, dict, tuple)},
 }
 #: Allowed as the factory of a defaultdict, and never called from a pickle: `list(range(n))` would take memory for n
@@ -306,11 +307,19 @@ class _Unpickler(pickle._Unpickler):  # the pure Python one, of which operations
             if type(state) is not dict or not all(type(name) is str for name in state):
                 raise pickle.UnpicklingError("attributes that are none")
             value.__dict__.update(state)
+        elif type(value) is io.BytesIO:
+            self._fill(value, state)
         elif any(type(value) is known for known in _of_the_user().values()):
             self.stack.append(state)
             super().load_build()  # type: ignore[misc]
         else:
             raise pickle.UnpicklingError(f"it gives a {type(value).__name__} a state")
+
+    def _fill(self, buffer: io.BytesIO, state: Any) -> None:
+        whole = type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and type(state[1]) is int
+        if not whole or not 0 <= state[1] <= len(state[0]) or state[2]:  # its attributes are never any
+            raise pickle.UnpicklingError("a buffer of something else than bytes")
+        buffer.__setstate__((state[0], state[1], None))  # type: ignore[attr-defined]  # which typeshed leaves out
 
     def _replace(self, value: _UnderWay, built: Any) -> None:
         self.stack[-1] = built
