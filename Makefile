@@ -88,6 +88,7 @@ $(INTEGRATIONS)/.installed: requirements-integrations.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip install -q --disable-pip-version-check --no-deps megatron-core==0.16.1
 	touch $@
 
 # The tests under the other supported torch versions: large downloads, by hand.

@@ -62,7 +62,8 @@ class IncompatibleStateError(CheckpointError):
 
 
 class MissingKeysError(CheckpointError):
-    """The state has keys that the checkpoint lacks; with `strict`, also the other way round."""
+    """The state has keys that the checkpoint lacks. With `strict`, also: the checkpoint has keys of a module or of an
+    optimizer that the state lacks."""
 
     missing: list[str]
     unexpected: list[str]
