@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ class Job:
         }
         self.losses: dict[int, str] = {}  #: by step
         self.output: list[str] = []
+        self._own = tempfile.TemporaryDirectory()
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(script), *arguments],
@@ -54,6 +56,7 @@ class Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                cwd=self._own.name,  # frameworks leave folders there
                 start_new_session=True,  # with its own children it can be killed at once
             )
             for rank in range(ranks)
@@ -101,6 +104,7 @@ class Job:
         finally:
             for reader in self._readers:
                 reader.join(10)
+            self._own.cleanup()
 
 
 @contextmanager

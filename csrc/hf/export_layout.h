@@ -2,7 +2,8 @@
 // before a byte is written, and what it takes to finish the files.
 //
 // Tensors in the order of the catalog are put into files of at most `most_file_bytes`; a tensor that is larger has a
-// file of its own. A caller may give each tensor a number instead: tensors of one number share a file. Within a file they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
+// file of its own. A caller may give each tensor a number instead: tensors of one number share a file. Within a file
+// they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +30,9 @@ class ExportLayout {
   };
 
   // `metadata`: of every file's header; an alias is added to that of the file that has the tensor. Aliases of tensors
-  // that are stored are left out. `numbers`: empty for files of at most `most_file_bytes`; files are in the order of their
-  // numbers, and those without tensors are left out. Throws Error(invalid) for keys that are no tensors or have no number,
-  // and for what SafetensorsLayout refuses, naming keys.
+  // that are stored are left out. `numbers`: empty for files of at most `most_file_bytes`; files are in the order of
+  // their numbers, and those without tensors are left out. Throws Error(invalid) for keys that are no tensors or have
+  // no number, and for what SafetensorsLayout refuses, naming keys.
   ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes, const SafetensorsHeader::Metadata& metadata,
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
 

@@ -44,7 +44,8 @@ JOB = Path(__file__).with_name("lightning_job.py")
 
 
 @pytest.fixture(autouse=True)
-def own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_process_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)  # a Trainer leaves folders there
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))

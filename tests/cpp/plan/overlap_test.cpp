@@ -13,7 +13,7 @@ TEST(Overlap, AgreesWithComparingAllPairs) {
   std::mt19937 random(3);
   const auto below = [&](int64_t limit) { return std::uniform_int_distribution<int64_t>(0, limit - 1)(random); };
   size_t found = 0;
-  constexpr size_t kRounds = 3000;
+  constexpr size_t kRounds = 1200;
   for (size_t round = 0; round < kRounds; ++round) {
     const auto ndim = static_cast<uint32_t>(1 + round % 4), count = static_cast<uint32_t>(20 + below(100));
     std::vector<int64_t> words;
