@@ -17,6 +17,7 @@ from pathlib import Path
 import jobs
 import pytest
 
+pytestmark = pytest.mark.slow_integration  # several jobs under torchrun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "elastic.py"
 SECONDS = 240.0
 Losses = list[tuple[int, str]]
@@ -100,7 +101,6 @@ def test_a_rank_that_dies_is_replaced(tmp_path: Path, whole: dict[int, str]) -> 
     jobs.assert_same(dict([first, *again]), whole, first=first[0])
 
 
-@pytest.mark.slow_integration
 def test_torchrun_is_preempted(tmp_path: Path, whole: dict[int, str]) -> None:
     log, directory = tmp_path / "log", tmp_path / "run"
     with torchrun(log, "--standalone", "--nproc-per-node=2", directory=directory) as job:
@@ -116,10 +116,7 @@ def test_torchrun_is_preempted(tmp_path: Path, whole: dict[int, str]) -> None:
     jobs.assert_same({**dict(job.losses), **resumed}, whole, first=1)
 
 
-@pytest.mark.parametrize(
-    "ranks_then",
-    [pytest.param(2, id="same_ranks"), pytest.param(1, id="fewer_ranks", marks=pytest.mark.slow_integration)],
-)
+@pytest.mark.parametrize("ranks_then", [2, 1], ids=["same_ranks", "fewer_ranks"])
 def test_one_rank_is_preempted(tmp_path: Path, whole: dict[int, str], ranks_then: int) -> None:
     with jobs.started(EXAMPLE, str(tmp_path)) as job:
         job.wait_for_step(3)
@@ -135,7 +132,6 @@ def test_one_rank_is_preempted(tmp_path: Path, whole: dict[int, str], ranks_then
         jobs.assert_close(resumed, whole, first=last + 1, most=0.05)
 
 
-@pytest.mark.slow_integration
 def test_the_number_of_ranks_changes(tmp_path: Path) -> None:
     """A second agent joins, and is lost."""
     with socket.socket() as free:
