@@ -11,7 +11,7 @@ export VESCALE_CKPT_WERROR = 1
 # Tests start a thousand processes: each would compile the package's modules anew where this is set.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix wheels clean
+.PHONY: setup system build test test-python test-python-alone test-cpp test-cpp-all test-cpp-behind lint format sanitize fuzz demo bench soak matrix wheels clean
 
 setup: $(STAMP) build
 
@@ -28,14 +28,20 @@ $(STAMP): requirements-dev.txt
 build: $(STAMP) | system
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-# What needs no more than one processor goes together. Python's tests are many processes that keep each other waiting:
-# they have the machine for themselves.
+# Python's tests are many processes that keep each other waiting. The C++ tests take the time that these leave.
 test:
-	@$(MAKE) -j3 --no-print-directory --output-sync build lint test-cpp-all
-	$(PYTEST)
+	@$(MAKE) -j2 --no-print-directory --output-sync build lint
+	@$(MAKE) -j2 --no-print-directory test-python-alone test-cpp-behind
 
 test-python: build
+	@$(MAKE) --no-print-directory test-python-alone
+
+test-python-alone:
 	$(PYTEST)
+
+# What they print comes at their end.
+test-cpp-behind:
+	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-all
 
 test-cpp: | system
 	@$(MAKE) -s -C tests/cpp run
