@@ -11,7 +11,7 @@ export VESCALE_CKPT_WERROR = 1
 # Tests start a thousand processes: each would compile the package's modules anew where this is set.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup system build test test-python test-python-alone test-cpp test-cpp-all test-cpp-behind lint format sanitize fuzz demo bench soak matrix wheels clean
+.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix wheels clean
 
 setup: $(STAMP) build
 
@@ -21,27 +21,22 @@ system:
 
 $(STAMP): requirements-dev.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check $(TORCH)
-	$(PY) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	$(PY) -m pip install -q --disable-pip-version-check --no-compile $(TORCH)
+	$(PY) -m pip install -q --disable-pip-version-check --no-compile -r requirements-dev.txt
 	touch $@
 
 build: $(STAMP) | system
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-# Python's tests are many processes that keep each other waiting. The C++ tests take the time that these leave.
-test:
-	@$(MAKE) -j2 --no-print-directory --output-sync build lint
-	@$(MAKE) -j2 --no-print-directory test-python-alone test-cpp-behind
+# pip is one process, and Python's tests are many that keep each other waiting: the C++ tests take the time that these
+# leave. All run to their end, whichever fail.
+test: | system
+	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-all & behind=$$!; \
+	$(MAKE) -j2 --no-print-directory --output-sync build lint && $(PYTEST); ended=$$?; \
+	wait $$behind && exit $$ended
 
 test-python: build
-	@$(MAKE) --no-print-directory test-python-alone
-
-test-python-alone:
 	$(PYTEST)
-
-# What they print comes at their end.
-test-cpp-behind:
-	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-all
 
 test-cpp: | system
 	@$(MAKE) -s -C tests/cpp run
