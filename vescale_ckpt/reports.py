@@ -58,6 +58,8 @@ class SaveStats(TransferStats):
 
     file_bytes: int  #: length of the files written
     plan_reused: bool | None = field(default=None, kw_only=True)  #: whether the plan of an earlier save was used again
+    #: what devices of this process refused so far, in words; the log has each once. Copies from them are slower
+    device_notes: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)

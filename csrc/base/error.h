@@ -44,7 +44,8 @@ class Error : public std::runtime_error {
 
   // `said` is the runtime's own text for `code`.
   static Error device(const std::string& operation, const std::string& said, int code) {
-    return Error(Kind::device, operation + ": " + said + " (" + std::to_string(code) + ")", {}, 0, code);
+    const std::string number = code == 0 ? "" : " (" + std::to_string(code) + ")";
+    return Error(Kind::device, operation + ": " + said + number, {}, 0, code);
   }
 
   static Error invalid(const std::string& reason, int64_t item = kNoItem) {

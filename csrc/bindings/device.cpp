@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "device/cuda.h"
+#include "device/notes.h"
 #include "device/pack_image.h"
 
 namespace vescale_ckpt::bindings {
@@ -12,19 +13,23 @@ namespace {
 py::dict device_info() {
   std::string reason, version;
   std::vector<std::string> names;
+  bool kernel = false;
   {
     const py::gil_scoped_release release;
     if (device::CudaRuntime* runtime = device::cuda_runtime(reason)) {
       version = runtime->version();
       for (int device = 0; device < runtime->device_count(); ++device) {
-        names.push_back(runtime->accelerator(device).name());
+        device::Accelerator& accelerator = runtime->accelerator(device);
+        names.push_back(accelerator.name());
+        kernel = accelerator.has_kernel() && (kernel || device == 0);
       }
     }
   }
   py::dict result;
   result["runtime"] = version;
   result["devices"] = names;
-  result["kernel"] = device::pack_image() != nullptr;
+  result["kernel_built"] = device::pack_image() != nullptr;
+  result["kernel"] = kernel;
   result["reason"] = text(reason);
   return result;
 }
@@ -40,6 +45,7 @@ void bind_device(py::module_& module) {
   module.def("device_info", &device_info, "the runtime, the names of its devices, or the reason why there are none");
   module.def("copies_from_cuda", &copies_from_cuda, py::call_guard<py::gil_scoped_release>(),
              "whether CUDA can be used, which it is from now on");
+  module.def("device_notes", &device::notes, "what the devices of this process refused so far, each once, in words");
   module.def("cuda_was_started", &device::cuda_was_started, "whether this process ever asked for CUDA");
 }
 

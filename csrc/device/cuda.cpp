@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "device/cuda_device.h"
 #include "device/cuda_stream.h"
+#include "device/notes.h"
 #include "device/pack_image.h"
 
 namespace vescale_ckpt::device {
@@ -24,6 +25,7 @@ class CudaAccelerator final : public Accelerator {
       : device_{api, index, "device " + std::to_string(index)}, kernels_(kernels) {
     check(api, api.device_get(&handle_, index), [&] { return "find " + device_.name; });
     check(api, api.context_retain(&device_.context, handle_), [&] { return "use " + device_.name; });
+    device_.batches = takes_batches();
   }
   ~CudaAccelerator() override {
     if (module_ != nullptr) cuda::on_device_if_usable(device_, [&] { device_.api.module_unload(module_); });
@@ -39,6 +41,11 @@ class CudaAccelerator final : public Accelerator {
     return name.data();
   }
 
+  bool has_kernel() override {
+    const Current current(device_);
+    return load_kernel();
+  }
+
   std::unique_ptr<CopyStream> make_stream() override { return std::make_unique<CudaStream>(device_); }
   std::unique_ptr<Event> make_event() override { return std::make_unique<CudaEvent>(device_); }
 
@@ -52,7 +59,8 @@ class CudaAccelerator final : public Accelerator {
       if (code != kSuccess) device_.api.release(memory);
     }
     if (code == cuda::kOutOfMemory) {
-      device_.api.get_last_error();
+      note(device_.name + " has no " + std::to_string(bytes >> 20) +
+           " MiB to pack small tensors in, which are copied " + "one by one (" + cuda::said(device_.api, code) + ")");
       return nullptr;
     }
     check(device_.api, code, [&] { return "allocate a slab on " + device_.name; });
@@ -71,16 +79,33 @@ class CudaAccelerator final : public Accelerator {
   }
 
  private:
+  // Batches take addresses of host memory as they are. Where those of locked memory differ on the device, a batch is an
+  // illegal access, of which no process recovers.
+  bool takes_batches() const {
+    const Api& api = device_.api;
+    if (api.copy_batch_12 == nullptr && api.copy_batch_13 == nullptr) return false;
+    int as_it_is = 0;
+    const int code = api.device_attribute(&as_it_is, cuda::kRegisteredMemoryAsItIs, device_.index);
+    const bool takes = code == kSuccess && as_it_is != 0;
+    if (!takes) {
+      note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" +
+           (code == kSuccess ? "it has addresses of its own for locked host memory" : cuda::said(api, code)) + ")");
+    }
+    return takes;
+  }
+
   // Whether there is a kernel; the image may be for other devices, or for a later driver.
   bool load_kernel() {
     const std::lock_guard lock(mutex_);
     if (kernels_ == nullptr || tried_) return device_.pack != nullptr;
     tried_ = true;
     const Api& api = device_.api;
-    if (api.module_load(&module_, kernels_) != kSuccess ||
-        api.module_function(&device_.pack, module_, "vescale_ckpt_pack") != kSuccess) {
-      api.get_last_error();
+    int code = api.module_load(&module_, kernels_);
+    if (code == kSuccess) code = api.module_function(&device_.pack, module_, "vescale_ckpt_pack");
+    if (code != kSuccess) {
       device_.pack = nullptr;
+      note(device_.name + " does not take the kernel that packs small tensors, which are copied one by one (" +
+           cuda::said(api, code) + ")");
     }
     return device_.pack != nullptr;
   }

@@ -54,6 +54,7 @@ bool load(Api& api, std::string& reason) {
     if (!find(library, name, function)) missing += std::string(missing.empty() ? "" : ", ") + name;
   };
   need("cudaGetDeviceCount", api.get_device_count);
+  need("cudaDeviceGetAttribute", api.device_attribute);
   need("cudaRuntimeGetVersion", api.runtime_version);
   need("cudaDriverGetVersion", api.driver_version);
   need("cudaGetLastError", api.get_last_error);
@@ -63,6 +64,7 @@ bool load(Api& api, std::string& reason) {
   need("cudaStreamDestroy", api.stream_destroy);
   need("cudaStreamSynchronize", api.stream_synchronize);
   need("cudaStreamWaitEvent", api.stream_wait_event);
+  need("cudaStreamIsCapturing", api.stream_is_captured);
   need("cudaThreadExchangeStreamCaptureMode", api.exchange_capture_mode);
   need("cudaEventCreateWithFlags", api.event_create);
   need("cudaEventDestroy", api.event_destroy);

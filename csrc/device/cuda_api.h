@@ -14,12 +14,14 @@ using Stream = void*;
 using EventHandle = void*;
 using Context = void*;
 
-inline constexpr int kSuccess = 0, kOutOfMemory = 2;
+inline constexpr int kSuccess = 0, kOutOfMemory = 2, kNeedsNewerDriver = 36, kNotSupported = 801;
 inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
 inline constexpr unsigned kStreamNonBlocking = 1;  // not held up by the default stream
 inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
 inline constexpr unsigned kHostPortable = 1;                  // locked for all devices
 inline constexpr int kCaptureRelaxed = 2;                     // cudaStreamCaptureMode
+inline constexpr int kNotCaptured = 0;                        // cudaStreamCaptureStatus
+inline constexpr int kRegisteredMemoryAsItIs = 91;            // cudaDevAttrCanUseHostPointerForRegisteredMem
 inline constexpr int kLocationDevice = 1, kLocationHost = 2;  // cudaMemLocationType
 inline constexpr int kAccessInStreamOrder = 1;                // cudaMemcpySrcAccessOrder
 inline constexpr unsigned kPreferOverlapWithCompute = 1;      // cudaMemcpyFlags
@@ -37,6 +39,7 @@ struct CopyAttributes {
 
 struct Api {
   int (*get_device_count)(int* count);
+  int (*device_attribute)(int* value, int attribute, int device);
   int (*runtime_version)(int* version);
   int (*driver_version)(int* version);
   int (*get_last_error)();
@@ -46,6 +49,7 @@ struct Api {
   int (*stream_destroy)(Stream stream);
   int (*stream_synchronize)(Stream stream);
   int (*stream_wait_event)(Stream stream, EventHandle event, unsigned flags);
+  int (*stream_is_captured)(Stream stream, int* status);
   int (*exchange_capture_mode)(int* mode);
   int (*event_create)(EventHandle* event, unsigned flags);
   int (*event_destroy)(EventHandle event);

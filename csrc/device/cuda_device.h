@@ -1,6 +1,7 @@
 // What CUDA's streams, events, slabs and accelerators share: the device, made current, and errors in our idiom.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 #include "base/error.h"
@@ -15,15 +16,23 @@ struct Device {
   const std::string name;  // "device 0"
   Context context = nullptr;
   void* pack = nullptr;  // the kernel; nullptr until there is a slab
+  // Whether copies may be given in batches: the device follows addresses of locked host memory as they are, and no
+  // batch was refused so far.
+  std::atomic<bool> batches{false};
 };
 
-// `operation` is called for its text on failure only. Takes the error out of CUDA's own memory of it, where the
-// framework would find it at its next check.
+// What CUDA says of an error. Takes the error out of CUDA's own memory of it, where the framework would find it at its
+// next check.
+inline std::string said(const Api& api, int code) {
+  api.get_last_error();
+  return "CUDA: " + std::string(api.error_string(code)) + ", " + api.error_name(code);
+}
+
+// `operation` is called for its text on failure only.
 template <typename Operation>
 void check(const Api& api, int code, const Operation& operation) {
   if (code == kSuccess) return;
-  api.get_last_error();
-  throw Error::device(operation(), "CUDA: " + std::string(api.error_string(code)) + ", " + api.error_name(code), code);
+  throw Error::device(operation(), said(api, code), code);
 }
 
 // A device, current on this thread. Our calls do not end a graph capture that goes on in another thread.

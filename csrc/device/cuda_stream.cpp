@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "device/notes.h"
 #include "device/pack_rows.h"
 
 namespace vescale_ckpt::device {
@@ -28,6 +29,15 @@ CudaEvent::~CudaEvent() {
 
 void CudaEvent::record(StreamHandle producer) {
   const Current current(device_);  // the default stream is that of the current device
+  // Our copies behind the event would become a part of the user's graph.
+  int status = cuda::kNotCaptured;
+  const auto stream = reinterpret_cast<cuda::Stream>(producer);
+  check(device_.api, device_.api.stream_is_captured(stream, &status),
+        [&] { return "ask whether a stream of " + device_.name + " is captured"; });
+  if (status != cuda::kNotCaptured) {
+    throw Error::device("copy tensors of " + device_.name,
+                        "the current stream is being captured into a CUDA graph: save before or after the capture", 0);
+  }
   check(device_.api, device_.api.event_record(handle_, reinterpret_cast<cuda::Stream>(producer)),
         [&] { return "record an event on a stream of " + device_.name; });
 }
@@ -44,10 +54,7 @@ CudaSlab::~CudaSlab() {
   });
 }
 
-CudaStream::CudaStream(const cuda::Device& device)
-    : device_(device),
-      api_(device.api),
-      batched_(device.api.copy_batch_12 != nullptr || device.api.copy_batch_13 != nullptr) {
+CudaStream::CudaStream(cuda::Device& device) : device_(device), api_(device.api) {
   const Current current(device);
   check(api_, api_.stream_create(&handle_, cuda::kStreamNonBlocking),
         [&] { return "make a stream on " + device.name; });
@@ -72,14 +79,14 @@ void CudaStream::record(Event& event) {
 
 void CudaStream::copy(std::span<const FlatCopy> copies) {
   const Current current(device_);
-  if (batched_ && copies.size() > 1 && copy_batch(copies)) return;
+  if (device_.batches && copies.size() > 1 && copy_batch(copies)) return;
   for (const FlatCopy& copy : copies) {
     check(api_, api_.copy(copy.host, reinterpret_cast<const void*>(copy.device), copy.bytes, cuda::kToHost, handle_),
           [&] { return "copy " + std::to_string(copy.bytes) + " bytes from " + device_.name + " to the host"; });
   }
 }
 
-// False where the driver is too old for it or does not like one of the copies: made one by one, these say which.
+// False where the driver is too old for batches, or refuses this one: made one by one, its copies say which it was.
 bool CudaStream::copy_batch(std::span<const FlatCopy> copies) {
   std::vector<void*> from(copies.size()), to(copies.size());
   std::vector<size_t> bytes(copies.size());
@@ -96,9 +103,15 @@ bool CudaStream::copy_batch(std::span<const FlatCopy> copies) {
           ? api_.copy_batch_13(to.data(), from.data(), bytes.data(), bytes.size(), &attributes, &start, 1, handle_)
           : api_.copy_batch_12(to.data(), from.data(), bytes.data(), bytes.size(), &attributes, &start, 1, &failed,
                                handle_);
-  if (code != kSuccess) api_.get_last_error();
-  batched_ = code == kSuccess;
-  return batched_;
+  if (code == kSuccess) return true;
+  const std::string reason = cuda::said(api_, code);
+  if (code == cuda::kNeedsNewerDriver || code == cuda::kNotSupported) {
+    device_.batches = false;
+    note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" + reason + ")");
+  } else {
+    note(device_.name + " refused a batch of copies, which were made one by one (" + reason + ")");
+  }
+  return false;
 }
 
 void CudaStream::copy(const PitchedCopy& copy) {

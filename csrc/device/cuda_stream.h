@@ -49,7 +49,7 @@ class CudaSlab final : public Slab {
 
 class CudaStream final : public CopyStream {
  public:
-  explicit CudaStream(const cuda::Device& device);
+  explicit CudaStream(cuda::Device& device);
   ~CudaStream() override;
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
@@ -64,10 +64,9 @@ class CudaStream final : public CopyStream {
  private:
   bool copy_batch(std::span<const FlatCopy> copies);
 
-  const cuda::Device& device_;
+  cuda::Device& device_;
   const cuda::Api& api_;
   cuda::Stream handle_ = nullptr;
-  bool batched_;
 };
 
 }  // namespace vescale_ckpt::device

@@ -65,6 +65,7 @@ class Accelerator {
  public:
   virtual ~Accelerator() = default;
   virtual std::string name() const = 0;
+  virtual bool has_kernel() = 0;  // to pack small ranges with
   virtual std::unique_ptr<CopyStream> make_stream() = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
   // nullptr where there is no kernel to pack with, or no device memory to spare.

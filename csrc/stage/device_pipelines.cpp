@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "device/cuda.h"
+#include "device/notes.h"
 
 namespace vescale_ckpt::stage {
 
@@ -54,7 +55,9 @@ MemoryRegistrar page_locking(device::Accelerator& accelerator) {
             try {
               accelerator.page_lock({address, bytes});
               return true;
-            } catch (const Error&) {
+            } catch (const Error& error) {
+              device::note("memory of snapshots could not be page-locked, so that copies from devices are slower (" +
+                           std::string(error.what()) + ")");
               return false;
             }
           },

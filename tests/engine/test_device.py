@@ -10,3 +10,5 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
     assert len(info["devices"]) == torch.cuda.device_count()
     assert bool(info["reason"]) == (not info["runtime"])
     assert torch.cuda.is_available() or "CUDA" in info["reason"]
+    assert info["kernel"] <= info["kernel_built"]
+    assert not info["kernel"] or info["devices"]

@@ -270,3 +270,13 @@ def test_a_state_on_the_host_leaves_cuda_alone(checkpoint: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program), str(checkpoint)]
     done = subprocess.run(command, timeout=4 * BOUND, capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_device_refused_is_logged_once_and_in_the_stats(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_C, "device_notes", lambda: ["device 0 takes no batches"])
+    for _ in range(2):
+        stats = vescale_ckpt.save(checkpoint, {"a": torch.ones(3)}).stats
+        assert stats is not None and stats.device_notes == ("device 0 takes no batches",)
+    assert [record.message for record in caplog.records].count("device 0 takes no batches") == 1

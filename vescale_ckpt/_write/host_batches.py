@@ -23,6 +23,7 @@ from .._engine.tensor_checks import as_host_tensor
 from .._plan.save_plan import PackedItems
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
+from .device_notes import note_device
 from .rank_save import RankSave, SaveOptions
 
 
@@ -149,6 +150,8 @@ def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool
             f"{item.index.fqn}: the planner resolved a chunk of shape {tuple(wanted or ())} to {tuple(tensor.shape)}",
             key=item.index.fqn,
         )
+    if tensor.device.type != "cpu" and not tensor.is_meta:
+        note_device(tensor.device.type)
     try:
         return as_host_tensor(tensor)
     except CheckpointError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from .._engine.options import direct_io_setting, used_paths
 from ..reports import SaveStats
 from ..settings import DirectIO
+from .device_notes import device_notes
 
 
 def new_save_id() -> str:
@@ -121,6 +122,7 @@ class RankSave(ABC):
             objects=objects,
             bytes=tensor_bytes,
             io_path=used_paths(total),
+            device_notes=device_notes(),
             file_bytes=file_bytes,
             **total,
         )

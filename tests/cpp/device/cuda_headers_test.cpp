@@ -44,6 +44,8 @@ struct SameCall<OurResult (*)(Ours...), TheirResult (*)(Theirs...)>
   static_assert(SameCall<decltype(Api::ours), decltype(&::theirs)>::value, #theirs " has another signature")
 
 VESCALE_CKPT_SAME(get_device_count, cudaGetDeviceCount);
+VESCALE_CKPT_SAME(device_attribute, cudaDeviceGetAttribute);
+VESCALE_CKPT_SAME(stream_is_captured, cudaStreamIsCapturing);
 VESCALE_CKPT_SAME(runtime_version, cudaRuntimeGetVersion);
 VESCALE_CKPT_SAME(driver_version, cudaDriverGetVersion);
 VESCALE_CKPT_SAME(get_last_error, cudaGetLastError);
@@ -102,6 +104,9 @@ static_assert(kStreamNonBlocking == cudaStreamNonBlocking && kHostPortable == cu
 static_assert(kHostPortable == cudaHostAllocPortable);
 static_assert(kEventBlockingSync == cudaEventBlockingSync && kEventDisableTiming == cudaEventDisableTiming);
 static_assert(kCaptureRelaxed == cudaStreamCaptureModeRelaxed);
+static_assert(kNotCaptured == cudaStreamCaptureStatusNone);
+static_assert(kRegisteredMemoryAsItIs == cudaDevAttrCanUseHostPointerForRegisteredMem);
+static_assert(kNeedsNewerDriver == cudaErrorCallRequiresNewerDriver && kNotSupported == cudaErrorNotSupported);
 
 // The check itself sees a parameter too many, one of another size, and a pointer in place of a number.
 static_assert(!SameCall<int (*)(void*, size_t), decltype(&::cudaFree)>::value);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "device/notes.h"
 #include "device/pack_rows.h"
 #include "device/pipeline.h"
 
@@ -25,6 +27,8 @@ struct Seen {
   std::map<std::string, int> calls, answers;  // by name; an answer holds for every call
   int last_error = 0;
   int version = 13000;
+  int as_it_is = 1;  // what the host addresses of locked memory are to the device
+  std::map<cuda::Stream, int> captured;
   std::vector<cuda::Context> contexts;  // pushed
   std::vector<std::string> without_device;
   size_t batched = 0;
@@ -74,6 +78,13 @@ int launch_now(void* function, unsigned grid, unsigned block, void** arguments) 
 Api fake_api() {
   Api api{};
   api.get_device_count = [](int* count) { return *count = 2, called("count", false); };
+  api.device_attribute = [](int* value, int attribute, int) {
+    EXPECT_EQ(attribute, cuda::kRegisteredMemoryAsItIs);
+    return *value = seen.as_it_is, called("device_attribute", false);
+  };
+  api.stream_is_captured = [](cuda::Stream stream, int* status) {
+    return *status = seen.captured[stream], called("stream_is_captured");
+  };
   api.runtime_version = [](int* version) { return *version = seen.version, 0; };
   api.driver_version = [](int* version) { return *version = 13010, 0; };
   api.get_last_error = [] { return std::exchange(seen.last_error, 0); };
@@ -175,6 +186,11 @@ Api with_batch_13() {
 
 constexpr unsigned char kImage[] = {1};
 
+bool noted(const std::string& beginning) {
+  const std::vector<std::string> texts = notes();
+  return std::ranges::any_of(texts, [&](const std::string& text) { return text.find(beginning) != std::string::npos; });
+}
+
 class Cuda : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -254,11 +270,57 @@ TEST_F(Cuda, CopiesOneByOneWhereThereAreNoBatchesOrTheyAreRefused) {
     EXPECT_EQ(seen.calls["copy"], 51);
   }
   SetUp();
-  seen.answers["batch"] = 36;  // call requires newer driver
+  for (const int refusal : {cuda::kNeedsNewerDriver, cuda::kNotSupported}) {
+    SetUp();
+    seen.answers["batch"] = refusal;
+    CudaRuntime runtime(with_batch_12(), nullptr);
+    expect_copied(runtime);
+    EXPECT_EQ(seen.calls["batch"], 1);
+    EXPECT_EQ(seen.calls["copy"], 51);
+    seen.answers.clear();
+    expect_copied(runtime);
+    EXPECT_EQ(seen.calls["batch"], 1) << "it is tried again";
+    EXPECT_TRUE(noted("device 1 takes no batches of copies"));
+  }
+}
+
+TEST_F(Cuda, OneRefusedBatchIsNotTheEndOfBatches) {
   CudaRuntime runtime(with_batch_12(), nullptr);
+  seen.answers["batch"] = 1;  // invalid value
   expect_copied(runtime);
-  EXPECT_EQ(seen.calls["batch"], 1);  // it is not tried again
   EXPECT_EQ(seen.calls["copy"], 51);
+  EXPECT_TRUE(noted("device 1 refused a batch of copies"));
+  seen.answers.clear();
+  expect_copied(runtime);
+  EXPECT_EQ(seen.batched, 51u);
+}
+
+TEST_F(Cuda, NoBatchesWhereLockedMemoryHasOtherAddressesOnTheDevice) {
+  seen.as_it_is = 0;
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  expect_copied(runtime);
+  EXPECT_EQ(seen.calls["batch"], 0);
+  EXPECT_EQ(seen.calls["copy"], 51);
+  EXPECT_TRUE(noted("it has addresses of its own for locked host memory"));
+}
+
+TEST_F(Cuda, AStreamThatIsCapturedIsRefused) {
+  CudaRuntime runtime(with_batch_13(), kImage);
+  std::vector<std::byte> host;
+  const StreamHandle producers[] = {0, 8};
+  seen.captured[reinterpret_cast<cuda::Stream>(8)] = 1;
+  Pipeline pipeline(runtime.accelerator(0));
+  try {
+    pipeline.start(rows(host), producers);
+    FAIL() << "it copies";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "copy tensors of device 0: the current stream is being captured into a CUDA graph: save before or "
+                 "after the capture");
+  }
+  seen.captured.clear();
+  pipeline.start(rows(host), producers);  // it can go on
+  EXPECT_TRUE(pipeline.wait(10min));
 }
 
 TEST_F(Cuda, ImagesForOtherDevicesAreNotUsed) {
@@ -266,7 +328,9 @@ TEST_F(Cuda, ImagesForOtherDevicesAreNotUsed) {
     SetUp();
     seen.answers[call] = 209;  // no binary for this device
     CudaRuntime runtime(with_batch_13(), kImage);
+    EXPECT_FALSE(runtime.accelerator(1).has_kernel());
     expect_copied(runtime);
+    EXPECT_TRUE(noted("device 1 does not take the kernel that packs small tensors"));
     EXPECT_EQ(seen.calls["launch"], 0);
     EXPECT_EQ(seen.calls["module_load"], 1);
   }
@@ -279,6 +343,7 @@ TEST_F(Cuda, FullDevicesHaveNoSlab) {
     CudaRuntime runtime(with_batch_13(), kImage);
     EXPECT_EQ(runtime.accelerator(0).make_slab(4096), nullptr);
     EXPECT_EQ(seen.calls["release"], std::string(call) == "host_allocate");
+    EXPECT_TRUE(noted("device 0 has no 0 MiB to pack small tensors in"));
     seen.answers[call] = 1;
     EXPECT_THROW(runtime.accelerator(0).make_slab(4096), Error);
   }

@@ -263,6 +263,7 @@ class FakeAccelerator final : public Accelerator {
   FakeAccelerator(FakeRuntime& runtime, int device) : runtime_(runtime), device_(device) {}
 
   std::string name() const override { return "fake " + std::to_string(device_); }
+  bool has_kernel() override { return runtime_.kernels_; }
 
   std::unique_ptr<CopyStream> make_stream() override {
     runtime_.maybe_fail(Fault::make_stream, "make a stream");
