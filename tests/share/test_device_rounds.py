@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -129,7 +131,7 @@ def _all_ways(directory: Path) -> list[tuple[int, int, int]]:
         with _devices() as (host, made):
             for wanted in (None, 1, 0):
                 state = {name: _sharded(torch.zeros_like(tensor), wanted) for name, tensor in full.items()}
-                begun = host.begun
+                begun = host.begun + (not made)  # once for the connecting
                 stats = _load(path, state)
                 assert host.begun - begun == (stats.shared_bytes > 0), "memory is taken where something is shared"
                 for name, tensor in full.items():
@@ -291,3 +293,69 @@ def test_without_cuda_there_is_no_device() -> None:
         pytest.skip("there is one")
     assert nccl.device_for([torch.zeros(3)]) is None
     assert not Exchange(None, 1.0).may_swap_on(None)
+
+
+# --- NCCL's process group
+
+
+class _Stuck:
+    """Stands for a backend whose peers died before they connected: the call returns when it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+        self.aborts = 0
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        assert self.aborted.wait(FOREVER)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self.aborted.set()
+
+
+def test_connecting_to_a_rank_that_died_is_bounded() -> None:
+    stuck = _Stuck()
+    group = DeviceGroup(_Host(), stuck, timeout=0.2)
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.connect([torch.zeros(1)], [torch.zeros(1)])
+    assert not group.usable
+    group.end()
+    assert stuck.aborts == 1
+
+
+def test_torch_does_not_end_the_process_when_a_peer_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    made: list[tuple[str | None, Any]] = []
+
+    class Group:
+        class Options:
+            config = SimpleNamespace(blocking=1)
+
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+            made.append((os.environ.get(name), options))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    for user, value in (None, "0"), ("1", "0"):
+        if user is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, user)
+        nccl.nccl_backend(mock.Mock(), 0, 2, 30.0)
+        assert os.environ.get(name) == user, "the user's own groups are as the user wants them"
+        found, options = made.pop()
+        assert found == value and options.config.blocking == 0 and options._timeout > timedelta(seconds=600)
+
+
+def test_host_memory_that_starts_at_a_page_is_not_enlarged() -> None:
+    asked = []
+
+    class Locked(_Host):
+        def host_memory(self, size: int) -> torch.Tensor:
+            asked.append(size)
+            memory = torch.empty(size + 4096, dtype=torch.uint8)
+            start = -memory.data_ptr() % 4096
+            return memory[start : start + size]
+
+    DeviceBuffer([1 << 20, 1 << 21], DeviceGroup(Locked(), mock.Mock(), 1.0))
+    assert asked == [1 << 20, 1 << 21]

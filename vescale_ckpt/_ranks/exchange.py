@@ -349,8 +349,12 @@ def digest(data: bytes) -> int:
 
 def _first_swap(links: Connections) -> None:
     assert links.devices is not None
-    sent = torch.zeros(links.size, dtype=torch.uint8, device=links.devices.device.device)
-    links.devices.swap(torch.split(torch.zeros_like(sent), 1), torch.split(sent, 1))
+    device = links.devices.device
+    device.begin()
+    with device.queued():  # torch's allocator orders the memory's uses within one stream only
+        sent = torch.zeros(links.size, dtype=torch.uint8, device=device.device)
+        received = torch.zeros_like(sent)
+    links.devices.connect(torch.split(received, 1), torch.split(sent, 1))
 
 
 def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:

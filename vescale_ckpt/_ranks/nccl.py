@@ -7,6 +7,8 @@ rank is gone.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -83,6 +85,7 @@ class DeviceGroup:
         self.device = device
         self.usable = True
         self._backend = backend
+        self._lock = threading.Lock()
         self.seconds = min(timeout, MOST_SECONDS)  #: the limit of one step on the device
 
     def swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -104,17 +107,51 @@ class DeviceGroup:
         self.end()
         raise CheckpointError(f"the devices of the ranks did not swap their bytes within {self.seconds:g} s")
 
+    def connect(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """The first `swap`. NCCL connects in the call itself, which waits for ranks that died: it is aborted after
+        `seconds`."""
+        late = threading.Timer(self.seconds, self.end)
+        late.daemon = True
+        late.start()
+        try:
+            self.swap(outputs, inputs)
+        finally:
+            late.cancel()
+        if not self.usable:
+            raise CheckpointError(f"the devices of the ranks did not connect within {self.seconds:g} s")
+
     def end(self) -> None:
-        self.usable = False
-        self._backend.abort()
+        """Ends the connections. Any thread may call it, and again."""
+        with self._lock:
+            if self.usable:
+                self.usable = False
+                self._backend.abort()
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
     """An NCCL process group, which connects at its first swap."""
     options = dist.ProcessGroupNCCL.Options()
-    # NCCL's watchdog ends the process after this time. Swaps raise long before.
-    options._timeout = timedelta(seconds=min(timeout, MOST_SECONDS) + 600)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = timedelta(seconds=min(timeout, MOST_SECONDS) + 600)  # of work that nobody waits for any more
+    options.config.blocking = 0  # so that another thread can abort a call
+    # torch's watchdog would end the process when a peer dies. Swaps raise, and the training decides what to do.
+    with _environment(_ERROR_HANDLING, "0"):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a process group is made
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ class DeviceBuffer:
     def __init__(self, sizes: Sequence[int], group: DeviceGroup) -> None:
         self._group = group
         self._device = group.device
-        self._host = [_from_page(self._device.host_memory(size + _PAGE), size) for size in sizes]
+        self._host = [_from_page(self._device.host_memory, size) for size in sizes]
         self._device.begin()
         with self._device.queued():
             self._on_device = [torch.empty(size, dtype=torch.uint8, device=self._device.device) for size in sizes]
@@ -79,8 +79,12 @@ class DeviceBuffer:
         """Does nothing: no rank reads another rank's buffer."""
 
 
-def _from_page(memory: torch.Tensor, size: int) -> torch.Tensor:
-    start = -memory.data_ptr() % _PAGE
+def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tensor:
+    memory = allocate(size)
+    # Locked memory starts at a page. A page more would make torch's allocator lock up to twice as much, for ever.
+    if start := -memory.data_ptr() % _PAGE:
+        memory = allocate(size + _PAGE)
+        start = -memory.data_ptr() % _PAGE
     return memory[start : start + size]
 
 
