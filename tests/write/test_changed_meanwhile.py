@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import load, no_snapshot_is_left
+from late_copies import late_copies
 from rank_pool import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -120,33 +121,12 @@ def test_versions_of_what_ranks_load(checkpoint: Path, broadcast: bool) -> None:
     run_ranks(2, _load_on_ranks, str(checkpoint), broadcast)
 
 
-@contextmanager
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """What a gate guards is not copied before the event: copying itself begins then."""
-    event = threading.Event()
-    wait = _C.Snapshot.wait
-
-    def start(snapshot: Any) -> None:
-        pass
-
-    def late(snapshot: Any, timeout: float | None) -> Any:
-        assert event.wait(BOUND)
-        real_start(snapshot)
-        return wait(snapshot, timeout)
-
-    real_start = _C.Snapshot.start
-    monkeypatch.setattr(_C.Snapshot, "start", start)
-    monkeypatch.setattr(_C.Snapshot, "wait", late)
-    yield event
-    event.set()
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_a_load_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_load_waits_for_the_copy(tmp_path: Path, way: str) -> None:
     weight = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.SGD([weight])
     vescale_ckpt.save(tmp_path / "old", {"weight": torch.full((1000,), 7.0)})
-    with late_copies(monkeypatch) as copy_now:
+    with late_copies() as copy_now:
         handle = vescale_ckpt.save(tmp_path / "new", {"weight": weight}, async_checkpoint=True, gate=optimizer)
         threading.Timer(0.1, copy_now.set).start()
         WAYS[way](tmp_path / "old", {"weight": weight.detach()})
@@ -156,10 +136,10 @@ def test_a_load_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(tmp_path / "new", {"weight": torch.zeros(1000)})["weight"].eq(1).all()
 
 
-def test_a_load_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_does_not_wait_for_ever(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.ones(1000))
     vescale_ckpt.save(tmp_path / "old", {"weight": weight})
-    with late_copies(monkeypatch):
+    with late_copies():
         handle = vescale_ckpt.save(
             tmp_path / "new", {"weight": weight}, async_checkpoint=True, gate=torch.optim.SGD([weight])
         )
@@ -192,13 +172,13 @@ def _cut_storage(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize("change", [_change_by_parameter, _set, _free, _cut_storage])
 @pytest.mark.parametrize("name", ["parameter", "data", "view"])
 def test_what_is_changed_behind_a_gate_is_refused(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Parameter], None]
+    checkpoint: Path, name: str, change: Callable[[nn.Parameter], None]
 ) -> None:
     weight = nn.Parameter(torch.ones(4 << 20))  # 16 MiB: the C library gives its pages back to the system at once
     optimizer = torch.optim.SGD([weight], lr=1.0)
     values = {"parameter": weight, "data": weight.data, "view": weight.data.view(2048, 2048)[1:]}
     vescale_ckpt.save(checkpoint, {"weight": torch.ones(4 << 20)})
-    with late_copies(monkeypatch) as copy_now:
+    with late_copies() as copy_now:
         state = {"weight": values.pop(name)}
         handle = vescale_ckpt.save(checkpoint, state, async_checkpoint=True, gate=optimizer)
         change(weight)
@@ -210,12 +190,10 @@ def test_what_is_changed_behind_a_gate_is_refused(
     assert no_snapshot_is_left()
 
 
-def test_other_memory_for_a_parameter_does_not_reach_the_save(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_memory_for_a_parameter_does_not_reach_the_save(checkpoint: Path) -> None:
     weight = nn.Parameter(torch.ones(4 << 20))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    with late_copies(monkeypatch) as copy_now:
+    with late_copies() as copy_now:
         handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
         weight.data = torch.zeros(2)
         copy_now.set()
@@ -223,7 +201,7 @@ def test_other_memory_for_a_parameter_does_not_reach_the_save(
     assert load(checkpoint, {"weight": torch.zeros(4 << 20)})["weight"].eq(1).all()
 
 
-def test_strided_parameters_are_copied_when_the_save_returns(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_parameters_are_copied_when_the_save_returns(checkpoint: Path) -> None:
     weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     optimizer = torch.optim.SGD([weight], lr=1.0)
     handle = vescale_ckpt.save(checkpoint, {"w": weight}, async_checkpoint=True, gate=optimizer)
@@ -235,10 +213,9 @@ def _change_a_dtensor(path: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    monkeypatch = pytest.MonkeyPatch()
     for name, value in {"parameter": weight, "local": weight.to_local().detach()}.items():
         state = {"weight" if name == "parameter" else f"weight{dist.get_rank()}": value}
-        with late_copies(monkeypatch) as copy_now:
+        with late_copies() as copy_now:
             handle = vescale_ckpt.save(path, state, async_checkpoint=True, gate=optimizer)
             if dist.get_rank() == 1:
                 with torch.no_grad():
@@ -246,19 +223,18 @@ def _change_a_dtensor(path: str) -> None:
             copy_now.set()
             with pytest.raises(CheckpointError, match=r"rank 1.*weight.*changed while it was copied"):
                 handle.result(BOUND)
-        monkeypatch.undo()
 
 
 def test_a_dtensor_that_is_changed_behind_a_gate(checkpoint: Path) -> None:
     run_ranks(2, _change_a_dtensor, str(checkpoint))
 
 
-def test_the_name_of_what_was_changed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_what_was_changed(checkpoint: Path) -> None:
     flat = torch.ones(3000)
     a, b, c = (nn.Parameter(flat.data[at : at + 1000].data) for at in (0, 1000, 2000))
     optimizer = torch.optim.SGD([a, b, c], lr=1.0)
     for changed, said in ((b, "b was"), (c, "what the optimizer has in the memory of a was")):
-        with late_copies(monkeypatch) as copy_now:
+        with late_copies() as copy_now:
             state = {"a": a.data, "b": b.data}
             handle = vescale_ckpt.save(checkpoint, state, async_checkpoint=True, gate=optimizer)
             _change_by_parameter(changed)

@@ -1,0 +1,191 @@
+"""Gates in the training loops that people have: closures, scalers, accumulated gradients, averages, data loaders."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from damage import load, no_snapshot_is_left
+from late_copies import late_copies
+from rank_pool import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, Gate
+
+BOUND = 60.0
+SIZE = 70_000
+
+
+def ones() -> nn.Parameter:
+    return nn.Parameter(torch.ones(SIZE))
+
+
+def stored(checkpoint: Path) -> torch.Tensor:
+    return load(checkpoint, {"weight": torch.zeros(SIZE)})["weight"]  # type: ignore[no-any-return]
+
+
+def begun_by(optimizer: torch.optim.Optimizer) -> threading.Event:
+    """Is set when a step of the optimizer begins. Hooks run in the order in which they were registered."""
+    begun = threading.Event()
+    optimizer.register_step_pre_hook(lambda *_: begun.set())
+    return begun
+
+
+def test_two_saves_behind_one_optimizer(tmp_path: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    begun = begun_by(optimizer)
+    with late_copies(begun):
+        first = vescale_ckpt.save(tmp_path / "a", {"weight": weight}, async_checkpoint=True, gate=Gate(optimizer))
+        threading.Timer(0.2, begun.set).start()  # the second save waits for the first one
+        second = vescale_ckpt.save(tmp_path / "b", {"weight": weight}, async_checkpoint=True, gate=Gate([optimizer]))
+        weight.grad = torch.ones(SIZE)
+        optimizer.step()
+        assert first.staged.done() and second.staged.done()
+        first.result(BOUND)
+        second.result(BOUND)
+    assert weight.eq(0).all() and stored(tmp_path / "a").eq(1).all() and stored(tmp_path / "b").eq(1).all()
+
+
+def test_a_step_with_a_closure_waits(checkpoint: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.LBFGS([weight], lr=0.5, max_iter=3)
+    seen: list[bool] = []
+
+    def closure() -> torch.Tensor:
+        seen.append(handle.staged.done())
+        optimizer.zero_grad()
+        loss = ((weight - 3) ** 2).sum()
+        loss.backward()
+        return loss
+
+    with late_copies(begun_by(optimizer)):
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        optimizer.step(closure)  # type: ignore[arg-type]
+        handle.result(BOUND)
+    assert seen and all(seen) and not weight.eq(1).any()
+    assert stored(checkpoint).eq(1).all()
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_step_of_a_scaler_waits(checkpoint: Path, overflow: bool) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    ready = begun_by(optimizer)
+    with late_copies(ready):
+        saved = {"weight": weight, "scaler": scaler}
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        scaler.scale(weight.sum()).backward()
+        if overflow:
+            assert weight.grad is not None
+            weight.grad[7] = float("inf")
+            ready.set()  # this scaler leaves the step out, and nothing waits
+        scaler.step(optimizer)
+        scaler.update()
+        handle.result(BOUND)
+    assert weight.eq(1 if overflow else 0).all() and stored(checkpoint).eq(1).all()
+    fresh = torch.amp.GradScaler("cpu", init_scale=9.0)
+    vescale_ckpt.load(checkpoint, {"scaler": fresh})
+    assert fresh.get_scale() == 4.0
+
+
+def test_gradients_may_come_meanwhile(checkpoint: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.full((SIZE,), 5.0)
+    copy = threading.Event()
+    with late_copies(copy):
+        saved = {"weight": weight, "grad": weight.grad}
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        for _ in range(3):
+            (weight * 2).sum().backward()  # adds to what was saved
+        copy.set()
+        optimizer.step()
+        handle.result(BOUND)
+    found = load(checkpoint, {"weight": torch.zeros(SIZE), "grad": torch.zeros(SIZE)})
+    assert found["weight"].eq(1).all() and found["grad"].eq(5).all()
+    assert weight.eq(1 - 11).all()
+
+
+def test_an_average_may_be_updated_and_not_be_swapped_in(checkpoint: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    average = torch.optim.swa_utils.AveragedModel(nn.ParameterList([weight]))
+    saved = {"weight": weight, "average": average}
+    copy = threading.Event()
+    with late_copies(copy):
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        with torch.no_grad():
+            next(average.module.parameters()).fill_(8)  # it is no parameter of the optimizer: copied already
+        copy.set()
+        handle.result(BOUND)
+    assert load(checkpoint, {"average.module.0": torch.zeros(SIZE)})["average.module.0"].eq(1).all()
+
+    copy.clear()
+    with late_copies(copy):
+        handle = vescale_ckpt.save(checkpoint, saved, async_checkpoint=True, gate=optimizer)
+        with torch.no_grad():
+            weight.copy_(next(average.module.parameters()))  # to evaluate the average
+        copy.set()
+        with pytest.raises(CheckpointError, match="weight was changed while it was copied"):
+            handle.result(BOUND)
+    assert stored(checkpoint).eq(1).all()
+    assert no_snapshot_is_left()
+
+
+class _Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_data_loaders_fork_meanwhile(checkpoint: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    copy = begun_by(optimizer)
+    with late_copies(copy):
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        loader = DataLoader(_Numbers(), num_workers=2, multiprocessing_context="fork", timeout=BOUND)
+        assert sorted(int(number) for number in loader) == list(range(8))
+        assert not handle.staged.done()
+        weight.grad = torch.ones(SIZE)
+        optimizer.step()
+        handle.result(BOUND)
+    assert weight.eq(0).all() and stored(checkpoint).eq(1).all()
+
+
+def _offloaded(path: str) -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 8))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(4, 300)
+    model(x).sum().backward()
+    optimizer.step()
+    before = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    with late_copies(begun_by(optimizer)):
+        handle = vescale_ckpt.save(
+            path, {"model": model, "optimizer": optimizer}, async_checkpoint=True, gate=optimizer
+        )
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        handle.result(BOUND)
+    found = vescale_ckpt.load(path, keys=["model"])
+    assert isinstance(found, dict)
+    return all(found["model"][name].equal(value) for name, value in before.items())
+
+
+def test_parameters_that_are_offloaded_to_the_host(checkpoint: Path) -> None:
+    assert run_ranks(2, _offloaded, str(checkpoint)) == [True, True]
