@@ -55,6 +55,7 @@ Action = Literal[
     "shorten",  # answers with half of the body and a Content-Length that says so
     "flip",  # changes one byte of the answer's body
     "lost_answer",  # the server does as told, and the connection is reset in place of its answer
+    "late_error",  # the server does as told, and the client is answered 500 InternalError
     "stall",  # nothing comes, for ever; the server does not see the request
     "stall_middle",  # the first half of the answer's body comes, then nothing, for ever
 ]
@@ -233,7 +234,11 @@ class FaultProxy:
         if action == "reset":
             client.reset()
         if action in _ERRORS:
-            self._refuse(action, head, request, client)
+            if head.header("expect"):
+                client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            for piece in client.body(head.length):
+                request.sent += len(piece)
+            self._refuse(action, request, client)
             return True
 
         length = head.length
@@ -260,6 +265,11 @@ class FaultProxy:
             for _ in upstream.answer_body(answer, request.method, status):
                 pass
             client.reset()
+        if action == "late_error":
+            for _ in upstream.answer_body(answer, request.method, status):
+                pass
+            self._refuse("error", request, client)
+            return True
         request.status = status
         self._answer(answer, status, request, value, client, upstream, pace)
         return answer.header("connection").lower() != "close"
@@ -301,11 +311,7 @@ class FaultProxy:
                 if action == "stall_middle":
                     self._stall(client)
 
-    def _refuse(self, action: str, head: _Head, request: Request, client: _Connection) -> None:
-        if head.header("expect"):
-            client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        for piece in client.body(head.length):
-            request.sent += len(piece)
+    def _refuse(self, action: str, request: Request, client: _Connection) -> None:
         status, code = _ERRORS[action]
         request.status = int(status.split()[0])
         text = (

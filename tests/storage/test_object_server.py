@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_proxy import Action, FaultProxy, Kind, Rule
+from object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore", reason="object stores need the package obstore")
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError  # noqa: E402
@@ -124,11 +126,49 @@ def test_faults_that_last_raise_and_are_named(
 
 def test_faults_that_only_checksums_can_find(fault_proxy: FaultProxy, bucket_url: str) -> None:
     store = _store(bucket_url)
-    obstore.put(store, "one", BODY)
-    fault_proxy.add(Rule("flip", kind="get", value=1234))
+    obstore.put(store, "one", BODY[:9999])
+    fault_proxy.add(Rule("flip", kind="get", value=1234), Rule("shorten", kind="get"))
     got = bytes(obstore.get(store, "one").bytes())
-    assert [i for i in range(len(BODY)) if got[i] != BODY[i]] == [1234]
-    assert bytes(obstore.get(store, "one").bytes()) == BODY
+    assert [i for i in range(9999) if got[i] != BODY[i]] == [1234]
+    assert bytes(obstore.get_range(store, "one", start=10, length=1000)) == BODY[10:510]  # silently too few
+    assert bytes(obstore.get(store, "one").bytes()) == BODY[:9999]
+
+
+@pytest.mark.parametrize(("action", "error"), [("lost_answer", GenericError), ("late_error", AlreadyExistsError)])
+def test_a_create_that_raises_may_have_created(
+    fault_proxy: FaultProxy, bucket_url: str, action: Action, error: type[Exception]
+) -> None:
+    """A conditional put is not sent again after a connection broke, but after a 500: then it meets its own object."""
+    store = _store(bucket_url)
+    fault_proxy.add(Rule(action, kind="put"))
+    with pytest.raises(error):
+        obstore.put(store, "one", b"mine", mode="create")
+    assert bytes(obstore.get(store, "one").bytes()) == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["upload_part", "complete_upload"])
+def test_a_put_that_raises_aborts_its_upload(
+    fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer, kind: Kind
+) -> None:
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    client = boto3.client("s3", endpoint_url=object_server.endpoint)
+    store = _store(bucket_url)
+    prefix = bucket_url.rsplit("/", 1)[1]
+    fault_proxy.add(Rule("denied", kind=kind, path=prefix, times=1000))
+    with pytest.raises(PermissionDeniedError):
+        obstore.put(store, "one", BODY, chunk_size=5 * MIB)
+    assert fault_proxy.count("abort_upload") == 1
+    fault_proxy.clear()
+    fault_proxy.add(Rule("denied", kind="abort_upload"))
+
+    def pieces() -> Iterator[bytes]:
+        yield BODY
+        raise ValueError("mine")
+
+    with pytest.raises(PermissionDeniedError, match="uploadId"):  # of the abort: the first error is lost
+        obstore.put(store, "two", pieces(), chunk_size=5 * MIB)
+    left = client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads", [])
+    assert [upload["Key"] for upload in left] == [f"{prefix}/two"], "the one whose abort was refused"
 
 
 def test_a_stall_ends_with_the_clients_timeout(fault_proxy: FaultProxy, bucket_url: str) -> None:
@@ -156,7 +196,7 @@ with running(Path(sys.argv[2])) as server:
 """
 
 
-def test_a_server_is_shared_and_ends_with_its_users_even_if_killed(tmp_path: Path, object_server: object) -> None:
+def test_a_server_is_shared_and_ends_with_its_users_even_if_killed(tmp_path: Path, object_server: ObjectServer) -> None:
     tests = str(Path(__file__).parents[1])
     users = [
         subprocess.Popen([sys.executable, "-c", _USER, tests, str(tmp_path)], stdout=subprocess.PIPE, text=True)
