@@ -1,8 +1,8 @@
 // One file and the way its bytes travel. On disk: direct (past the page cache), uncached (through it, pages dropped at
 // once), or buffered. The way is found by trying, falls back at the first refusal, and is reported.
 //
-// A file of a remote store (io/remote.h) has no descriptors; its bytes travel through a RemoteObject when it is read, and
-// through a PartWindow when it is written. For transfers it looks buffered.
+// A file of a remote store (io/remote.h) has no descriptors; its bytes travel through a RemoteObject when it is read,
+// and through a PartWindow when it is written. For transfers it looks buffered.
 //
 // A File owns its descriptors. Several threads may make transfers on one File at a time. All of these throw Error (io,
 // full).
@@ -48,8 +48,8 @@ class File {
   RemoteObject* remote() const { return remote_.get(); }
   PartWindow* window() const { return window_.get(); }
 
-  // Where supported, reserves space: fails with Kind::full when there is none. A remote file begins to be sent, in parts
-  // of a multiple of `unit` bytes.
+  // Where supported, reserves space: fails with Kind::full when there is none. A remote file begins to be sent, in
+  // parts of a multiple of `unit` bytes.
   void begin(uint64_t expected_size, uint64_t unit);
   // All is written, and so long is the file. It is durable afterwards, if asked for; a remote one always is.
   void complete(uint64_t size, bool sync);

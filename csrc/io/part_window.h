@@ -4,10 +4,11 @@
 //
 // Memory: at most kAhead parts that the uploader has not taken, and those that it holds.
 //
-// Writers do not wait for each other for ever if (1) they begin bytes in rising order, or wait for room before they take
-// anything that the others need, and (2) whoever writes the lowest bytes that are missing goes on. All parts before
-// that one are complete, and the uploader takes all of them but the last, which it gets as soon as somebody asks for
-// room behind it. So room reaches at least kAhead - 1 parts behind the last one taken, and the lowest bytes lie there.
+// Writers do not wait for each other for ever if (1) they begin bytes in rising order, or wait for room before they
+// take anything that the others need, and (2) whoever writes the lowest bytes that are missing goes on. All parts
+// before that one are complete, and the uploader takes all of them but the last, which it gets as soon as somebody asks
+// for room behind it. So room reaches at least kAhead - 1 parts behind the last one taken, and the lowest bytes lie
+// there.
 #pragma once
 
 #include <condition_variable>
@@ -95,7 +96,7 @@ class PartWindow : public std::enable_shared_from_this<PartWindow> {
   std::condition_variable changed_;
   std::map<uint64_t, Filling> parts_;  // by number, not taken yet
   std::vector<std::unique_ptr<std::byte[]>> free_;
-  uint64_t taken_ = 0;         // parts
+  uint64_t taken_ = 0;          // parts
   uint64_t goes_on_until_ = 0;  // bytes that the file will have at least, or will have been padded to
   std::optional<uint64_t> length_;
   bool cancelled_ = false, ended_ = false;

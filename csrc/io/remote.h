@@ -19,7 +19,8 @@ class RemoteObject {
  public:
   virtual ~RemoteObject() = default;
   virtual uint64_t size() const = 0;
-  // Fills `target`, which lies inside of the object. Throws Error: io, or corrupt if it is not the same object any more.
+  // Fills `target`, which lies inside of the object. Throws Error: io, or corrupt if it is not the same object any
+  // more.
   virtual void read(uint64_t offset, std::span<std::byte> target) = 0;
 };
 

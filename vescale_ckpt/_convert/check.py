@@ -12,7 +12,7 @@ from .._native import metadata_file
 from .._read import contents
 from .._read.check_records import Progress, as_damage
 from .._read.verify import verify_with_progress
-from .._storage.directory import directory_at, is_folder, checkpoint_path
+from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.file_kinds import kind_of_file
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport

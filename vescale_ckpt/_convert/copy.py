@@ -29,7 +29,7 @@ from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, met
 from .._read import contents
 from .._read.check_records import Progress, list_records
 from .._read.no_checkpoint import explained
-from .._storage.directory import directory_at, is_file, is_folder, checkpoint_path, stat_of
+from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.locks import LOCK_NAME
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder

@@ -10,8 +10,8 @@ from . import _C
 
 _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffered", False: "buffered"}
 
-#: Bytes that are read and not wanted where a request for what is behind them would cost more: what a connection moves in
-#: the 20 ms or so that an object store takes to answer.
+#: Bytes that are read and not wanted where a request for what is behind them would cost more: what a connection moves
+#: in the 20 ms or so that an object store takes to answer.
 _REQUEST_GAP = 2 << 20
 
 

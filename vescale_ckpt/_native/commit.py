@@ -80,9 +80,9 @@ def remove_leftovers(
 
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
     nothing is removed: it may name any file. With `only_rank`, only that rank's files. Failures are logged, not raised:
-    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which has
-    no locks, files of saves that died are those that nobody has written for a day; `superseded` alone is removed if any
-    is given.
+    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which
+    has no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
+    these are removed.
     """
     try:
         storage = directory_at(directory)

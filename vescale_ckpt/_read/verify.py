@@ -12,7 +12,7 @@ from .._engine.gc import gc_paused
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import index_name, metadata_name
-from .._storage.directory import check_relative, directory_at, checkpoint_path, stat_of
+from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path

@@ -29,7 +29,7 @@ def split(url: str) -> tuple[str, str]:
 def normal(url: str) -> str:
     """The URL without a slash at its end. Raises ValueError, with advice, for one that cannot be honoured."""
     root, key = split(url)
-    if root.endswith("://") and not key or root == "memory://" and not key:
+    if (root.endswith("://") and not key) or (root == "memory://" and not key):
         raise ValueError(f"{url}: names no bucket" if not url.startswith("memory") else f"{url}: names no folder")
     for mark in "?#":
         if mark in url:

@@ -171,7 +171,7 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 def latest(options: SimpleNamespace) -> int:
     from .._native.steps import path_of
     from .._read.newest import newest_sound
-    from .._storage.directory import is_folder, checkpoint_path
+    from .._storage.directory import checkpoint_path, is_folder
 
     root = checkpoint_path(options.directory)
     if not is_folder(root):

@@ -6,7 +6,7 @@ import io
 import os
 from typing import Any
 
-from .._storage.directory import directory_at, is_folder, checkpoint_path
+from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .output import clean
 
 FORMATS = ("png", "svg", "pdf")

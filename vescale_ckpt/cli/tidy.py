@@ -16,7 +16,7 @@ from .._native.extra_files import write_missing
 from .._native.names import is_metadata_file, is_of_a_save
 from .._native.steps import SavedOrder, all_steps, path_of
 from .._storage import leftovers
-from .._storage.directory import directory_at, is_file, is_folder, checkpoint_path
+from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder
 from .._storage.leftovers import Leftover
 from .._storage.pending import final_name
 from .._storage.resumable import is_unfinished
