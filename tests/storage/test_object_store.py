@@ -42,7 +42,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "server":
         prefix: str = request.getfixturevalue("bucket_url")
         return f"{prefix}/run"
-    vescale_ckpt.register_store("s3://folder", LocalStore(tmp_path / "store", mkdir=True))
+    vescale_ckpt.register_store("s3://folder", LocalStore(tmp_path / "store", mkdir=True, automatic_cleanup=True))
     return "s3://folder/run"
 
 
@@ -546,7 +546,8 @@ def test_a_directory_of_objects(url: str) -> None:
     found.remove("a")
     assert not found.has("a")
     found.set_aside("step-1", first="x")
-    assert found.folders() == []
+    with pytest.raises(FileNotFoundError):  # some servers show an empty folder for a while
+        directory_at(f"{url}/step-1").names()
 
 
 def test_large_metadata_is_checked_before_it_is_read(url: str) -> None:

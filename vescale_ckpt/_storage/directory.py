@@ -82,7 +82,7 @@ class Directory:
             return []
 
     def has(self, name: str) -> bool:
-        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing."""
+        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing on a file system."""
         return os.path.lexists(self._at(name))
 
     def stat(self, name: str = "") -> Stat:

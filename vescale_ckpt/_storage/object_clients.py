@@ -145,6 +145,7 @@ def _boto3_credentials() -> Any:
 # --- Errors
 
 _DENIED = "check the credentials (AWS_ACCESS_KEY_ID, ... or the machine's role) and what they may do there"
+_LIMITS = re.compile(r"retry_timeout: \S+")  # which are told with every error
 # A pattern in what the store says, the errno of the error, and what it means.
 _MEANINGS: tuple[tuple[str, int, str], ...] = (
     (r"NoSuchBucket|ContainerNotFound|bucket does not exist", errno.ENXIO, "there is no such bucket"),
@@ -161,13 +162,13 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
     ),
     (
         r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|TemporaryRedirect|"
-        r"redirect without LOCATION|\b301\b",
+        r"redirect without LOCATION|status code: 301",
         errno.EINVAL,
         "the bucket is in another region: set AWS_REGION to the bucket's own",
     ),
     (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken", errno.EACCES, f"access was denied: {_DENIED}"),
     (
-        r"SlowDown|TooManyRequests|Throttl|\b503\b|\b429\b",
+        r"SlowDown|TooManyRequests|Throttl|status code: (503|429)",
         errno.EBUSY,
         "the store throttles requests, and went on to do so while this was tried again: make fewer "
         "(VESCALE_CKPT_OBJECT_STORE_REQUESTS), or try later",
@@ -193,13 +194,14 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
         errno.ETIMEDOUT,
         "the store did not answer in time (VESCALE_CKPT_OBJECT_STORE_TIMEOUT)",
     ),
-    (r"\b5\d\d\b", errno.EIO, "the store failed, and went on to do so while this was tried again"),
+    (r"status code: 5\d\d", errno.EIO, "the store failed, and went on to do so while this was tried again"),
 )
 
 
 def named(error: Exception, url: str) -> OSError:
     """The error for one that obstore raised for a URL."""
     name, told = type(error).__name__, _told(error)
+    full = _LIMITS.sub("", str(error))  # of a broken connection, only the part for programs tells why
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return error
     if name == "AlreadyExistsError":
@@ -207,14 +209,14 @@ def named(error: Exception, url: str) -> OSError:
     if name in ("PreconditionError", "NotModifiedError"):
         return ObjectChangedError(errno.EIO, f"{url} was replaced while it was read: {told}", url)
     for pattern, number, meaning in _MEANINGS[:5]:
-        if re.search(pattern, told):
+        if re.search(pattern, full):
             return ObjectStoreError(number, f"{url}: {meaning} ({told})", url)
     if isinstance(error, FileNotFoundError):
         return ObjectMissingError(errno.ENOENT, f"{url}: there is no such object", url)
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return ObjectStoreError(errno.EACCES, f"{url}: access was denied: {_DENIED} ({told})", url)
     for pattern, number, meaning in _MEANINGS[5:]:
-        if re.search(pattern, told):
+        if re.search(pattern, full):
             return ObjectStoreError(number, f"{url}: {meaning} ({told})", url)
     return ObjectStoreError(errno.EIO, f"{url}: {told}", url)
 

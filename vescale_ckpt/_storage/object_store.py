@@ -16,6 +16,8 @@ from typing import Any
 
 from .. import settings
 from .._engine import _C
+from .._engine.errors import of_system
+from ..errors import CheckpointError
 from . import urls
 from .directory import BEGINNING_BYTES, CheckBeginning, Directory, IsTaken, Stat
 from .locks import FileLock
@@ -147,10 +149,13 @@ class ObjectDirectory(Directory):
         return [_last(key) for key in self._client.listed()[0]]
 
     def has(self, name: str) -> bool:
+        """Raises `CheckpointError` if the store cannot tell: all that follows would wait as long again."""
         try:
             self._client.at(name).head()
-        except OSError:
+        except ObjectMissingError:
             return False
+        except OSError as error:
+            raise of_system(error, self.path) from error
         return True
 
     def stat(self, name: str = "") -> Stat:
@@ -244,7 +249,10 @@ class ObjectDirectory(Directory):
         self._client.at(name).put(b"", create=True)
 
     def sees_mark(self, name: str) -> bool:
-        return self.has(name)
+        try:
+            return self.has(name)
+        except CheckpointError:
+            return False
 
     # --- The directory itself
 
