@@ -113,18 +113,20 @@ class Client:
         """The keys of folders and the objects directly below."""
         with self._named():
             found = obstore().list_with_delimiter(self.store, self.key or None)
-            return list(found["common_prefixes"]), list(found["objects"])
+            return list(found["common_prefixes"]), self._without_itself(found["objects"])
 
     def all_below(self) -> list[dict[str, Any]]:
         with self._named():
-            below: list[dict[str, Any]] = obstore().list(self.store, self.key or None).collect()
-            return below
+            return self._without_itself(obstore().list(self.store, self.key or None).collect())
 
     def some_below(self) -> list[dict[str, Any]]:
         """Those of one request: all, where there are not very many."""
         with self._named():
-            some: list[dict[str, Any]] = list(next(iter(obstore().list(self.store, self.key or None)), []))
-            return some
+            return self._without_itself(next(iter(obstore().list(self.store, self.key or None)), []))
+
+    def _without_itself(self, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Some servers and tools keep an empty object `folder/` for a folder."""
+        return [one for one in found if one["path"].rstrip("/") != self.key]
 
 
 class ObjectDirectory(Directory):
