@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import object_server as servers
 import pytest
 import torch
+from fault_proxy import FaultProxy
 from rank_pool import close_ranks
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
@@ -36,6 +39,36 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in vars(DcpSavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.ObjectServer]:
+    """A real S3 server, one for all workers of the session; started by the first test that wants it."""
+    if reason := servers.why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.getbasetemp()
+    if folder.name.startswith("popen-"):  # a worker's own
+        folder = folder.parent
+    with servers.running(folder / "object_server") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket_url(object_server: servers.ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An `s3://` prefix of this test alone, on the server, which this process and its children find by environment."""
+    for name, value in object_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{object_server.bucket}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def fault_proxy(
+    bucket_url: str, object_server: servers.ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FaultProxy]:
+    """A proxy in front of the server, by which `bucket_url` goes in this test."""
+    with FaultProxy(object_server.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
 
 
 def pytest_configure(config: pytest.Config) -> None:
