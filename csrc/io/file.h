@@ -38,10 +38,14 @@ class File {
   // After `refused` failed with EINVAL or EOPNOTSUPP: the next way to try. False if there is none.
   bool fall_back(Access refused);
   static bool is_refusal(int error);
+  // After a read failed with ESTALE: opens the file of that name again. False if there is none of the same size.
+  bool reopen();
 
   void preallocate(uint64_t size);  // where supported, reserves space: fails with Kind::full when there is none
   void truncate(uint64_t size);
   void sync();
+  // After the last write: throws where the system tells only now that it could not write.
+  void close();
   // Starts write-back of buffered data so that the final sync is short; no effect otherwise.
   void start_writeback(uint64_t offset, uint64_t size);
   // The same for all that is in the page cache, however the rest of the file travels.
