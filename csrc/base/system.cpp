@@ -15,11 +15,12 @@
 #include <cerrno>
 #include <cstdio>
 #include <mutex>
+#include <string>
 
 namespace vescale_ckpt::system {
 namespace {
 
-constexpr size_t kCalls = 17;
+constexpr size_t kCalls = 18;
 
 struct Fault {
   bool armed = false;
@@ -76,8 +77,19 @@ int open(const char* path, int flags, mode_t mode) {
   return static_cast<int>(guarded(Call::open, [&] { return ::open(path, flags | O_CLOEXEC, mode); }));
 }
 
-void close(int fd) {
-  ::close(fd);
+int open_to_read(const char* path, int flags) {
+  const int first = open(path, flags, 0);
+  if (first != -ESTALE && first != -ENOENT) return first;
+  const std::string text(path);
+  const size_t slash = text.rfind('/');
+  const std::string directory(slash == text.npos ? "." : slash == 0 ? "/" : text.substr(0, slash));
+  if (const int above = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); above >= 0) ::close(above);
+  return open(path, flags, 0);
+}
+
+int close(int fd) {
+  const int64_t result = completed(Call::close, ::close(fd));
+  return result == -EINTR ? 0 : static_cast<int>(result);  // Linux has closed it
 }
 
 int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags) {
@@ -117,7 +129,10 @@ int sync_directory(const char* path) {
 }
 
 int rename(const char* from, const char* to) {
-  return static_cast<int>(guarded(Call::rename, [&] { return std::rename(from, to); }));
+  const int64_t fault = with_faults(Call::rename, 0);
+  if (fault < 0 && fault != -ENOENT) return static_cast<int>(fault);
+  const int64_t result = or_errno(std::rename(from, to));
+  return static_cast<int>(result < 0 ? result : fault);
 }
 
 int unlink(const char* path) {
@@ -252,8 +267,8 @@ uint64_t calls_seen(Call call) {
 
 std::optional<Call> call_named(const std::string& name) {
   constexpr std::array<const char*, kCalls> kNames = {
-      "open",  "read", "write",   "allocate", "truncate", "sync", "sync_directory", "rename",  "unlink",
-      "space", "map",  "protect", "advise",   "populate", "peek", "link",           "exchange"};
+      "open",  "read", "write",   "allocate", "truncate", "sync", "sync_directory", "rename",   "unlink",
+      "space", "map",  "protect", "advise",   "populate", "peek", "link",           "exchange", "close"};
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found == kNames.end()) return std::nullopt;
   return static_cast<Call>(found - kNames.begin());

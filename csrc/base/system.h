@@ -31,6 +31,7 @@ enum class Call {
   peek,
   link,
   exchange,
+  close,
 };
 
 struct Space {
@@ -47,7 +48,11 @@ struct DirectRules {
 namespace system {
 
 int open(const char* path, int flags, mode_t mode);
-void close(int fd);
+// Opens to read. The client of a network file system may take a file for missing, or for an older one that is gone
+// (ESTALE), until it asks its server: then the directory is opened, which makes it ask, and the file once more.
+int open_to_read(const char* path, int flags);
+// Network file systems report here what they could not write. The descriptor is gone in any case.
+int close(int fd);
 int64_t read(int fd, void* data, size_t size, uint64_t offset, int flags);
 int64_t write(int fd, const void* data, size_t size, uint64_t offset, int flags);
 // Reserves blocks without writing zeros; -EOPNOTSUPP where the file system cannot.
@@ -87,7 +92,8 @@ int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 int lower_priority(int niceness);
 
 // --- Faults, for tests. A fault waits for the `skip`-th call of its kind from now on, then lets `times` calls fail
-// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block).
+// with -`error`; error 0 makes a transfer short (half of its bytes, at least one block). ENOENT for a rename is told
+// after it was done, as by a server whose first answer was lost.
 void inject_fault(Call call, int error, uint64_t skip, uint64_t times);
 void clear_faults();
 // How often each call was made since clear_faults(); counted only while a fault is armed.

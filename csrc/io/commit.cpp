@@ -1,10 +1,12 @@
 #include "io/commit.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <memory>
 
 #include "base/error.h"
@@ -30,12 +32,28 @@ void write_all(int fd, const std::string& path, std::span<const std::byte> bytes
 void fill(int fd, const std::string& path, std::span<const std::byte> bytes) {
   try {
     write_all(fd, path, bytes);
-    system::close(fd);
   } catch (...) {
     system::close(fd);
     system::unlink(path.c_str());
     throw;
   }
+  if (const int result = system::close(fd); result < 0) {
+    system::unlink(path.c_str());
+    throw Error::system("close", path, bytes.size(), -result);
+  }
+}
+
+// Renames. Where an answer was lost, the client of a network file system asks again, and the second try fails although
+// the first one did it: whether it was done shows in the file that has the name.
+int rename_surely(const std::string& from, const std::string& to) {
+  struct stat before{}, after{}, left{};
+  const bool known = ::lstat(from.c_str(), &before) == 0;
+  const int result = system::rename(from.c_str(), to.c_str());
+  if (result == -ENOENT && known && ::lstat(from.c_str(), &left) != 0 && ::lstat(to.c_str(), &after) == 0 &&
+      after.st_dev == before.st_dev && after.st_ino == before.st_ino) {
+    return 0;
+  }
+  return result;
 }
 
 }  // namespace
@@ -56,7 +74,7 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
 }
 
 void move_into_place(const std::string& temporary, const std::string& directory, const std::string& path) {
-  if (const int result = system::rename(temporary.c_str(), path.c_str()); result < 0) {
+  if (const int result = rename_surely(temporary, path); result < 0) {
     system::unlink(temporary.c_str());
     throw Error::system("rename into place", path, 0, -result);
   }
@@ -67,6 +85,7 @@ void reserve_file(const std::string& path, uint64_t bytes) {
   const std::unique_ptr<File> file = File::create(path, Access::buffered);
   try {
     file->preallocate(bytes);
+    file->close();
   } catch (...) {
     system::unlink(path.c_str());
     throw;
@@ -77,10 +96,11 @@ void write_head(const std::string& path, std::span<const std::byte> head, bool s
   const std::unique_ptr<File> file = File::open_shared(path, Access::buffered);
   write_exactly(*file, 0, head);
   if (sync) file->sync();
+  file->close();
 }
 
 void rename_file(const std::string& from, const std::string& to) {
-  if (const int result = system::rename(from.c_str(), to.c_str()); result < 0) {
+  if (const int result = rename_surely(from, to); result < 0) {
     throw Error::system("rename into place", to, 0, -result);
   }
 }

@@ -1,6 +1,7 @@
 #include "io/file.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <utility>
@@ -53,6 +54,14 @@ File::~File() {
   cancel();
 }
 
+void File::close() {
+  const int results[] = {direct_ >= 0 ? system::close(direct_) : 0, plain_ >= 0 ? system::close(plain_) : 0};
+  direct_ = plain_ = -1;
+  for (const int result : results) {
+    if (result < 0) throw Error::system("close", path_, size_, -result);
+  }
+}
+
 std::unique_ptr<File> File::create(const std::string& path, Access widest) {
   if (is_remote(path)) return std::unique_ptr<File>(new File(path, -1, -1, Access::buffered));
   const int plain = system::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0666);
@@ -84,7 +93,7 @@ std::unique_ptr<File> File::open(const std::string& path, Access widest, bool ca
     return file;
   }
   // Not blocking, because a FIFO of that name would wait for a writer; files do not care.
-  const int plain = system::open(path.c_str(), O_RDONLY | O_NONBLOCK, 0);
+  const int plain = system::open_to_read(path.c_str(), O_RDONLY | O_NONBLOCK);
   if (plain < 0) throw Error::system("open", path, 0, -plain);
   std::unique_ptr<File> file(new File(path, plain, -1, widest));
   const int64_t size = system::file_size(plain);
@@ -110,6 +119,27 @@ int File::transfer_flags(Access access) {
 
 bool File::is_refusal(int error) {
   return error == EINVAL || error == EOPNOTSUPP;
+}
+
+bool File::reopen() {
+  const int plain = system::open_to_read(path_.c_str(), O_RDONLY | O_NONBLOCK);
+  if (plain < 0) return false;
+  const int64_t size = system::file_size(plain);
+  if (size < 0 || static_cast<uint64_t>(size) != size_) {
+    system::close(plain);
+    return false;
+  }
+  // The descriptors keep their numbers: other threads may use them at this moment.
+  ::dup3(plain, plain_, O_CLOEXEC);
+  system::close(plain);
+  if (direct_ < 0) return true;
+  if (const int direct = system::open(path_.c_str(), O_RDONLY | O_DIRECT, 0); direct >= 0) {
+    ::dup3(direct, direct_, O_CLOEXEC);
+    system::close(direct);
+  } else {
+    fall_back(Access::direct);
+  }
+  return true;
 }
 
 bool File::fall_back(Access refused) {

@@ -43,6 +43,8 @@ class File {
   // After `refused` failed with EINVAL or EOPNOTSUPP: the next way to try. False if there is none.
   bool fall_back(Access refused);
   static bool is_refusal(int error);
+  // After a read failed with ESTALE: opens the file of that name again. False if there is none of the same size.
+  bool reopen();
 
   // A file that is read from a remote store, or null; one that is written to it, or null.
   RemoteObject* remote() const { return remote_.get(); }
@@ -61,6 +63,8 @@ class File {
   void preallocate(uint64_t size);
   void truncate(uint64_t size);
   void sync();
+  // After the last write: throws where the system tells only now that it could not write.
+  void close();
   // Starts write-back of buffered data so that the final sync is short; no effect otherwise.
   void start_writeback(uint64_t offset, uint64_t size);
   // The same for all that is in the page cache, however the rest of the file travels.

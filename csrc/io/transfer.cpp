@@ -52,6 +52,10 @@ bool advance(Transfer& transfer, int64_t result) {
   const int error = static_cast<int>(-result);
   if (error == EINTR || error == EAGAIN) return false;
   if (File::is_refusal(error) && transfer.file->fall_back(transfer.access)) return false;
+  if (error == ESTALE && transfer.call == Call::read && !transfer.reopened) {
+    transfer.reopened = true;  // once: a server that has been started anew, perhaps
+    if (transfer.file->reopen()) return false;
+  }
   throw Error::system(transfer.call == Call::read ? "read" : "write", transfer.file->path(), at, error);
 }
 

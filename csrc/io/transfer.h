@@ -21,6 +21,7 @@ struct Transfer {
   bool part_of_block = false;  // of one that others may write to: through the page cache, of any offset and size
 
   // Set by perform().
+  bool reopened = false;  // the file, after ESTALE
   uint64_t done = 0;
   Access access = Access::buffered;  // how the last part travelled
 };

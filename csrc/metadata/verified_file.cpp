@@ -18,7 +18,7 @@ constexpr uint64_t kMostBytes = uint64_t{1} << 36;  // a hundred times what ten 
 }  // namespace
 
 VerifiedFile::VerifiedFile(std::string path) : path_(std::move(path)) {
-  fd_ = system::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC, 0);  // not blocking: it may be a FIFO
+  fd_ = system::open_to_read(path_.c_str(), O_RDONLY | O_NONBLOCK);  // not blocking: it may be a FIFO
   if (fd_ < 0) throw Error::system("open", path_, 0, -fd_);
   try {
     const int64_t size = system::file_size(fd_);

@@ -79,6 +79,7 @@ std::span<const uint32_t> SharedWriter::finish(bool sync) {
   control_.check();
   for (std::unique_ptr<io::File>& file : files_) {
     if (file && sync) file->sync();
+    if (file) file->close();
     file.reset();
   }
   control_.check();  // syncing may have taken long

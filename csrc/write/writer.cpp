@@ -139,6 +139,7 @@ uint64_t FileWriter::finish_tiled(std::span<const std::byte> head, bool sync) {
 
 uint64_t FileWriter::seal(uint64_t length, bool sync) {
   file_->complete(length, sync);
+  file_->close();
   control_.check();  // syncing may have taken long
   finished_ = true;
   return length;

@@ -15,7 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
@@ -31,9 +31,11 @@ MARK_PREFIX = ".metadata.tmp.place."
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 BEGINNING_BYTES = 1 << 20  #: that are checked before the rest of a larger file is read
+_STALE_ATTEMPTS = 3  # more, at a file that other machines keep replacing
 _MOST_NAMES = 10_000  # directories that are remembered as durable
 _SET_ASIDE = ".deleting"
 
+Found = TypeVar("Found")
 CheckBeginning = Callable[[bytes, int], None]  # of a file's first bytes and its size; raises if the file is unsound
 IsTaken = contextlib.AbstractContextManager["bool | None"]
 
@@ -71,7 +73,7 @@ class Directory:
 
     def names(self) -> list[str]:
         """The names of files and folders, in any order."""
-        return os.listdir(self.path)
+        return self._asked(lambda: os.listdir(self.path))
 
     def folders(self) -> list[str]:
         """The names of folders, without links. Empty if the directory is missing."""
@@ -83,11 +85,15 @@ class Directory:
 
     def has(self, name: str) -> bool:
         """Whether a file or folder has that name. Cheaper than `names`. Raises nothing on a file system."""
-        return os.path.lexists(self._at(name))
+        try:
+            self._asked(lambda: os.lstat(self._at(name)))
+        except (OSError, ValueError):
+            return False
+        return True
 
     def stat(self, name: str = "") -> Stat:
         """The `Stat` of a file; without a name, that of `path` itself."""
-        return Stat.of(os.stat(self._at(name) if name else self.path))
+        return Stat.of(self._asked(lambda: os.stat(self._at(name) if name else self.path)))
 
     # --- Small files
 
@@ -97,7 +103,9 @@ class Directory:
         `check` gets the beginning and the size of a large file before memory for the rest is allocated. Raises what
         `check` raises, and then `UntrustedCheckpointError` if the file has holes.
         """
-        path = self._at(name)
+        return self._asked(lambda: self._read(self._at(name), check))
+
+    def _read(self, path: str, check: CheckBeginning | None) -> bytes:
         with open(os.open(path, READ), "rb") as file:
             size = _checked(os.fstat(file.fileno()), path).size
             if check is not None and size > BEGINNING_BYTES:
@@ -109,7 +117,9 @@ class Directory:
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
         end. Fewer bytes if the file is shorter."""
-        path = self._at(name)
+        return self._asked(lambda: self._read_range(self._at(name), begin, length))
+
+    def _read_range(self, path: str, begin: int, length: int) -> tuple[Stat, bytes]:
         with open(os.open(path, READ), "rb", buffering=0) as file:
             found = _checked(os.fstat(file.fileno()), path)
             at = begin if begin >= 0 else max(0, found.size + begin)
@@ -233,6 +243,27 @@ class Directory:
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
+
+    def _asked(self, look: Callable[[], Found]) -> Found:
+        """The result of `look`, which raises OSError. The client of a network file system may say that a file is
+        missing which another machine has made, or that one is stale which another machine has replaced. Then `look` is
+        called again, after the client was made to ask its server."""
+        attempts = {errno.ENOENT: 1, errno.ESTALE: _STALE_ATTEMPTS}
+        while True:
+            try:
+                return look()
+            except OSError as error:
+                left = attempts.get(error.errno or 0, 0)
+                if not left:
+                    raise
+                attempts[error.errno or 0] = left - 1
+                _ask_server(self.path)
+
+
+def _ask_server(directory: str) -> None:
+    """Opens the directory: then the client of a network file system asks its server about it again."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def directory_at(path: str) -> Directory:

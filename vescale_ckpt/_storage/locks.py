@@ -1,11 +1,13 @@
 """Locks local files and folders by `flock` for the processes that write, read or remove them.
 
-The locks end with their process. Some file systems have no locks; there the functions return None.
+The locks end with their process. Some file systems have no locks, and some have locks that other machines do not see
+(`mounts`). There the functions return None, unless a process of this machine has locked the file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import os
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError
 from . import urls
+from .mounts import locks_reach_others
 
 LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: opening a FIFO would wait for a writer
@@ -91,14 +94,15 @@ def drop_dead_locks(directory: str) -> None:
 
 
 def try_lock_alone(descriptor: int) -> bool | None:
-    """Locks the file exclusively. False if another process has locked it; None if the file system has no locks."""
+    """Locks the file exclusively. False if another process has locked it; None if the file system has no locks, or
+    other machines do not see them."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         return None
-    return True
+    return True if locks_reach_others(os.fstat(descriptor)) else None
 
 
 @contextlib.contextmanager
@@ -109,7 +113,7 @@ def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> 
     Without locks in the file system, it gives whether `marked` and `others` were not modified for `grace_seconds`.
     Raises OSError if `marked` cannot be opened.
     """
-    descriptor = os.open(marked, READ)
+    descriptor = _open_to_lock(marked)
     try:
         alone = try_lock_alone(descriptor)
         if alone is None:
@@ -218,6 +222,17 @@ def _share(descriptor: int, path: str) -> FileLock | None:
         break
     lock.release()
     return None
+
+
+def _open_to_lock(path: str) -> int:
+    """Opens a file or folder for `try_lock_alone`. Raises OSError."""
+    try:
+        # NFS gives exclusive locks only to those who may write.
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise
+        return os.open(path, READ)  # a folder, or not ours
 
 
 def _is_at(descriptor: int, path: str) -> bool:

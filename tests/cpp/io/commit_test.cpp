@@ -34,7 +34,7 @@ TEST_F(Commit, MakesAndReplacesAFile) {
 // Whatever fails before the rename: the old file stays and nothing else is left.
 TEST_F(Commit, KeepsTheOldFileWhenAnythingFails) {
   commit("old");
-  for (const Call call : {Call::open, Call::write, Call::sync, Call::rename}) {
+  for (const Call call : {Call::open, Call::write, Call::sync, Call::close, Call::rename}) {
     for (const int code : {EIO, ENOSPC}) {
       const ArmedFault fault(call, code);
       try {
@@ -51,6 +51,15 @@ TEST_F(Commit, KeepsTheOldFileWhenAnythingFails) {
   }
   commit("new");
   EXPECT_EQ(content(), "new");
+}
+
+// A network file system asks its server again when an answer was lost, and hears that there is nothing to rename.
+TEST_F(Commit, TakesARenameForDoneThatWasDone) {
+  commit("old");
+  const ArmedFault fault(Call::rename, ENOENT);
+  commit("new");
+  EXPECT_EQ(content(), "new");
+  EXPECT_EQ(files(), (std::set<std::string>{"name"}));
 }
 
 TEST_F(Commit, LeavesNothingWhereThereWasNothing) {

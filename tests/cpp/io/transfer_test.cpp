@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <vector>
 
 #include "access_test.h"
@@ -174,6 +175,31 @@ TEST_P(TransferTest, GoesTheNextWayWhenOneIsRefused) {
       EXPECT_EQ(write.access, *(way + 1));
       EXPECT_EQ(read_file(file->path()), memory.text());
     }
+  }
+}
+
+TEST_P(TransferTest, OpensAStaleFileAgainOnce) {
+  const Memory memory = random_memory(2 * kPiece);
+  Transfer write = transfer(Call::write, *file_, 0, memory, 0, memory.size());
+  perform(write);
+  const auto file = reopened();
+  const Memory back(2 * kPiece, 0);
+  Transfer read = transfer(Call::read, *file, 0, back, 0, back.size());
+  {
+    const ArmedFault fault(Call::read, ESTALE);
+    perform(read);
+  }
+  EXPECT_EQ(back.text(), memory.text());
+  for (const char* const what : {"stays stale", "is gone"}) {
+    const ArmedFault fault(Call::read, ESTALE, 0, 2);
+    Transfer again = transfer(Call::read, *file, 0, back, 0, back.size());
+    try {
+      perform(again);
+      FAIL() << what;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code, ESTALE) << what;
+    }
+    std::filesystem::remove(file->path());
   }
 }
 
