@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError
+from .clock import seconds_since
 
 LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: opening a FIFO would wait for a writer
@@ -111,7 +112,8 @@ def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> 
         alone = try_lock_alone(descriptor)
         if alone is None:
             touched = max([os.fstat(descriptor).st_mtime, *(os.stat(path).st_mtime for path in others)])
-            alone = time.time() - touched >= grace_seconds
+            directory = os.path.dirname(os.path.abspath(marked))
+            alone = seconds_since(touched, directory, grace_seconds) >= grace_seconds
         yield alone
     finally:
         os.close(descriptor)
