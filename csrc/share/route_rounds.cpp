@@ -1,5 +1,6 @@
 #include "share/route_rounds.h"
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <optional>
@@ -22,14 +23,46 @@ uint64_t align_up(uint64_t value, uint64_t to) {
   return (value + to - 1) / to * to;
 }
 
+// A box of a piece that goes to a node once, and who there wants it or a part of it.
+struct Parcel {
+  Box box;
+  std::vector<const Piece::Receiver*> receivers;
+};
+
+// What the ranks of one node want of a piece.
+using Parcels = std::vector<Parcel>;
+
+uint64_t parcel_bytes(const Box& box, const Piece& piece) {
+  return box.elements() * item_bytes(*piece.like);
+}
+
 // What a rank reads in one round.
 struct Bucket {
-  std::vector<const Piece*> pieces;
-  std::vector<uint64_t> offsets;  // of each, in staging memory
+  struct Entry {
+    const Piece* piece;
+    std::map<uint32_t, Parcels> by_node;
+    uint64_t offset = 0;  // in staging memory
+  };
+  std::vector<Entry> entries;
   uint64_t staging_bytes = 0;
   uint64_t packed_bytes = 0;  // of all messages that differ, if all have to be packed
-  bool uniform = true;        // all ranks that get anything get all of it
+  bool uniform = true;        // all nodes that get anything get all of it
 };
+
+// Takes `next` into a box of the list where both together are no more bytes than each for itself: where one holds the
+// other, where they overlap along one dimension, where they are neighbours. Goes on while boxes come together.
+void join(Parcels& parcels, Parcel next) {
+  for (size_t i = 0; i < parcels.size(); ++i) {
+    Box both = parcels[i].box;
+    both.cover(next.box);
+    if (both.elements() > parcels[i].box.elements() + next.box.elements()) continue;
+    next.box = std::move(both);
+    next.receivers.insert(next.receivers.end(), parcels[i].receivers.begin(), parcels[i].receivers.end());
+    parcels.erase(parcels.begin() + static_cast<ptrdiff_t>(i));
+    return join(parcels, std::move(next));
+  }
+  parcels.push_back(std::move(next));
+}
 
 // Bytes at the same place within a page as in the file go there without a copy.
 uint64_t staging_offset(const Piece& piece, uint64_t cursor) {
@@ -51,7 +84,12 @@ class Rounds {
  public:
   Rounds(const Pieces& pieces, std::span<const RankReads> ranks, std::span<const uint32_t> members, size_t senders,
          const RouteOptions& options, std::span<RankRoutes> routes)
-      : ranks_(ranks), members_(members), options_(options), routes_(routes), buckets_(routes.size()) {
+      : ranks_(ranks),
+        members_(members),
+        options_(options),
+        routes_(routes),
+        buckets_(routes.size()),
+        passed_on_(routes.size()) {
     const uint64_t most = most_bytes_at_once(senders, options);
     for (const Piece& piece : pieces.pieces) fill(piece, most);
   }
@@ -59,7 +97,7 @@ class Rounds {
   // Readers take turns where messages of all at once would be more than somebody has memory for.
   void run() {
     std::vector<size_t> done(routes_.size());
-    std::vector<std::map<uint32_t, Message>> next(routes_.size());  // what each would send: asked for in many rounds
+    std::vector<Messages> next(routes_.size());  // what each would send: asked for in many rounds
     size_t left = 0, turn = 0;
     for (const uint32_t rank : members_) {
       left += buckets_[rank].size();
@@ -67,19 +105,22 @@ class Rounds {
     }
     for (size_t round = 0; left > 0; ++round) {
       for (const uint32_t rank : members_) routes_[rank].rounds.resize(round + 1);
+      told_.clear();
       bool any = false;
       size_t next_turn = turn;
       for (size_t step = 0; step < members_.size(); ++step) {
         const size_t member = (turn + step) % members_.size();
         const uint32_t reader = members_[member];
         if (done[reader] == buckets_[reader].size()) continue;
-        const Bucket& bucket = buckets_[reader][done[reader]];
+        Bucket& bucket = buckets_[reader][done[reader]];
         if (any && !has_room(bucket, next[reader], reader, round)) {
           if (next_turn == turn) next_turn = member;  // who was left out first begins the next round
           continue;
         }
         any = true;
         deliver(bucket, next[reader], reader, round);
+        next[reader].clear();
+        bucket = {};
         --left;
         if (++done[reader] < buckets_[reader].size()) {
           next[reader] = messages_of(buckets_[reader][done[reader]], reader);
@@ -90,81 +131,111 @@ class Rounds {
   }
 
  private:
+  // What a reader sends to one node in one round. A rank there gets it, and the others look at it in its memory.
   struct Message {
     struct Part {
-      size_t piece;  // in the bucket
-      const Piece::Receiver* to;
+      const Bucket::Entry* entry;
+      const Parcel* parcel;
     };
     std::vector<Part> parts;
-    bool near = false;                // the peer sees the staging memory
+    std::vector<uint32_t> ranks;      // of the node, that want any of it; rising
     bool packed = false;              // else it is the staging memory itself
-    std::optional<uint32_t> same_as;  // an earlier peer, for whom the very same is packed
+    std::optional<uint32_t> same_as;  // an earlier node, for which the very same is packed
     uint64_t bytes = 0;
 
     bool takes_memory() const { return packed && !same_as; }  // of the reader, beside the staging memory
   };
+  using Messages = std::map<uint32_t, Message>;  // by node
 
-  bool near(uint32_t left, uint32_t right) const { return ranks_[left].node == ranks_[right].node; }
+  uint32_t node(uint32_t rank) const { return ranks_[rank].node; }
 
-  // What ranks of several replicas want alike is packed once.
-  uint64_t bytes_to_pack(const Piece& piece) const {
+  std::map<uint32_t, Parcels> parcels_of(const Piece& piece) const {
+    std::map<uint32_t, Parcels> by_node;
+    for (const Piece::Receiver& to : piece.receivers) {
+      Parcels& parcels = by_node[node(to.need->rank)];
+      if (node(to.need->rank) == node(piece.reader)) {  // they look at all of it
+        if (parcels.empty()) parcels.push_back({piece.box, {}});
+        parcels.front().receivers.push_back(&to);
+      } else {
+        join(parcels, {to.box, {&to}});
+      }
+    }
+    return by_node;
+  }
+
+  static bool is_whole(const Piece& piece, const Parcels& parcels) {
+    return parcels.size() == 1 && parcels.front().box == piece.box;
+  }
+
+  // What several nodes want alike is packed once.
+  static uint64_t bytes_to_pack(const Piece& piece, const std::map<uint32_t, Parcels>& by_node, uint32_t own_node) {
     const auto less = [](const Box* left, const Box* right) {
       return std::tie(left->offset, left->size) < std::tie(right->offset, right->size);
     };
     std::set<const Box*, decltype(less)> boxes(less);
     uint64_t bytes = 0;
-    for (const Piece::Receiver& to : piece.receivers) {
-      if (near(to.need->rank, piece.reader) || !boxes.insert(&to.box).second) continue;
-      bytes += align_up(to.box.elements() * item_bytes(*piece.like), kAlignment);
+    for (const auto& [to_node, parcels] : by_node) {
+      for (const Parcel& parcel : parcels) {
+        if (to_node == own_node || !boxes.insert(&parcel.box).second) continue;
+        bytes += align_up(parcel_bytes(parcel.box, piece), kAlignment);
+      }
     }
     return bytes;
   }
 
   void fill(const Piece& piece, uint64_t most) {
     std::vector<Bucket>& of_reader = buckets_[piece.reader];
-    const uint64_t packed = bytes_to_pack(piece);
+    Bucket::Entry entry{&piece, parcels_of(piece)};
+    const uint64_t packed = bytes_to_pack(piece, entry.by_node, node(piece.reader));
+    const bool whole =
+        std::ranges::all_of(entry.by_node, [&](const auto& of_node) { return is_whole(piece, of_node.second); });
     if (!of_reader.empty()) {
       Bucket& last = of_reader.back();
-      const uint64_t offset = staging_offset(piece, last.staging_bytes);
-      const bool uniform = last.uniform && piece.wanted_whole && piece.set == last.pieces.front()->set;
-      const uint64_t memory = offset + piece.bytes + (uniform ? 0 : last.packed_bytes + packed);
-      if (offset + piece.bytes <= most && memory <= options_.budget_bytes) {
+      entry.offset = staging_offset(piece, last.staging_bytes);
+      const bool uniform = last.uniform && whole && piece.set == last.entries.front().piece->set;
+      const uint64_t memory = entry.offset + piece.bytes + (uniform ? 0 : last.packed_bytes + packed);
+      if (entry.offset + piece.bytes <= most && memory <= options_.budget_bytes) {
         last.uniform = uniform;
-        return add(last, piece, offset, packed);
+        return add(last, std::move(entry), packed);
       }
     }
     Bucket& bucket = of_reader.emplace_back();
-    bucket.uniform = piece.wanted_whole;
-    add(bucket, piece, staging_offset(piece, 0), packed);
+    bucket.uniform = whole;
+    entry.offset = staging_offset(piece, 0);
+    add(bucket, std::move(entry), packed);
   }
 
-  static void add(Bucket& bucket, const Piece& piece, uint64_t offset, uint64_t packed_bytes) {
-    bucket.pieces.push_back(&piece);
-    bucket.offsets.push_back(offset);
-    bucket.staging_bytes = offset + piece.bytes;
+  static void add(Bucket& bucket, Bucket::Entry entry, uint64_t packed_bytes) {
+    bucket.staging_bytes = entry.offset + entry.piece->bytes;
     bucket.packed_bytes += packed_bytes;
+    bucket.entries.push_back(std::move(entry));
   }
 
-  std::map<uint32_t, Message> messages_of(const Bucket& bucket, uint32_t reader) const {
-    std::map<uint32_t, Message> messages;
+  // The bucket must outlive them.
+  Messages messages_of(const Bucket& bucket, uint32_t reader) const {
+    Messages messages;
     std::map<std::vector<int64_t>, uint32_t> packed_for;  // by what is in it
-    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
-      for (const Piece::Receiver& to : bucket.pieces[i]->receivers) {
-        if (to.need->rank != reader) messages[to.need->rank].parts.push_back({i, &to});
+    for (const Bucket::Entry& entry : bucket.entries) {
+      for (const auto& [to_node, parcels] : entry.by_node) {
+        Message& message = messages[to_node];
+        for (const Parcel& parcel : parcels) {
+          message.parts.push_back({&entry, &parcel});
+          for (const Piece::Receiver* to : parcel.receivers) message.ranks.push_back(to->need->rank);
+        }
       }
     }
-    for (auto& [peer, message] : messages) {
-      message.near = near(peer, reader);
-      if (message.near) continue;
-      message.packed = message.parts.size() != bucket.pieces.size();  // a second box of a piece is a part of its own
-      for (const Message::Part& part : message.parts) {
-        const Piece& piece = *bucket.pieces[part.piece];
-        message.packed = message.packed || part.to->box != piece.box;
-        message.bytes = align_up(message.bytes, kAlignment) + part.to->box.elements() * item_bytes(*piece.like);
+    for (auto& [to_node, message] : messages) {
+      std::ranges::sort(message.ranks);
+      message.ranks.erase(std::ranges::unique(message.ranks).begin(), message.ranks.end());
+      if (to_node == node(reader)) continue;
+      message.packed = message.parts.size() != bucket.entries.size();
+      for (const auto& [entry, parcel] : message.parts) {
+        message.packed = message.packed || parcel->box != entry->piece->box;
+        message.bytes = align_up(message.bytes, kAlignment) + parcel_bytes(parcel->box, *entry->piece);
       }
       if (!message.packed) {
         message.bytes = bucket.staging_bytes;
-      } else if (const auto [first, is_new] = packed_for.emplace(contents(message), peer); !is_new) {
+      } else if (const auto [first, is_new] = packed_for.emplace(contents(message), to_node); !is_new) {
         message.same_as = first->second;
       }
     }
@@ -173,23 +244,29 @@ class Rounds {
 
   static std::vector<int64_t> contents(const Message& message) {
     std::vector<int64_t> words;
-    for (const auto& [piece, to] : message.parts) {
-      words.push_back(static_cast<int64_t>(piece));
-      append(words, to->box.offset);
-      append(words, to->box.size);
+    for (const auto& [entry, parcel] : message.parts) {
+      words.push_back(static_cast<int64_t>(entry->offset));
+      append(words, parcel->box.offset);
+      append(words, parcel->box.size);
     }
     return words;
   }
 
-  bool has_room(const Bucket& bucket, const std::map<uint32_t, Message>& messages, uint32_t reader,
-                size_t round) const {
+  // The rank of its node that gets a message: who has least to hold in the round, then who got least so far.
+  uint32_t receiver_of(const Message& message, size_t round) const {
+    return *std::ranges::min_element(message.ranks, {}, [&](uint32_t rank) {
+      return std::pair(routes_[rank].rounds[round].memory_bytes, passed_on_[rank]);
+    });
+  }
+
+  bool has_room(const Bucket& bucket, const Messages& messages, uint32_t reader, size_t round) const {
     const auto after = [&](uint32_t rank, uint64_t more, uint64_t alignment) {
       return align_up(routes_[rank].rounds[round].memory_bytes, alignment) + more;
     };
     uint64_t mine = bucket.staging_bytes;
-    for (const auto& [peer, message] : messages) {
-      if (message.near) continue;
-      if (after(peer, message.bytes, kAlignment) > options_.budget_bytes) return false;
+    for (const auto& [to_node, message] : messages) {
+      if (to_node == node(reader)) continue;
+      if (after(receiver_of(message, round), message.bytes, kAlignment) > options_.budget_bytes) return false;
       if (message.takes_memory()) mine = align_up(mine, kAlignment) + message.bytes;
     }
     return after(reader, mine, kPage) <= options_.budget_bytes;
@@ -201,25 +278,30 @@ class Rounds {
     return offset;
   }
 
-  void deliver(const Bucket& bucket, const std::map<uint32_t, Message>& messages, uint32_t reader, size_t round) {
+  // `rank` looks at the memory of `holder`, of the same node, in this round. Returns where it finds it.
+  int64_t look(uint32_t rank, uint32_t holder, size_t round) {
+    if (rank == holder) return kOwnMemory;
+    if (told_.emplace(holder, rank).second) {
+      append(routes_[holder].rounds[round].sends, std::array{int64_t{rank}, int64_t{0}, int64_t{0}});
+      append(routes_[rank].rounds[round].receives, std::array{int64_t{holder}, int64_t{0}, int64_t{0}});
+    }
+    return int64_t{holder};
+  }
+
+  void deliver(const Bucket& bucket, const Messages& messages, uint32_t reader, size_t round) {
     RouteRound& mine = routes_[reader].rounds[round];
     const uint64_t staging = take_memory(mine, bucket.staging_bytes, kPage);
-    for (size_t i = 0; i < bucket.pieces.size(); ++i) {
-      const Piece& piece = *bucket.pieces[i];
-      stage(mine, piece, reader, staging + bucket.offsets[i]);
-      for (const Piece::Receiver& to : piece.receivers) {
-        RankRoutes& receiver = routes_[to.need->rank];
-        receiver.shared_bytes += to.box.elements() * item_bytes(*to.need);
+    for (const Bucket::Entry& entry : bucket.entries) {
+      stage(mine, *entry.piece, reader, staging + entry.offset);
+      for (const Piece::Receiver& to : entry.piece->receivers) {
+        routes_[to.need->rank].shared_bytes += to.box.elements() * item_bytes(*to.need);
       }
     }
-    std::map<uint32_t, uint64_t> packed_at;  // by peer
-    for (const auto& [peer, message] : messages) {
-      RouteRound& theirs = routes_[peer].rounds[round];
-      if (message.near) {
-        append(mine.sends, std::array{int64_t{peer}, int64_t{0}, int64_t{0}});
-        append(theirs.receives, std::array{int64_t{reader}, int64_t{0}, int64_t{0}});
-        for (const auto& [number, receiver] : message.parts) {
-          place(theirs, reader, staging + bucket.offsets[number], *receiver, bucket.pieces[number]->box);
+    std::map<uint32_t, uint64_t> packed_at;  // by node
+    for (const auto& [to_node, message] : messages) {
+      if (to_node == node(reader)) {
+        for (const auto& [entry, parcel] : message.parts) {
+          place_all(*parcel, reader, staging + entry->offset, round);
         }
         continue;
       }
@@ -227,34 +309,39 @@ class Rounds {
       uint64_t from = staging;
       if (message.packed) {
         from = message.same_as ? packed_at.at(*message.same_as) : take_memory(mine, message.bytes, kAlignment);
-        packed_at[peer] = from;
+        packed_at[to_node] = from;
       }
+      const uint32_t receiver = receiver_of(message, round);
+      RouteRound& theirs = routes_[receiver].rounds[round];
       const uint64_t to = take_memory(theirs, message.bytes, kAlignment);
-      append(mine.sends, std::array{int64_t{peer}, static_cast<int64_t>(from), bytes});
+      passed_on_[receiver] += message.bytes;
+      append(mine.sends, std::array{int64_t{receiver}, static_cast<int64_t>(from), bytes});
       append(theirs.receives, std::array{int64_t{reader}, static_cast<int64_t>(to), bytes});
       uint64_t at = 0;  // in the message
-      for (const auto& [number, receiver] : message.parts) {
-        const Piece& piece = *bucket.pieces[number];
-        if (!message.packed) {
-          place(theirs, kOwnMemory, to + bucket.offsets[number], *receiver, piece.box);
-          continue;
-        }
-        at = align_up(at, kAlignment);
-        if (!message.same_as) pack(mine, staging + bucket.offsets[number], from + at, piece, receiver->box);
-        place(theirs, kOwnMemory, to + at, *receiver, receiver->box);
-        at += receiver->box.elements() * item_bytes(*piece.like);
+      for (const auto& [entry, parcel] : message.parts) {
+        const Piece& piece = *entry->piece;
+        at = message.packed ? align_up(at, kAlignment) : entry->offset;
+        if (message.takes_memory()) pack(mine, staging + entry->offset, from + at, piece, parcel->box);
+        place_all(*parcel, receiver, to + at, round);
+        at += parcel_bytes(parcel->box, piece);
       }
     }
   }
 
-  // A piece that is read, and what the reader itself wants of it.
-  static void stage(RouteRound& round, const Piece& piece, uint32_t reader, uint64_t offset) {
-    const Need* own = nullptr;  // which numbers files as the reader does
-    for (const Piece::Receiver& to : piece.receivers) {
-      if (to.need->rank != reader) continue;
-      own = to.need;
-      place(round, kOwnMemory, offset, to, piece.box);
+  // What the ranks of a node take out of a box that lies at an offset in the memory of `holder`, one of them.
+  void place_all(const Parcel& parcel, uint32_t holder, uint64_t offset, size_t round) {
+    for (const Piece::Receiver* to : parcel.receivers) {
+      const uint32_t rank = to->need->rank;
+      const int64_t peer = look(rank, holder, round);
+      place(routes_[rank].rounds[round], peer, offset, *to, parcel.box);
     }
+  }
+
+  // A piece that is read.
+  static void stage(RouteRound& round, const Piece& piece, uint32_t reader, uint64_t offset) {
+    const auto found =
+        std::ranges::find_if(piece.receivers, [&](const Piece::Receiver& to) { return to.need->rank == reader; });
+    const Need* own = found->need;  // which numbers files as the reader does
     round.staged.push_back(static_cast<int64_t>(offset));
     append(round.staged, own->row.first(Need::kHead));
     append(round.staged, own->chunk());
@@ -287,7 +374,9 @@ class Rounds {
   const std::span<const uint32_t> members_;
   const RouteOptions options_;
   const std::span<RankRoutes> routes_;
-  std::vector<std::vector<Bucket>> buckets_;  // by reader
+  std::vector<std::vector<Bucket>> buckets_;      // by reader
+  std::vector<uint64_t> passed_on_;               // by rank: bytes that it got from other nodes
+  std::set<std::pair<uint32_t, uint32_t>> told_;  // of this round: who says to whom that its memory can be read
 };
 
 }  // namespace

@@ -11,12 +11,12 @@ namespace vescale_ckpt::share {
 
 namespace {
 
-// Ranks that are not on the node of some rank.
+// How many ranks of other nodes may send to one rank in a round: the ranks of a node share what comes to it.
 size_t most_senders(std::span<const RankReads> ranks, std::span<const uint32_t> members) {
   std::map<uint32_t, size_t> on_node;
   for (const uint32_t rank : members) ++on_node[ranks[rank].node];
   size_t most = 0;
-  for (const auto& [node, count] : on_node) most = std::max(most, members.size() - count);
+  for (const auto& [node, count] : on_node) most = std::max(most, (members.size() - count + count - 1) / count);
   return most;
 }
 

@@ -2,9 +2,12 @@
 //
 // Pieces of records are each read by one of the ranks that need them and delivered to the others, in rounds that all
 // ranks take together. In a round a rank has one contiguous memory: pieces are read into it, boxes of them are packed
-// into messages there, and messages of other ranks arrive there. Ranks of one node read each other's pieces in the
-// memory where they were read. From there all is copied to the targets. What only one rank needs, it reads itself,
-// straight to its targets.
+// into messages there, and messages of other ranks arrive there. A node gets each byte once: a message goes to one of
+// its ranks, which take turns, and the ranks of a node read in each other's memories what was read or has arrived
+// there. From there all is copied to the targets. What only one rank needs, it reads itself, straight to its targets.
+//
+// A reader sends to every node itself, not through other nodes. All ranks that need a piece may be its readers and read
+// equally much, so a node sends about as much as it gets: a chain or a tree of nodes would spare no link anything.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +43,8 @@ struct RouteRound {
   std::vector<int64_t> staged;
   // Into messages. Rows: from offset, to offset, dtype, dimensions n, n sizes of the piece, n offsets in it, n sizes.
   std::vector<int64_t> packs;
-  // Rows: peer, offset, bytes; at most one of a peer. A row with 0 bytes only says that pieces can be read in the
-  // peer's memory.
+  // Rows: peer, offset, bytes; at most one of a peer. Those with bytes come first in time. A row with 0 bytes, of a
+  // peer of the same node, then says that the peer's memory can be read: pieces, and messages that it got.
   std::vector<int64_t> sends, receives;
   // Copies to the targets. Rows: peer in whose memory it lies (-1: this rank's), from offset, item, dtype, dimensions
   // n, n sizes of what lies there, n offsets in it, n sizes, n offsets in the item's box.

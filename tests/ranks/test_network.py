@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from network import FAULTS, Fault, Network, why_not
+from machines import FAULTS, Fault, Machines, why_not
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError
@@ -87,10 +87,10 @@ def _succeeds(operation: Callable[[int], Any], number: int) -> bool:
 
 def _part(directory: Path, name: str, fault: Fault, pause: float, after: float) -> list[tuple[float, Any]]:
     """The network parts for good."""
-    with Network() as network, network.start(_again_and_again, name, str(directory / "c"), pause, False) as ranks:
+    with Machines() as machines, machines.start(_again_and_again, name, str(directory / "c"), pause, False) as ranks:
         ranks.hear()
         time.sleep(after)
-        network.part(fault)
+        machines.part(fault, 1)
         # Two calls, each of which may wait for a save in the background before its own step.
         told = ranks.hear(4 * (TIMEOUT + GRACE) + LOAD_OF_THE_MACHINE)
         ranks.say("end")
@@ -118,11 +118,11 @@ def test_no_rank_waits_long_when_the_network_parts(name: str, fault: Fault, paus
 
 
 def _heal(directory: Path, name: str, fault: Fault, seconds: float) -> None:
-    with Network() as network, network.start(_again_and_again, name, str(directory / "c"), 0.0, True) as ranks:
+    with Machines() as machines, machines.start(_again_and_again, name, str(directory / "c"), 0.0, True) as ranks:
         ranks.hear()
-        network.part(fault)
+        machines.part(fault, 1)
         time.sleep(seconds)
-        network.heal(fault)
+        machines.heal(fault, 1)
         ranks.say("enough")
         told = ranks.hear(4 * (TIMEOUT + GRACE) + LOAD_OF_THE_MACHINE)
         ranks.say("go on")

@@ -46,12 +46,20 @@ class NodeBuffer:
         return self._own.memories[number % len(self._sizes)]
 
     def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
-        """Sends and receives the messages of a round."""
+        """Sends and receives the messages of a round: first between nodes, then the words to neighbours, who look at
+        what was read and at what came from other nodes."""
         memory = self[number]
         for peer, offset, size in round_.messages(round_.receives):
-            peers.receive(peer, memory[offset : offset + size] if size else _word())
+            if size:
+                peers.receive(peer, memory[offset : offset + size])
         for peer, offset, size in round_.messages(round_.sends):
-            peers.send(peer, memory[offset : offset + size] if size else _word())
+            if size:
+                peers.send(peer, memory[offset : offset + size])
+        peers.wait()
+        for peer in round_.same_node_peers(round_.receives):
+            peers.receive(peer, _word())
+        for peer in round_.same_node_peers(round_.sends):
+            peers.send(peer, _word())
         peers.wait()
         return None
 

@@ -7,13 +7,13 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .._engine import _C
 from ..errors import CheckpointError
 from . import locks, urls
+from .clock import seconds_since
 from .directory import directory_at, stat_of
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def _remove(leftover: Leftover, dry_run: bool) -> bool:
             over = held.enter_context(locks.abandoned(leftover.marked, leftover.grace_seconds, others))
         elif leftover.grace_seconds:
             touched = max(os.stat(path).st_mtime for path in leftover.paths)
-            over = time.time() - touched >= leftover.grace_seconds
+            directory = os.path.dirname(os.path.abspath(leftover.paths[0]))
+            over = seconds_since(touched, directory, leftover.grace_seconds) >= leftover.grace_seconds
         else:
             over = True
         if not over or leftover.is_wanted():

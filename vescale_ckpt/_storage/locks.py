@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError
 from . import urls
+from .clock import seconds_since
 from .mounts import locks_reach_others
 
 LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
@@ -118,7 +119,8 @@ def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> 
         alone = try_lock_alone(descriptor)
         if alone is None:
             touched = max([os.fstat(descriptor).st_mtime, *(os.stat(path).st_mtime for path in others)])
-            alone = time.time() - touched >= grace_seconds
+            directory = os.path.dirname(os.path.abspath(marked))
+            alone = seconds_since(touched, directory, grace_seconds) >= grace_seconds
         yield alone
     finally:
         os.close(descriptor)

@@ -7,11 +7,12 @@ and after it the other files. An interruption therefore leaves each `step-N` who
 from __future__ import annotations
 
 import logging
-import time
+import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from .._native import names, steps
+from .._storage.clock import seconds_since
 from .._storage.directory import directory_at
 from .._storage.leftovers import SAVE_GRACE
 from .._storage.locks import LOCK_NAME
@@ -91,7 +92,8 @@ def _tells_if_in_use(path: str) -> bool:
 def _age(path: str) -> float:
     """Seconds since an entry was created in the directory or removed from it."""
     try:
-        return time.time() - directory_at(path).stat().modified_ns / 1e9
+        modified = directory_at(path).stat().modified_ns / 1e9
+        return seconds_since(modified, os.path.dirname(os.path.abspath(path)), SAVE_GRACE)
     except OSError:
         return 0.0
 

@@ -161,6 +161,23 @@ class Job {
 
   size_t records() const { return records_.size(); }
 
+  // What came to a node from others.
+  uint64_t bytes_to_node(const std::vector<RankRoutes>& routes, uint32_t node) const {
+    uint64_t bytes = 0;
+    for (uint32_t rank = 0; rank < routes.size(); ++rank) {
+      if (nodes_[rank] == node) bytes += bytes_to_rank(routes[rank]);
+    }
+    return bytes;
+  }
+
+  static uint64_t bytes_to_rank(const RankRoutes& routes) {
+    uint64_t bytes = 0;
+    for (const RouteRound& round : routes.rounds) {
+      for (size_t at = 0; at < round.receives.size(); at += 3) bytes += static_cast<uint64_t>(round.receives[at + 2]);
+    }
+    return bytes;
+  }
+
  private:
   size_t record_at(uint32_t rank, int64_t file, int64_t offset) const {
     for (size_t i = 0; i < records_.size(); ++i) {
@@ -231,7 +248,7 @@ class Job {
     }
   }
 
-  static void exchange(const std::vector<RankRoutes>& routes, size_t round, const std::vector<Memory>& memories) {
+  void exchange(const std::vector<RankRoutes>& routes, size_t round, const std::vector<Memory>& memories) const {
     size_t received = 0, sent = 0;
     for (uint32_t from = 0; from < routes.size(); ++from) {
       const Words& sends = routes[from].rounds[round].sends;
@@ -244,6 +261,7 @@ class Job {
           if (receives[other] != int64_t{from}) continue;
           ++matches;
           EXPECT_EQ(receives[other + 2], sends[at + 2]);
+          EXPECT_EQ(sends[at + 2] == 0, nodes_[from] == nodes_[to]) << "within a node nothing is sent";
           std::ranges::copy(memories[from].bytes().subspan(sends[at + 1], sends[at + 2]),
                             memories[to].bytes().subspan(receives[other + 1], receives[other + 2]).begin());
         }
@@ -377,6 +395,58 @@ TEST(Routes, RanksOfANodeLookAtEachOthersPieces) {
     }
   }
   EXPECT_EQ(job.most_readers(record), 1u);
+}
+
+TEST(Routes, EachByteComesToANodeOnce) {
+  constexpr int64_t kRows = 1200, kColumns = 90;
+  constexpr uint64_t kBytes = kRows * kColumns;
+  for (const uint32_t near : {2u, 3u}) {
+    Job job(3 * near);
+    const size_t record = job.record("uint8", {kRows, kColumns});
+    for (uint32_t rank = 0; rank < 3 * near; ++rank) {
+      job.node(rank, rank / near);
+      job.want_all(rank, record);
+    }
+    const RouteOptions options = small(4096, 3 * near);
+    const std::vector<RankRoutes> routes = job.run(options);
+    expect_within(routes, options.budget_bytes);
+    EXPECT_EQ(job.most_readers(record), 1u);
+    for (uint32_t node = 0; node < 3; ++node) {
+      const uint64_t arrived = job.bytes_to_node(routes, node);
+      uint64_t read = 0, most = 0;
+      for (uint32_t rank = node * near; rank < (node + 1) * near; ++rank) {
+        read += job.bytes_by_rank()[rank];
+        most = std::max(most, Job::bytes_to_rank(routes[rank]));
+      }
+      EXPECT_GE(arrived + read, kBytes);
+      EXPECT_LE(arrived + read, kBytes + kBytes / 20) << "boxes in messages are aligned";
+      EXPECT_LE(most * near, arrived + arrived / 4) << "ranks of the node take turns";
+    }
+  }
+}
+
+TEST(Routes, WhatRanksOfANodeWantTogetherComesOnce) {
+  // Ranks want overlapping columns, or one wants all and the others a part.
+  const auto to_second_node = [](const std::vector<std::pair<Sizes, Sizes>>& boxes) {
+    Job job(4);
+    const size_t record = job.record("int16", {60, 40});
+    for (uint32_t rank = 0; rank < 4; ++rank) {
+      job.node(rank, rank / 2);
+      if (rank < 2) job.want_all(rank, record);
+    }
+    for (size_t i = 0; i < boxes.size(); ++i) job.want(2 + i % 2, record, boxes[i].first, boxes[i].second);
+    const std::vector<RankRoutes> routes = job.run(small(1000, 4));
+    EXPECT_EQ(job.most_readers(record), 1u);
+    uint64_t read = 0;
+    for (const uint32_t rank : {2u, 3u}) read += job.bytes_by_rank()[rank];
+    return job.bytes_to_node(routes, 1) + read;
+  };
+  const uint64_t alignment = 1500;  // of the boxes in messages
+  EXPECT_LE(to_second_node({{{0, 0}, {60, 20}}, {{0, 20}, {60, 20}}}), 4800u + alignment) << "halves";
+  EXPECT_LE(to_second_node({{{0, 0}, {60, 30}}, {{0, 10}, {60, 30}}}), 4800u + alignment) << "overlapping";
+  EXPECT_LE(to_second_node({{{0, 0}, {60, 40}}, {{0, 10}, {60, 10}}}), 4800u + alignment) << "one within the other";
+  EXPECT_LE(to_second_node({{{0, 0}, {60, 8}}, {{0, 16}, {60, 8}}}), 1920u + alignment) << "apart: not what is between";
+  EXPECT_LE(to_second_node({{{0, 0}, {60, 8}}, {{0, 0}, {60, 8}}, {{0, 0}, {60, 8}}}), 960u + alignment) << "twice";
 }
 
 TEST(Routes, CountsBytesReadOnceAndAlone) {
