@@ -65,6 +65,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -103,6 +104,10 @@ def save(
         extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
             rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
             into the directory after the commit, for other programs. For format "dcp".
+        base: an older checkpoint in a folder beside `path`, saved with `base=`. Tensors whose bytes it has are not
+            written again: the new checkpoint names its files. It must stay as long as the new one; a
+            `CheckpointManager` sees to that. A base that cannot be used is a warning, and all is written. For the first
+            save, give `path` itself.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -130,6 +135,9 @@ def save(
             f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
             "into its folder before the save, as save_pretrained does with config.json"
         )
+    if base is not None and format != "dcp":
+        raise ValueError(f"base: a model in format={format!r} cannot name the files of another")
+    older = None if base is None else local_path(checked_path("base", base))
     directory = local_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
@@ -152,6 +160,8 @@ def save(
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
+        if base is not None and planner.placement == "local":
+            raise ValueError("base: with placement='local' each node has a checkpoint of its own, and no base for all")
         timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
         kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
@@ -160,7 +170,7 @@ def save(
                 raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
         options["fqn_to_index_mapping"] = fqn_to_index_mapping
-        save = kind(exchange, planner, directory, timeline, extra_files, **options)
+        save = kind(exchange, planner, directory, timeline, extra_files, older, **options)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)

@@ -57,6 +57,8 @@ class SaveStats(TransferStats):
     """What one rank wrote."""
 
     file_bytes: int  #: length of the files written
+    reused_bytes: int = field(default=0, kw_only=True)  #: with `base=`: of tensor data that an older checkpoint has
+    reused_tensors: int = field(default=0, kw_only=True)  #: with `base=`: boxes of tensors that were not written
     plan_reused: bool | None = field(default=None, kw_only=True)  #: whether the plan of an earlier save was used again
 
 

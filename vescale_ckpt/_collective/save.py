@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 from .steps import Steps
 
+logger = logging.getLogger(__name__)
+
 
 class CollectiveSave(ABC):
     """One save of this rank. All ranks take each step, or none.
@@ -43,6 +46,7 @@ class CollectiveSave(ABC):
         path: of the directory, absolute.
         timeline: of this save. Its `doing` is equal on all ranks.
         extra_files: contents by name, to be saved as files and in the checkpoint. Those of the rank that commits count.
+        base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
         options: those of `StorageWriter`.
     """
 
@@ -56,6 +60,7 @@ class CollectiveSave(ABC):
         path: str,
         timeline: Timeline,
         extra_files: Mapping[str, bytes] | None = None,
+        base: str | None = None,
         **options: Any,
     ) -> None:
         self.exchange = exchange
@@ -67,6 +72,7 @@ class CollectiveSave(ABC):
         self.stats: SaveStats | None = None  # of this rank, set after writing
         self._options = options
         self._extra_files = extra_files
+        self._base = base
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
@@ -90,9 +96,12 @@ class CollectiveSave(ABC):
         self._plan_reused = plan.reused
         if planned is None:
             assert values is not None
+            if self._base is not None:
+                logger.warning("%s: all is written, without the base: DCP planned the save", self.timeline.doing)
             self._save_by_items(values)
             return False
         self._items, self._of_all = planned
+        self._take_base()
         return True
 
     def stage(self, gate: Gate | None) -> None:
@@ -126,6 +135,10 @@ class CollectiveSave(ABC):
     @abstractmethod
     def _commit_all(self, messages: list[bytes] | None) -> None:
         """Commits. `messages`: on the coordinator, of all ranks; None on other ranks, and if a rank has an error."""
+
+    def _take_base(self) -> None:
+        """Decides with the other ranks which records of an older checkpoint may be named."""
+        assert self._base is None
 
     def _directory_mark(self) -> DirectoryMark | None:
         """The token that checks for one common directory. None if ranks need not write to one directory."""

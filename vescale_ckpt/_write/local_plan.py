@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.overlap import overlap
-from .._engine.rows import in_first_file
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults, body_bytes, write_result
 from .._state import objects
@@ -43,7 +42,7 @@ def write_packed(save: RankSave, items: PackedItems) -> tuple[PackedResults, Sav
         keys = items.objects()
         placed += save.write_contents([objects.dump(description.objects[key], key) for key in keys], keys)
         items.check_unchanged()
-        return PackedResults(in_first_file(placed), [save.name], items), save.finish(len(tensors), len(keys))
+        return PackedResults(*save.located(placed), items), save.finish(len(tensors), len(keys))
 
 
 def write_items(

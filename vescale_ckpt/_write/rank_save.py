@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from .._engine.options import direct_io_setting, used_paths
+from .._engine.rows import in_first_file
 from ..reports import SaveStats
 from ..settings import DirectIO
 
@@ -88,6 +89,11 @@ class RankSave(ABC):
     @abstractmethod
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         """Writes pickled objects, after all tensors of a file. Returns offset, length and CRC-32 of each."""
+
+    def located(self, placed: Sequence[int]) -> tuple[bytes, list[str]]:
+        """A table of the places of all tensors and objects, and the names of the files. `placed`: what `write_table`
+        and `write_contents` returned, in the order of the rank's part."""
+        return in_first_file(placed), [self.name]
 
     @abstractmethod
     def finish(self, tensors: int, objects: int) -> SaveStats:

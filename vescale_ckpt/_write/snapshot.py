@@ -11,7 +11,7 @@ from typing import Any
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PLAN_ROW, in_first_file, words
+from .._engine.rows import PLAN_ROW, words
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults
 from .._state import objects
@@ -105,7 +105,7 @@ class StagedPlan:
                 snapshot.release()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += save.write_contents(self._objects, self._object_keys)
-            return PackedResults(in_first_file(placed), [save.name]), save.finish(self._tensors, len(self._objects))
+            return PackedResults(*save.located(placed)), save.finish(self._tensors, len(self._objects))
 
     def cancel(self) -> None:
         """Makes a `write` that runs in another thread fail soon."""
