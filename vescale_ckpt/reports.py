@@ -185,6 +185,17 @@ class CheckpointInfo:
         return [key.removeprefix(EXTRA_FILES) for key in self.objects if key.startswith(EXTRA_FILES)]
 
     @property
+    def referred_files(self) -> list[str]:
+        """The data files of other checkpoints that it names, of a save with `base=`."""
+        return [name for name in self.files if name.startswith("../")]
+
+    @property
+    def referred_bytes(self) -> int:
+        """The bytes of the records that it has in such files."""
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        return sum(chunk.bytes for chunk in chunks if chunk.file.startswith("../"))
+
+    @property
     def file_bytes(self) -> int:
         """The bytes of all data files that are there."""
         return sum(length for length in self.files.values() if length > 0)

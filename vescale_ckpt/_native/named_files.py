@@ -61,11 +61,25 @@ def needed_beside(directory: str) -> Iterator[set[str] | None]:
     """A context that gives `named_beside`, for a directory that has a mark. While it lasts, no delta save begins to
     refer to the directory. None: the files of the directory must stay, because a delta save that runs may name any of
     them, or because metadata cannot be read."""
-    try:
-        with locks.abandoned(os.path.join(directory, MARK_NAME), leftovers.SAVE_GRACE) as free:
-            yield named_beside(directory) if free else None
-    except (CheckpointError, OSError):
-        yield None
+    with contextlib.ExitStack() as held:
+        needed = None
+        with contextlib.suppress(CheckpointError, OSError):
+            mark = os.path.join(directory, MARK_NAME)
+            if held.enter_context(locks.abandoned(mark, leftovers.SAVE_GRACE)):
+                needed = named_beside(directory)
+        yield needed
+
+
+def check_replaceable(path: str) -> None:
+    """Raises `CheckpointError` if a folder must not be replaced, because checkpoints beside it name files in it."""
+    if directory_at(path).has(MARK_NAME):
+        with needed_beside(path) as needed:
+            if needed != set():
+                raise CheckpointError(
+                    f"{path} is not replaced: checkpoints beside it name its files (saves with base=), or a save is "
+                    "running that may",
+                    path=path,
+                )
 
 
 def _named_files(directory: str, rank: int | None) -> set[str]:
