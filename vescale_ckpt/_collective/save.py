@@ -25,6 +25,7 @@ from .._ranks.shared_directory import DirectoryMark
 from .._state.application import saved_form
 from .._state.extra_files import with_files
 from .._state.per_rank import counted
+from .._write.frozen import FrozenTensors
 from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
@@ -47,6 +48,7 @@ class CollectiveSave(ABC):
         timeline: of this save. Its `doing` is equal on all ranks.
         extra_files: contents by name, to be saved as files and in the checkpoint. Those of the rank that commits count.
         base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
+        frozen: tensors that need not be read again, either. For a save with `base`.
         options: those of `StorageWriter`.
     """
 
@@ -61,6 +63,7 @@ class CollectiveSave(ABC):
         timeline: Timeline,
         extra_files: Mapping[str, bytes] | None = None,
         base: str | None = None,
+        frozen: FrozenTensors | None = None,
         **options: Any,
     ) -> None:
         self.exchange = exchange
@@ -73,6 +76,7 @@ class CollectiveSave(ABC):
         self._options = options
         self._extra_files = extra_files
         self._base = base
+        self._frozen = frozen
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None

@@ -35,7 +35,7 @@ class CollectiveNativeSave(CollectiveSave):
         except BaseException:
             self._save.end()
             raise
-        self._save.delta = Delta(self._table)
+        self._save.delta = Delta(self._table, self._frozen)
 
     def _message(self, results: PackedResults) -> bytes:
         node = str(node_of_this_process())

@@ -11,7 +11,9 @@ from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import LOCATION_ROW, int_table, words
 from .._native.delta_table import ID_BYTES, DeltaTable, Row
+from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile
+from .frozen import Content, FrozenTensors, table_rows
 
 Write = Callable[[Any, Callable[[int], str], Any], list[int]]
 
@@ -23,7 +25,8 @@ class Delta:
     repeats. docs/guarantees.md tells why that is enough.
     """
 
-    def __init__(self, table: DeltaTable) -> None:
+    def __init__(self, table: DeltaTable, frozen: FrozenTensors | None = None) -> None:
+        self._frozen = frozen
         self._seed = table.seed
         self._key = hashlib.shake_128(b"vescale_ckpt delta" + table.seed).digest(_C.HASH_KEY_BYTES)
         self._files = table.files
@@ -33,25 +36,44 @@ class Delta:
         self.reused_bytes = 0
         self.reused_tensors = 0
 
+    def unread(self, items: PackedItems) -> dict[int, list[int]]:
+        """The rows of the rank's part that need not be read, because they are of frozen tensors and older checkpoints
+        have them: offset, length and CRC-32 of their records."""
+        if self._frozen is None:
+            return {}
+        sizes = words(items.body_bytes())
+        placed = {}
+        for row, content in self._frozen.contents(items, self._seed).items():
+            older = self._known.get(content.id)
+            if older is not None and older.crc == content.crc:
+                self._ids[row] = content.id
+                placed[row] = self._reuse(row, older, sizes[row])
+        return placed
+
+    def _reuse(self, row: int, older: Row, size: int) -> list[int]:
+        self._older[row] = older
+        self.reused_bytes += size
+        self.reused_tensors += 1
+        return [older.offset, older.length, older.crc]
+
     def write(
         self, table: Any, key_of: Callable[[int], str], rows: Sequence[int], options: _C.Options, write: Write
     ) -> list[int]:
         """Writes the tensors of the engine's table that no older checkpoint has. Returns offset, length and CRC-32 of
         each record, in whatever file. `write` writes tensors to this rank's file: it gets a table, a function that
         gives keys, and the size of each tensor."""
-        entries = _rows_of(words(bytes(memoryview(table).cast("B"))))
+        entries = table_rows(bytes(memoryview(table).cast("B")))
         sizes = words(_C.body_bytes(table))
         new, new_table, new_sizes, crcs = [], int_table(), array("q"), []
         placed: list[int] = [0] * (3 * len(entries))
         for number, (blocks, crc) in enumerate(_C.hash_tensors(table, self._key, options)):
             row, entry = rows[number], entries[number]
             id = self._ids[row] = _id_of(entry, blocks)
+            if self._frozen is not None:
+                self._frozen.was_read(row, self._seed, Content(id, crc))
             older = self._known.get(id)
             if older is not None and older.crc == crc:
-                self._older[row] = older
-                self.reused_bytes += sizes[number]
-                self.reused_tensors += 1
-                placed[3 * number : 3 * number + 3] = older.offset, older.length, older.crc
+                placed[3 * number : 3 * number + 3] = self._reuse(row, older, sizes[number])
             else:
                 new.append(number)
                 new_table.extend(entry)
@@ -81,16 +103,6 @@ class Delta:
     def ids(self) -> bytes:
         """The ids of all tensors of the rank's part, in its order."""
         return b"".join(self._ids[row] for row in range(len(self._ids)))
-
-
-def _rows_of(table: memoryview) -> list[memoryview]:
-    """The rows of a table of tensors to write: dtype, address, dimensions n, n sizes, n strides."""
-    rows, at = [], 0
-    while at < len(table):
-        end = at + 3 + 2 * table[at + 2]
-        rows.append(table[at:end])
-        at = end
-    return rows
 
 
 def _id_of(entry: memoryview, blocks: bytes) -> bytes:

@@ -29,14 +29,15 @@ def write_packed(save: RankSave, items: PackedItems) -> tuple[PackedResults, Sav
         if not items:
             return PackedResults(b"", [], items), save.finish(0, 0)
         description, tensors = items.description, range(items.count_tensors())
-        if description.all_ready:
+        unread = save.unread(items)
+        if description.all_ready and not unread:
             table = items.write_table()
             save.open(_C.body_bytes(table))
             placed = save.write_table(table, items.key, tensors)
         else:
             save.open(items.body_bytes())
-            of_row: dict[int, list[int]] = {}
-            for some, of_some in write_rows(save, items, tensors):
+            of_row = dict(unread)
+            for some, of_some in write_rows(save, items, [row for row in tensors if row not in unread]):
                 of_row.update((row, of_some[3 * at : 3 * at + 3]) for at, row in enumerate(some))
             placed = [number for row in tensors for number in of_row[row]]
         keys = items.objects()

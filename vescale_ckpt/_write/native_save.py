@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from .._native.metadata_file import has_metadata
 from .._native.named_files import named_files
 from .._native.names import data_name
 from .._observe.timeline import phase
+from .._plan.save_plan import PackedItems
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from .._storage.locks import FileLock, drop_dead_locks
@@ -65,6 +66,9 @@ class NativeSave(RankSave):
         """Removes files that no metadata names."""
         self._superseded = named_files(self.options.path, self.metadata_rank)
         commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+
+    def unread(self, items: PackedItems) -> Mapping[int, Sequence[int]]:
+        return {} if self.delta is None else self.delta.unread(items)
 
     # --- Data files
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from .._engine.options import direct_io_setting, used_paths
 from .._engine.rows import in_first_file
+from .._plan.save_plan import PackedItems
 from ..reports import SaveStats
 from ..settings import DirectIO
 
@@ -74,6 +75,11 @@ class RankSave(ABC):
     ) -> None:
         if error is not None:
             self.discard()
+
+    def unread(self, items: PackedItems) -> Mapping[int, Sequence[int]]:
+        """The rows of the rank's part that need not be written, nor read: offset, length and CRC-32 of the records that
+        hold them. Call it before anything is written."""
+        return {}
 
     @abstractmethod
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:

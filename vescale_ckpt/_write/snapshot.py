@@ -51,7 +51,7 @@ class StagedPlan:
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
         self._guarded_rows: Sequence[int] = []
-        self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
+        self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
         self._early_bytes = 0
         with self._save:
             try:
@@ -117,6 +117,8 @@ class StagedPlan:
 
     def _copy_all(self, items: PackedItems) -> None:
         where_they_are: Sequence[int] = range(self._tensors)
+        if self._placed:
+            where_they_are = [row for row in where_they_are if row not in self._placed]
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]

@@ -14,6 +14,7 @@ from signal import Signals
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -113,12 +114,13 @@ class CheckpointManager:
         gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
         extra_files: Mapping[str, bytes] | None = None,
+        frozen: Iterable[torch.Tensor] | None = None,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
         some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
-        (for an asynchronous save), `extra_files` and errors are those of `vescale_ckpt.save`.
+        (for an asynchronous save), `extra_files`, `frozen` (with `delta`) and errors are those of `vescale_ckpt.save`.
 
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
@@ -144,7 +146,9 @@ class CheckpointManager:
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
         in_background = self.async_checkpoint and not decision.by_signal
-        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files)
+        handle = self._begin_save(
+            running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files, frozen=frozen
+        )
         self.schedule.began(began)
         if decision.by_signal:
             self.wait()
@@ -234,6 +238,7 @@ class CheckpointManager:
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
         extra_files: Mapping[str, bytes] | None,
+        frozen: Iterable[torch.Tensor] | None,
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         try:
@@ -246,6 +251,7 @@ class CheckpointManager:
                 timeout=self.timeout,
                 extra_files=extra_files,
                 base=self._base(running) if self.delta else None,
+                frozen=frozen,
             )
         except BaseException:
             running.end(None)
