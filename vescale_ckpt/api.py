@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, overload
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
@@ -38,6 +39,7 @@ from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number
 from ._storage.directory import checkpoint_path
 from ._write import snapshot_budget
+from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.optimizer_gate import Gate
 from .errors import CheckpointTimeoutError, SaveInProgressError
 from .reports import LoadReport
@@ -47,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 # One planner for each process group. Each compares a cached plan with the state before it uses the plan again.
 _planners = PerGroup(SavePlanner)
+_frozen = PerGroup(FrozenContents)
 
 
 def save(
@@ -65,6 +68,8 @@ def save(
     metadata: Mapping[str, str] | None = None,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    base: str | os.PathLike[str] | None = None,
+    frozen: Iterable[torch.Tensor] | None = None,
 ) -> SaveHandle:
     """Saves `state` as a checkpoint in the directory `path`; all ranks of the group call it together.
 
@@ -103,6 +108,13 @@ def save(
         extra_files: small files that belong to the checkpoint, content by name (`{"config.json": b"..."}`): those of
             rank 0 count. The contents are committed with the checkpoint; `load` returns them. A copy of each is written
             into the directory after the commit, for other programs. For format "dcp".
+        base: an older checkpoint in a folder beside `path`, saved with `base=`. Tensors whose bytes it has are not
+            written again: the new checkpoint names its files. It must stay as long as the new one; a
+            `CheckpointManager` sees to that. A base that cannot be used is a warning, and all is written. For the first
+            save, give `path` itself.
+        frozen: with `base`: tensors of the state (parameters that do not require grad) that nothing changes except by
+            operations that raise torch's version counter. While counter and storage are those of an earlier save of
+            this process, they are not even read. docs/guarantees.md tells what leaves the counter as it is.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -130,6 +142,12 @@ def save(
             f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
             "into its folder before the save, as save_pretrained does with config.json"
         )
+    if base is not None and format != "dcp":
+        raise ValueError(f"base: a model in format={format!r} cannot name the files of another")
+    if frozen is not None and base is None:
+        raise ValueError("frozen: only a save with base= can leave tensors unread")
+    unchanged = None if frozen is None else FrozenTensors(frozen, _frozen.of(process_group))
+    older = None if base is None else checkpoint_path(checked_path("base", base))
     directory = checkpoint_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
@@ -152,6 +170,8 @@ def save(
         exchange = Exchange.of(process_group, limit)
         if planner is None:
             planner = _planners.of(process_group)
+        if base is not None and planner.placement == "local":
+            raise ValueError("base: with placement='local' each node has a checkpoint of its own, and no base for all")
         timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
         kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
@@ -160,7 +180,7 @@ def save(
                 raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}
         options["fqn_to_index_mapping"] = fqn_to_index_mapping
-        save = kind(exchange, planner, directory, timeline, extra_files, **options)
+        save = kind(exchange, planner, directory, timeline, extra_files, older, unchanged, **options)
         try:
             with gc_paused():
                 packed = save.begin(state, failed_before, gated=guard is not None)

@@ -57,6 +57,8 @@ class SaveStats(TransferStats):
     """What one rank wrote."""
 
     file_bytes: int  #: length of the files written
+    reused_bytes: int = field(default=0, kw_only=True)  #: with `base=`: of tensor data that an older checkpoint has
+    reused_tensors: int = field(default=0, kw_only=True)  #: with `base=`: boxes of tensors that were not written
     plan_reused: bool | None = field(default=None, kw_only=True)  #: whether the plan of an earlier save was used again
     #: what devices of this process refused so far, in words; the log has each once. Copies from them are slower
     device_notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -183,6 +185,17 @@ class CheckpointInfo:
     def extra_files(self) -> list[str]:
         """The names of the files that were saved with `extra_files=`."""
         return [key.removeprefix(EXTRA_FILES) for key in self.objects if key.startswith(EXTRA_FILES)]
+
+    @property
+    def referred_files(self) -> list[str]:
+        """The data files of other checkpoints that it names, of a save with `base=`."""
+        return [name for name in self.files if name.startswith("../")]
+
+    @property
+    def referred_bytes(self) -> int:
+        """The bytes of the records that it has in such files."""
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        return sum(chunk.bytes for chunk in chunks if chunk.file.startswith("../"))
 
     @property
     def file_bytes(self) -> int:

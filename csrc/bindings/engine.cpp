@@ -5,10 +5,12 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/crc32.h"
@@ -23,6 +25,7 @@
 #include "read/archive_file.h"
 #include "read/reader.h"
 #include "read/table.h"
+#include "write/block_hashes.h"
 #include "write/table.h"
 #include "write/writer.h"
 
@@ -117,6 +120,26 @@ py::bytes body_bytes(const py::buffer& buffer) {
     sizes.push_back(static_cast<int64_t>(source.bytes));
   }
   return py::bytes(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
+}
+
+// Of each tensor the hashes of its blocks, and the CRC-32.
+std::vector<std::pair<py::bytes, uint32_t>> hash_tensors(const py::buffer& buffer, const py::bytes& key,
+                                                         const io::EngineOptions& options) {
+  const Table table(buffer);
+  std::vector<uint64_t> words(view(key).size() / sizeof(uint64_t));
+  std::memcpy(words.data(), view(key).data(), words.size() * sizeof(uint64_t));
+  std::vector<write::TensorHashes> hashes;
+  {
+    const py::gil_scoped_release release;
+    hashes = write::hash_tensors(write::parse_write_table(table.values()), words, options);
+  }
+  std::vector<std::pair<py::bytes, uint32_t>> result;
+  result.reserve(hashes.size());
+  for (const write::TensorHashes& of : hashes) {
+    result.emplace_back(py::bytes(reinterpret_cast<const char*>(of.blocks.data()), of.blocks.size() * sizeof(uint64_t)),
+                        of.crc);
+  }
+  return result;
 }
 
 py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>& objects) {
@@ -277,6 +300,9 @@ void bind_engine(py::module_& module) {
       .def("stats", [](const write::FileWriter& writer) { return stats_dict(writer.stats()); });
 
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
+  module.def("hash_tensors", &hash_tensors, py::arg("table"), py::arg("key"), py::arg("options"),
+             "of each tensor of a table to write: the hashes of its blocks, and its CRC-32");
+  module.attr("HASH_KEY_BYTES") = write::kHashKeyWords * sizeof(uint64_t);
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");

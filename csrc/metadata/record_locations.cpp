@@ -1,5 +1,9 @@
 #include "metadata/record_locations.h"
 
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
 #include "base/error.h"
 
 namespace vescale_ckpt::metadata {
@@ -15,13 +19,18 @@ RecordLocations::RecordLocations(std::vector<std::span<const int64_t>> tables,
                                  const std::vector<std::vector<std::string>>& files)
     : tables_(std::move(tables)) {
   if (files.size() != tables_.size()) throw Error::invalid("as many lists of files as ranks are wanted");
+  std::unordered_map<std::string_view, uint32_t> numbers;
   for (size_t rank = 0; rank < files.size(); ++rank) {
     if (tables_[rank].size() % kWords != 0) malformed(rank, "not whole rows");
-    first_file_.push_back(static_cast<uint32_t>(files_.size()));
-    files_.insert(files_.end(), files[rank].begin(), files[rank].end());
+    first_file_.push_back(file_numbers_.size());
+    for (const std::string& name : files[rank]) {  // ranks may name the same file of an older checkpoint
+      const auto [found, is_new] = numbers.emplace(name, static_cast<uint32_t>(files_.size()));
+      if (is_new) files_.push_back(name);
+      file_numbers_.push_back(found->second);
+    }
   }
   if (files_.size() >= INT32_MAX) throw Error::invalid("too many files");
-  first_file_.push_back(static_cast<uint32_t>(files_.size()));
+  first_file_.push_back(file_numbers_.size());
 }
 
 RecordLocation RecordLocations::operator[](const Catalog::Chunk& chunk) const {
@@ -29,12 +38,13 @@ RecordLocation RecordLocations::operator[](const Catalog::Chunk& chunk) const {
   if (rank >= tables_.size()) throw Error::invalid("nothing is known of what rank " + std::to_string(rank) + " wrote");
   if (chunk.row >= tables_[rank].size() / kWords) malformed(rank, "it misses a row");
   const auto row = tables_[rank].subspan(size_t{chunk.row} * kWords, kWords);
-  if (row[0] < 0 || row[0] >= first_file_[rank + 1] - first_file_[rank]) malformed(rank, "a file without a name");
+  if (row[0] < 0 || static_cast<uint64_t>(row[0]) >= first_file_[rank + 1] - first_file_[rank])
+    malformed(rank, "a file without a name");
   for (const int64_t number : {row[1], row[2]}) {
     if (number < 0 || static_cast<uint64_t>(number) >= kFarthest) malformed(rank, "an absurd offset or length");
   }
   if (row[3] < -1 || row[3] > UINT32_MAX) malformed(rank, "a checksum that is none");
-  return {first_file_[rank] + static_cast<uint32_t>(row[0]), static_cast<uint64_t>(row[1]),
+  return {file_numbers_[first_file_[rank] + static_cast<size_t>(row[0])], static_cast<uint64_t>(row[1]),
           static_cast<uint64_t>(row[2]), row[3]};
 }
 

@@ -30,12 +30,13 @@ class RecordLocations {
 
   // Throws Error (invalid) if the rank has no such row, or one whose numbers are out of bounds.
   RecordLocation operator[](const Catalog::Chunk& chunk) const;
-  // Names of the files of all ranks, rank after rank.
+  // Names of the files of all ranks, in the order of ranks, each once.
   const std::vector<std::string>& files() const { return files_; }
 
  private:
   std::vector<std::span<const int64_t>> tables_;
-  std::vector<uint32_t> first_file_;  // of each rank, and one more
+  std::vector<size_t> first_file_;      // in file_numbers_, of each rank, and one more
+  std::vector<uint32_t> file_numbers_;  // of the files of all ranks, rank after rank
   std::vector<std::string> files_;
 };
 

@@ -474,13 +474,13 @@ def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
 ) -> None:
     """Another save commits between this one's look at what is named and its look at what is locked."""
     save(checkpoint, state(1))
-    named = commit._named_by_any
+    named = commit.named_by_any
     looks: list[set[str]] = []
 
     def outdated(directory: str) -> set[str]:
         looks.append(named(directory))
         return set() if len(looks) == 1 else looks[-1]
 
-    monkeypatch.setattr(commit, "_named_by_any", outdated)
+    monkeypatch.setattr(commit, "named_by_any", outdated)
     assert commit.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
     assert same(load(checkpoint, state(0)), state(1))

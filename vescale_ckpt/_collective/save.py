@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from .._state.application import saved_form
 from .._state.extra_files import with_files
 from .._state.per_rank import counted
 from .._storage.urls import refuse
+from .._write.frozen import FrozenTensors
 from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
@@ -32,6 +34,8 @@ from .._write.snapshot import StagedPlan
 from ..reports import JobStats, SaveStats
 from .agree_plan import CollectivePlan
 from .steps import Steps
+
+logger = logging.getLogger(__name__)
 
 
 class CollectiveSave(ABC):
@@ -44,6 +48,8 @@ class CollectiveSave(ABC):
         path: of the directory, absolute.
         timeline: of this save. Its `doing` is equal on all ranks.
         extra_files: contents by name, to be saved as files and in the checkpoint. Those of the rank that commits count.
+        base: the path of an older checkpoint, absolute: records of equal bytes are not written again.
+        frozen: tensors that need not be read again, either. For a save with `base`.
         options: those of `StorageWriter`.
     """
 
@@ -57,6 +63,8 @@ class CollectiveSave(ABC):
         path: str,
         timeline: Timeline,
         extra_files: Mapping[str, bytes] | None = None,
+        base: str | None = None,
+        frozen: FrozenTensors | None = None,
         **options: Any,
     ) -> None:
         self.exchange = exchange
@@ -68,6 +76,8 @@ class CollectiveSave(ABC):
         self.stats: SaveStats | None = None  # of this rank, set after writing
         self._options = options
         self._extra_files = extra_files
+        self._base = base
+        self._frozen = frozen
         self._job: JobStats | None = None
         self._plan_reused: bool | None = None
         self._items: PackedItems | None = None
@@ -91,9 +101,12 @@ class CollectiveSave(ABC):
         self._plan_reused = plan.reused
         if planned is None:
             assert values is not None
+            if self._base is not None:
+                logger.warning("%s: all is written, without the base: DCP planned the save", self.timeline.doing)
             self._save_by_items(values)
             return False
         self._items, self._of_all = planned
+        self._take_base()
         return True
 
     def stage(self, gate: Gate | None) -> None:
@@ -127,6 +140,10 @@ class CollectiveSave(ABC):
     @abstractmethod
     def _commit_all(self, messages: list[bytes] | None) -> None:
         """Commits. `messages`: on the coordinator, of all ranks; None on other ranks, and if a rank has an error."""
+
+    def _take_base(self) -> None:
+        """Decides with the other ranks which records of an older checkpoint may be named."""
+        assert self._base is None
 
     def _directory_mark(self) -> DirectoryMark | None:
         """The token that checks for one common directory. None if ranks need not write to one directory."""

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,8 +24,18 @@ from .._engine.overlap import overlap
 from .._engine.rows import int_table
 from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
 from .._hf.names import is_temporary_index, token_of
-from .._native import metadata_file
-from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, metadata_name
+from .._native import delta_table, metadata_file
+from .._native.delta_table import DeltaTable
+from .._native.named_files import check_replaceable
+from .._native.names import (
+    DELTA_NAME,
+    INDEX_NAME,
+    MARK_NAME,
+    METADATA_NAME,
+    is_metadata_file,
+    is_temporary_file,
+    metadata_name,
+)
 from .._read import contents
 from .._read.check_records import Progress, list_records
 from .._read.no_checkpoint import explained
@@ -33,6 +43,7 @@ from .._storage.directory import checkpoint_path, directory_at, is_file, is_fold
 from .._storage.locks import LOCK_NAME
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder
+from .._storage.siblings import data_path, in_sibling
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -67,7 +78,9 @@ def copy(
     """Copies the checkpoint `src` to `dst`, which appears whole or not at all, and durably.
 
     Of a folder it copies the files of the checkpoint, and other files beside them, as a model's configuration. Folders
-    and what dead saves have left stay behind. `progress` is called with the bytes copied or checked so far, and in all.
+    and what dead saves have left stay behind. The copy of a delta save names no files of other checkpoints: it has
+    copies of them, and metadata of its own, without an index. `progress` is called with the bytes copied or checked so
+    far, and in all.
 
     Raises `CheckpointError` if there is no checkpoint, `dst` exists, or the source changes meanwhile;
     `CorruptCheckpointError` and `UntrustedCheckpointError` for a damaged source; `StorageFullError`. `dst` is then
@@ -125,23 +138,28 @@ class _FolderCopy:
         self._metadata = _metadata_files(source)  # before they are read
         of_checkpoint = _files_of_checkpoint(source)
         self._names, report.left_out = _names_to_copy(source, of_checkpoint)
+        self._made = _SelfContained.of(source, of_checkpoint)  # in place of files of the source
+        if self._made is not None:
+            self._names = [name for name in self._names if name not in (INDEX_NAME, DELTA_NAME)]
 
     def run(self) -> None:
         report = self._report
         self._check_destination()
-        sizes = {name: stat_of(os.path.join(self._source, name)).size for name in self._names}
+        sizes = {name: stat_of(data_path(self._source, name)).size for name in self._names}
         transfer = _Transfer(2 * sum(sizes.values()), self._progress)
         folder = ResumableFolder(self._path)
         try:
             folder.make()
             known = _complete_files(folder, transfer)
-            check_space(folder.directory, sum(size for name, size in sizes.items() if name not in known))
+            check_space(folder.directory, sum(size for name, size in sizes.items() if name_in_copy(name) not in known))
             done = [self._copy(name, folder, known, transfer) for name in self._names]
             if _metadata_files(self._source) != self._metadata:
                 raise CheckpointError(f"{self._source} was saved to while it was copied", path=self._source)
+            if self._made is not None:
+                done = [self._made.written(folder.temporary) if entry[0] == METADATA_NAME else entry for entry in done]
             self._remove_others(folder.temporary)
             _compare(self._source, folder.temporary, done, transfer, report)
-            for name in {os.path.dirname(name) for name in self._names} - {""}:
+            for name in {os.path.dirname(name_in_copy(name)) for name in self._names} - {""}:
                 directory_at(os.path.join(folder.temporary, name)).sync()
             self._check_destination()
             folder.commit()
@@ -155,8 +173,9 @@ class _FolderCopy:
     def _copy(
         self, name: str, folder: ResumableFolder, known: dict[str, _Complete], transfer: _Transfer
     ) -> tuple[str, int, int]:
-        """Returns the name, the length and the CRC-32."""
-        source, path = os.path.join(self._source, name), os.path.join(folder.temporary, name)
+        """Returns the name in the copy, the length and the CRC-32."""
+        source, name = data_path(self._source, name), name_in_copy(name)
+        path = os.path.join(folder.temporary, name)
         found = stat_of(source)
         entry = known.get(name)
         if entry is not None and (entry.bytes, entry.modified_ns) == (found.size, found.modified_ns):
@@ -176,8 +195,9 @@ class _FolderCopy:
 
     def _remove_others(self, temporary: str) -> None:
         """Removes what a copy that died took of an earlier state of the source."""
+        names = {JOURNAL_NAME, *map(name_in_copy, self._names), *([] if self._made is None else [DELTA_NAME])}
         for name in directory_at(temporary).names():
-            if name not in self._names and name != JOURNAL_NAME and is_file(os.path.join(temporary, name)):
+            if name not in names and is_file(os.path.join(temporary, name)):
                 directory_at(temporary).remove(name)
 
     def _check_destination(self) -> None:
@@ -194,6 +214,7 @@ class _FolderCopy:
             return
         if not self._overwrite:
             raise _exists(path)
+        check_replaceable(path)
         try:
             of_checkpoint = _files_of_checkpoint(path)
         except CheckpointError as error:
@@ -249,7 +270,7 @@ def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[
     """The files to copy, `.metadata` last, and the names that are left out."""
     other, left_out = set(), []
     for name in directory_at(path).names():
-        if name == LOCK_NAME or name in of_checkpoint:
+        if name in (LOCK_NAME, MARK_NAME) or name in of_checkpoint:
             continue
         is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
         is_unnamed = name.endswith((_DCP_SUFFIX, SUFFIX))  # of another save or model
@@ -258,10 +279,50 @@ def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[
         else:
             other.add(name)
     for name in sorted(of_checkpoint):
-        if not is_file(os.path.join(path, name)):
-            file = os.path.join(path, name)
+        file = data_path(path, name)
+        if not is_file(file):
             raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
     return sorted(of_checkpoint | other, key=lambda name: (is_metadata_file(name), name)), sorted(left_out)
+
+
+# --- A delta save, which names files of other checkpoints
+
+
+def name_in_copy(name: str) -> str:
+    """The name that a data file gets in a copy."""
+    found = in_sibling(name)
+    return name if found is None else found.file
+
+
+@dataclass(frozen=True)
+class _SelfContained:
+    """Metadata that names the files of a copy, of a checkpoint that names files of others."""
+
+    metadata: bytes
+    delta: bytes
+
+    @classmethod
+    def of(cls, source: str, of_checkpoint: set[str]) -> _SelfContained | None:
+        """None for a checkpoint that names its own files only."""
+        if not any(map(in_sibling, of_checkpoint)):
+            return None
+        if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
+            raise CheckpointError(f"{source} names files of equal names in several folders: convert it", path=source)
+        metadata = metadata_file.read_metadata(source)
+        for info in {id(info): info for info in metadata.storage_data.values()}.values():
+            info.relative_path = name_in_copy(info.relative_path)
+        content = metadata_file.dumps(metadata)
+        try:
+            table = delta_table.read(source)
+        except CheckpointError:  # it cannot be a base, nor can the copy
+            table = DeltaTable(bytes(delta_table.SEED_BYTES), [], [])
+        return cls(content, replace(table, files=[*map(name_in_copy, table.files)]).pack(content))
+
+    def written(self, folder: str) -> tuple[str, int, int]:
+        """Replaces the copied metadata. Returns name, length and CRC-32."""
+        directory_at(folder).write(DELTA_NAME, self.delta)
+        directory_at(folder).write(METADATA_NAME, self.metadata)
+        return METADATA_NAME, len(self.metadata), _C.crc32(self.metadata)
 
 
 # --- What was copied before

@@ -43,6 +43,7 @@ from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
 from .._state.structure import Path, structure_of
 from .._storage.directory import check_relative, checkpoint_path, directory_at
+from .._storage.siblings import data_path
 from .._write.host_batches import write_table
 from .._write.native_save import NativeSave
 from .._write.rank_save import RankSave, SaveOptions
@@ -138,7 +139,7 @@ class DcpSource(Source):
                 "load the checkpoint and save it again",
                 key=index.fqn,
             )
-        path = os.path.join(self._path, name)
+        path = data_path(self._path, name)
         self._seen.look(path)
         if self._has_table(name):
             return False

@@ -21,6 +21,7 @@ from .._read.no_checkpoint import explained
 from .._state.key_selection import Selection
 from .._storage.directory import check_relative, checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.file_kinds import kind_of_file
+from .._storage.siblings import data_path
 from ..errors import CheckpointError, MissingKeysError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
@@ -69,7 +70,7 @@ def _of_metadata(path: str, format: str, parts: list[Contents], writer: str = ""
     files: dict[str, int] = {}
     for part in parts:
         for chunk in _stored(part, part.metadata, tensors, objects):
-            files.setdefault(chunk, _length(os.path.join(part.root, chunk)))
+            files.setdefault(chunk, _length(data_path(part.root, chunk)))
         aliases.update(_without_aliases(part, tensors))
     save_id = parts[0].save_id
     return CheckpointInfo(path, format, writer, save_id, tensors, objects, aliases, files)

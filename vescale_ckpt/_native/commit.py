@@ -1,8 +1,8 @@
 """Commits a save as the checkpoint of its directory, and removes files that no checkpoint names.
 
-A data file belongs to a checkpoint if a metadata file names it. No save writes to a file that exists, so the checkpoint
-before stays whole until `.metadata` is replaced in one step. Files that no metadata names are removed after that, and
-before the next save.
+A data file belongs to a checkpoint if a metadata file names it, of its own directory or of one beside it. No save
+writes to a file that exists, so the checkpoint before stays whole until `.metadata` is replaced in one step. Files that
+no metadata names are removed after that, and before the next save.
 """
 
 from __future__ import annotations
@@ -10,62 +10,44 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import posixpath
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from functools import partial
 
 from .._engine import _C
 from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.leftovers import Leftover
-from ..errors import CheckpointError
-from . import metadata_file, names
+from . import delta_table, names
 from .metadata_file import has_metadata
+from .named_files import named_by_any, needed_beside
+from .names import DELTA_NAME, MARK_NAME
 
 logger = logging.getLogger(__name__)
 
 
-def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None, overwrite: bool = True) -> None:
+def commit(
+    directory: str,
+    rank: int | None,
+    metadata: bytes,
+    index: bytes | None,
+    delta: bytes | None = None,
+    overwrite: bool = True,
+) -> None:
     """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
-    all ranks. `overwrite`: as for `Directory.commit`. Raises OSError and `_C.EngineError`."""
+    all ranks. `delta`: the content of `.metadata.delta`. `overwrite`: as for `Directory.commit`. Raises OSError and
+    `_C.EngineError`."""
     storage = directory_at(directory)
     storage.make_durable(holds_one=has_metadata(directory, rank))
     if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
         storage.write(names.index_name(rank), index)
+    if delta is not None:  # before the metadata, like the index
+        storage.write(DELTA_NAME, delta)
     storage.commit(names.metadata_name(rank), metadata, overwrite)
     if index is None:
         with contextlib.suppress(OSError, _C.EngineError):
             storage.remove(names.index_name(rank))
-
-
-def named_files(directory: str, rank: int | None) -> set[str]:
-    """Data files that one metadata file of the directory names; none if that file is missing or cannot be read."""
-    if not has_metadata(directory, rank):
-        return set()
-    try:
-        return _named_files(directory, rank)
-    except CheckpointError:
-        return set()
-
-
-def _named_files(directory: str, rank: int | None) -> set[str]:
-    index = metadata_file.read_index(directory, rank)
-    if index is not None:
-        with contextlib.suppress(_C.EngineError):  # damaged
-            return {posixpath.normpath(path) for path in index.files}
-    storage = metadata_file.read_metadata(directory, rank).storage_data
-    values = storage.values() if isinstance(storage, dict) else ()
-    paths = (getattr(info, "relative_path", None) for info in values)
-    return {posixpath.normpath(path) for path in paths if isinstance(path, str)}
-
-
-def _named_by_any(directory: str) -> set[str]:
-    """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
-    named: set[str] = set()
-    for name in filter(names.is_metadata_file, directory_at(directory).names()):
-        named |= _named_files(directory, names.rank_of_metadata(name))
-    return named
 
 
 def remove_leftovers(
@@ -79,10 +61,10 @@ def remove_leftovers(
     and those of `superseded`, which the metadata before the last commit named.
 
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
-    nothing is removed: it may name any file. With `only_rank`, only that rank's files. Failures are logged, not raised:
-    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which
-    has no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
-    these are removed.
+    nothing is removed: it may name any file. The same holds for checkpoints beside the directory, if it has the mark of
+    delta saves. With `only_rank`, only that rank's files. Failures are logged, not raised: a leftover does no harm.
+    `dry_run`: removes nothing, and returns what would be removed. In an object store, which has no locks, files of
+    saves that died are those that nobody has written for a day; if `superseded` names any, only these are removed.
     """
     try:
         storage = directory_at(directory)
@@ -92,12 +74,19 @@ def remove_leftovers(
         candidates = [
             name
             for name in found
-            if (name in superseded or names.is_data_file(name) or names.is_temporary_file(name))
+            if (name in superseded or names.is_data_file(name) or names.is_temporary_file(name) or name == DELTA_NAME)
             and (mine is None or name.startswith(mine))
         ]
-        named = _named_by_any(directory) if candidates else set()
+        named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
-        removed = leftovers.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
+        with needed_beside(directory) if MARK_NAME in found else nullcontext(set[str]()) as needed:
+            if needed is None:
+                left = [name for name in left if names.is_temporary_file(name)]
+            elif needed:
+                left = [name for name in left if name not in needed]
+            elif MARK_NAME in found and not dry_run:
+                directory_at(directory).remove(MARK_NAME)
+            removed = leftovers.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
@@ -111,6 +100,9 @@ def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSe
         paths = [os.path.join(directory, name)]
         if name in superseded:
             yield Leftover(paths, None, 0.0)
+        elif name == DELTA_NAME:
+            if not delta_table.belongs(directory):
+                yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE)
         elif names.is_temporary_file(name):
             yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE if names.may_be_in_use(name) else 0.0)
         else:
@@ -121,4 +113,4 @@ def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSe
 
 
 def _is_named(directory: str, name: str) -> bool:
-    return name in _named_by_any(directory)
+    return name in named_by_any(directory)

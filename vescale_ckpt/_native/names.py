@@ -11,11 +11,13 @@ from ..errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"
+DELTA_NAME = METADATA_NAME + ".delta"  #: what later saves need to name records of the checkpoint
+MARK_NAME = ".referred"  #: an empty file: checkpoints beside the directory may name its data files
 METRICS_NAME = "metrics.json"  #: of a manager
 _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFFIX))
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
-_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index)?\.tmp.*")
+_TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index|\.delta)?\.tmp.*")
 _OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.")
 
 
@@ -72,7 +74,7 @@ def may_be_in_use(temporary: str) -> bool:
 
 def is_of_a_save(name: str) -> bool:
     """Whether a save that died may have left a file of that name."""
-    return is_data_file(name) or is_temporary_file(name) or name == INDEX_NAME
+    return is_data_file(name) or is_temporary_file(name) or name in (INDEX_NAME, DELTA_NAME)
 
 
 def checked_location(info: object, key: str) -> StorageInfo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from .._storage.directory import check_relative, stat_of
+from .._storage.siblings import data_path
 from .._storage.urls import is_url
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
@@ -172,7 +172,7 @@ class Load:
         naming `key`, if its name leaves the root."""
         number = self.file_numbers.get(name)
         if number is None:
-            path = os.path.join(self.contents.root, check_relative(name, key))
+            path = data_path(self.contents.root, check_relative(name, key))
             self._seen.look(path)
             number = self.file_numbers[name] = len(self.paths)
             self.paths.append(path)

@@ -13,6 +13,7 @@ from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import index_name, metadata_name
 from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
+from .._storage.siblings import data_path
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
@@ -117,7 +118,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     checked with `quick` alone: otherwise the records are read."""
     bad = set()
     for name, end in ends.items():
-        path = os.path.join(directory, name)
+        path = data_path(directory, name)
         try:
             found = stat_of(path)
         except OSError as error:

@@ -23,6 +23,7 @@ from .._engine.errors import check_space, named_system_errors
 from ..errors import UntrustedCheckpointError
 from . import locks, urls
 from .locks import LOCK_NAME, READ, FileLock
+from .siblings import in_sibling
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,13 @@ class Directory:
     def leave_mark(self, name: str) -> None:
         """Makes an empty file, which must be missing before. It is not durable."""
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+    def keep_mark(self, name: str) -> None:
+        """Makes an empty file durably unless it is there, and sets its time."""
+        with contextlib.suppress(FileExistsError):
+            self.leave_mark(name)
+        os.utime(self._at(name))
+        self.sync()
 
     def sees_mark(self, name: str) -> bool:
         """Whether the directory holds the file now, without what a client may have cached. Raises nothing."""
@@ -389,11 +397,12 @@ def _path_of_url(text: str, scheme: str) -> str:
 
 
 def check_relative(name: object, key: str) -> str:
-    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory."""
+    """A data file's name as metadata gives it; raises `UntrustedCheckpointError` if it would leave the directory,
+    other than to a data file of a checkpoint beside it."""
     if not isinstance(name, str) or not name or "\0" in name or not name.isprintable():
         raise UntrustedCheckpointError(f"{key}: metadata gives {name!r} as the name of a data file", key=key)
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
+    if (path.is_absolute() or ".." in path.parts) and in_sibling(name) is None:
         raise UntrustedCheckpointError(
             f"{key}: metadata places it in {name!r}, outside of the checkpoint's directory", key=key
         )

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

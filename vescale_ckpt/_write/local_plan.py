@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.overlap import overlap
-from .._engine.rows import in_first_file
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults, body_bytes, write_result
 from .._state import objects
@@ -30,20 +29,21 @@ def write_packed(save: RankSave, items: PackedItems) -> tuple[PackedResults, Sav
         if not items:
             return PackedResults(b"", [], items), save.finish(0, 0)
         description, tensors = items.description, range(items.count_tensors())
-        if description.all_ready:
+        unread = save.unread(items)
+        if description.all_ready and not unread:
             table = items.write_table()
             save.open(_C.body_bytes(table))
             placed = save.write_table(table, items.key, tensors)
         else:
             save.open(items.body_bytes())
-            of_row: dict[int, list[int]] = {}
-            for some, of_some in write_rows(save, items, tensors):
+            of_row = dict(unread)
+            for some, of_some in write_rows(save, items, [row for row in tensors if row not in unread]):
                 of_row.update((row, of_some[3 * at : 3 * at + 3]) for at, row in enumerate(some))
             placed = [number for row in tensors for number in of_row[row]]
         keys = items.objects()
         placed += save.write_contents([objects.dump(description.objects[key], key) for key in keys], keys)
         items.check_unchanged()
-        return PackedResults(in_first_file(placed), [save.name], items), save.finish(len(tensors), len(keys))
+        return PackedResults(*save.located(placed), items), save.finish(len(tensors), len(keys))
 
 
 def write_items(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._engine import _C
@@ -14,14 +15,18 @@ from .._engine.rows import words
 from .._native import commit
 from .._native.extra_files import ExtraFiles
 from .._native.metadata_file import has_metadata
+from .._native.named_files import named_files
 from .._native.names import data_name
 from .._observe.timeline import phase
+from .._plan.save_plan import PackedItems
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from .._storage.locks import FileLock, drop_dead_locks
 from .._storage.pending import make_locked, new_token
 from ..errors import CheckpointError
 from ..reports import SaveStats
+from .delta import Delta
+from .delta_base import DeltaBase
 from .rank_save import RankSave, SaveOptions
 
 
@@ -37,8 +42,12 @@ class NativeSave(RankSave):
         self._lock: FileLock | None = None  # on the first file; it marks all files as those of a running save
         self._file: _C.FileWriter | None = None
         self._needed = 0  # bytes, for the open file
+        self._in_background = False
         self._tensor_bytes = self._file_bytes = 0
         self._stats_of_files: list[dict[str, int]] = []
+        self.delta: Delta | None = None  #: of a save with `base=`: what need not be written
+        self.base: DeltaBase | None = None  #: the same, on the coordinator
+        self._open_later: Callable[[Any], None] | None = None  # makes the file of a delta save, if it needs one
 
     def begin(self) -> None:
         path = self.options.path
@@ -55,13 +64,24 @@ class NativeSave(RankSave):
 
     def clean_up(self) -> None:
         """Removes files that no metadata names."""
-        self._superseded = commit.named_files(self.options.path, self.metadata_rank)
+        self._superseded = named_files(self.options.path, self.metadata_rank)
         self._remove_leftovers()
+
+    def unread(self, items: PackedItems) -> Mapping[int, Sequence[int]]:
+        return {} if self.delta is None else self.delta.unread(items)
 
     # --- Data files
 
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
+        self._in_background = in_background
+        if self.delta is None:
+            self._open(body_bytes, part)
+        else:  # how much will be written is not known yet
+            self._open_later = lambda body_bytes: self._open(body_bytes, part)
+
+    def _open(self, body_bytes: Any, part: int | None) -> None:
         self._finish_file()
+        self._open_later = None
         options, self._needed = self.options, _C.expected_bytes(body_bytes)
 
         def make() -> tuple[str, _C.FileWriter]:
@@ -70,8 +90,7 @@ class NativeSave(RankSave):
             self.name = data_name(options.rank, self._token, part)
             with named_errors(str, options.path, self._needed):
                 directory_at(options.path).check_space(self._needed)
-                for_engine = engine_options(options.thread_count, options.direct_io, in_background)
-                return self._path, _C.FileWriter(self._path, body_bytes, for_engine, options.checksums)
+                return self._path, _C.FileWriter(self._path, body_bytes, self._for_engine(), options.checksums)
 
         if self._names:
             _, self._file = make()
@@ -80,11 +99,27 @@ class NativeSave(RankSave):
         self._names.append(self.name)
         self._tensor_bytes += sum(memoryview(body_bytes).cast("B").cast("q"))
 
+    def _for_engine(self) -> _C.Options:
+        return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
+
     @property
     def _path(self) -> str:
         return os.path.join(self.options.path, self.name)
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
+        if self.delta is not None:
+            return self.delta.write(table, key_of, rows, self._for_engine(), self._write_new)
+        return self._write_table(table, key_of)
+
+    def _write_new(self, table: Any, key_of: Callable[[int], str], body_bytes: Any) -> list[int]:
+        """Writes tensors that no older checkpoint has."""
+        if self._open_later is not None:
+            self._open_later(body_bytes)
+        else:
+            self._tensor_bytes += sum(body_bytes)
+        return self._write_table(table, key_of)
+
+    def _write_table(self, table: Any, key_of: Callable[[int], str]) -> list[int]:
         assert self._file is not None
         with named_errors(key_of, self.options.path, self._needed):
             return words(self._file.write_tensors(table)).tolist()
@@ -92,10 +127,16 @@ class NativeSave(RankSave):
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         if not contents:
             return []
+        if self._open_later is not None:
+            self._open_later(b"")
         assert self._file is not None
         needed = self._needed + sum(map(len, contents))
         with named_errors(keys.__getitem__, self.options.path, needed):
             return words(self._file.write_objects(contents)).tolist()
+
+    def located(self, placed: Sequence[int]) -> tuple[bytes, list[str]]:
+        places, _ = super().located(placed)
+        return (places, self._names) if self.delta is None else self.delta.locate(places, self._names)
 
     def _finish_file(self) -> None:
         """Makes the content of the open file durable, and closes it: there may be as many files as tensors."""
@@ -117,7 +158,10 @@ class NativeSave(RankSave):
         if self.options.sync_files and self._names:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
                 directory_at(self.options.path).sync()  # makes the names durable, too
-        return self._stats(tensors, objects, self._tensor_bytes, self._file_bytes, self._stats_of_files)
+        stats = self._stats(tensors, objects, self._tensor_bytes, self._file_bytes, self._stats_of_files)
+        if self.delta is None:
+            return stats
+        return replace(stats, reused_bytes=self.delta.reused_bytes, reused_tensors=self.delta.reused_tensors)
 
     def progress(self) -> int:
         file = self._file
@@ -148,20 +192,22 @@ class NativeSave(RankSave):
         if missing:
             raise separate_directories(path, missing)
 
-    def commit(self, content: bytes, index: bytes | None) -> None:
-        """Replaces the metadata by `content`, atomically and durably, and removes the files that it does not name."""
+    def commit(self, content: bytes, index: bytes | None, delta: bytes | None = None) -> None:
+        """Replaces the metadata by `content`, atomically and durably, and removes the files that it does not name.
+        `delta`: the content of `.metadata.delta`, of a save with `base=`."""
         path = self.options.path
         extra = ExtraFiles(path, self.options.extra_files, self.metadata_rank)
         try:
             with named_system_errors(path):
                 extra.withdraw()
-                commit.commit(path, self.metadata_rank, content, index, self.options.overwrite)
+                commit.commit(path, self.metadata_rank, content, index, delta, self.options.overwrite)
         except BaseException:
             extra.put_back()
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_leftovers()
             raise
         extra.publish()
+        self._release_base()  # the new metadata keeps its files from now on
         if self._superseded or not directory_at(path).is_remote:
             commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
@@ -171,8 +217,14 @@ class NativeSave(RankSave):
         if not directory_at(self.options.path).is_remote:
             commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
+    def _release_base(self) -> None:
+        if self.base is not None:
+            self.base.release()
+        self.base = None
+
     def end(self) -> None:
-        """Releases the lock: from now on, files that no metadata names are leftovers."""
+        """Releases the locks: from now on, files that no metadata names are leftovers."""
+        self._release_base()
         if self._lock is not None:
             self._lock.release()
         self._lock = None

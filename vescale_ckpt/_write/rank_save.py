@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from .._engine.options import direct_io_setting, used_paths
+from .._engine.rows import in_first_file
+from .._plan.save_plan import PackedItems
 from ..reports import SaveStats
 from ..settings import DirectIO
 from .device_notes import device_notes
@@ -75,6 +77,11 @@ class RankSave(ABC):
         if error is not None:
             self.discard()
 
+    def unread(self, items: PackedItems) -> Mapping[int, Sequence[int]]:
+        """The rows of the rank's part that need not be written, nor read: offset, length and CRC-32 of the records that
+        hold them. Call it before anything is written."""
+        return {}
+
     @abstractmethod
     def open(self, body_bytes: Any, part: int | None = None, *, in_background: bool = False) -> None:
         """Opens a file, and makes the content of the one before durable. `body_bytes`: of each tensor that it will
@@ -89,6 +96,11 @@ class RankSave(ABC):
     @abstractmethod
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         """Writes pickled objects, after all tensors of a file. Returns offset, length and CRC-32 of each."""
+
+    def located(self, placed: Sequence[int]) -> tuple[bytes, list[str]]:
+        """A table of the places of all tensors and objects, and the names of the files. `placed`: what `write_table`
+        and `write_contents` returned, in the order of the rank's part."""
+        return in_first_file(placed), [self.name]
 
     @abstractmethod
     def finish(self, tensors: int, objects: int) -> SaveStats:

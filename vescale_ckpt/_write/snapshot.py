@@ -11,7 +11,7 @@ from typing import Any
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import threads_of
-from .._engine.rows import PLAN_ROW, in_first_file, words
+from .._engine.rows import PLAN_ROW, words
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems, PackedResults
 from .._state import objects
@@ -51,7 +51,7 @@ class StagedPlan:
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
         self._guarded_rows: Sequence[int] = []
-        self._placed: dict[int, Sequence[int]] = {}  # by row: offset, length and CRC-32
+        self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
         self._early_bytes = 0
         with self._save:
             try:
@@ -105,7 +105,7 @@ class StagedPlan:
                 snapshot.release()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += save.write_contents(self._objects, self._object_keys)
-            return PackedResults(in_first_file(placed), [save.name]), save.finish(self._tensors, len(self._objects))
+            return PackedResults(*save.located(placed)), save.finish(self._tensors, len(self._objects))
 
     def cancel(self) -> None:
         """Makes a `write` that runs in another thread fail soon."""
@@ -117,6 +117,8 @@ class StagedPlan:
 
     def _copy_all(self, items: PackedItems) -> None:
         where_they_are: Sequence[int] = range(self._tensors)
+        if self._placed:
+            where_they_are = [row for row in where_they_are if row not in self._placed]
         if NOT_READY in items.description.ready:
             ready = items.ready_rows()
             where_they_are = [row for row in where_they_are if ready[row] != NOT_READY]

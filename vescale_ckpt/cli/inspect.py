@@ -23,6 +23,7 @@ def run(options: SimpleNamespace) -> int:
     info = inspect(options.path, options.keys)
     if options.json:
         content = asdict(info) | {"bytes": info.bytes, "file_bytes": info.file_bytes}
+        content |= {"referred_files": info.referred_files, "referred_bytes": info.referred_bytes}
         output.print_json("inspect/1", content)
         return FINE
     chunks = sum(len(tensor.chunks) for tensor in info.tensors.values())
@@ -37,6 +38,7 @@ def run(options: SimpleNamespace) -> int:
             ("objects", f"{len(info.objects):,}, {size(sum(value.bytes for value in info.objects.values()))}"),
             *([("aliases", f"{len(info.aliases):,} other names of tensors")] if info.aliases else []),
             ("files", f"{len(info.files):,}, {size(info.file_bytes)}"),
+            *([("elsewhere", _elsewhere(info))] if info.referred_files else []),
             *([("missing", f"{len(missing):,} files: {', '.join(missing[:5])}")] if missing else []),
             *([("in part", f"{len(parts):,} tensors: {', '.join(parts[:5])}")] if parts else []),
         ]
@@ -48,6 +50,12 @@ def run(options: SimpleNamespace) -> int:
         for line in tree(info, options.depth):
             print(line)
     return FINE
+
+
+def _elsewhere(info: CheckpointInfo) -> str:
+    """What a checkpoint names in the files of others, which must stay as long as it."""
+    folders = sorted({name.split("/")[1] for name in info.referred_files})
+    return f"{size(info.referred_bytes)} of it in {len(info.referred_files):,} of them: {', '.join(folders[:10])}"
 
 
 def _print_ranks(info: CheckpointInfo) -> None:

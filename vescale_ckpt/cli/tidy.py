@@ -13,7 +13,7 @@ from .._inspect.info import inspect
 from .._native import metadata_file
 from .._native.commit import remove_leftovers
 from .._native.extra_files import write_missing
-from .._native.names import is_metadata_file, is_of_a_save
+from .._native.names import MARK_NAME, is_metadata_file, is_of_a_save
 from .._native.steps import SavedOrder, all_steps, path_of
 from .._storage import leftovers
 from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder
@@ -38,7 +38,10 @@ def prune(options: SimpleNamespace) -> int:
     if last is None:
         raise CheckpointError(f"{root} holds no checkpoints of a CheckpointManager", path=root)
     steps = sorted(to_remove(root, retention, last, frozenset()))
-    removed = steps if options.dry_run else sorted(step_directories.remove(root, steps))
+    removed = steps
+    if not options.dry_run:
+        removed = sorted(step_directories.remove(root, steps))
+        step_directories.remove_unneeded(root)
     kept = [step for step in SavedOrder(root).newest_first()[::-1] if step not in removed]
     if options.json:
         output.print_json("prune/1", {"removed": removed, "kept": kept, "dry_run": options.dry_run})
@@ -107,4 +110,4 @@ def _left_by_conversions(root: str) -> Iterator[Leftover]:
 
 def _is_of_checkpoint(name: str) -> bool:
     name = final_name(name) or name
-    return is_of_a_save(name) or is_metadata_file(name) or is_part_of_export(name)
+    return is_of_a_save(name) or name == MARK_NAME or is_metadata_file(name) or is_part_of_export(name)

@@ -14,20 +14,21 @@ from signal import Signals
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .. import api, settings
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
-from .._native.steps import complete_steps, path_of
+from .._native.steps import SavedOrder, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
 from .._storage.directory import checkpoint_path
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
-from ..settings import checked_seconds
+from ..settings import checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
@@ -65,6 +66,8 @@ class CheckpointManager:
         save_on_signal: a signal (SIGTERM, say) that asks for one last save. The first `save` after any rank got the
             signal saves, and returns when the checkpoint is durable; `preempted` is True then. The manager must then be
             created in the main thread.
+        delta: whether tensors whose bytes the checkpoint saved last has are not written again: `base=` of
+            `vescale_ckpt.save`. A checkpoint that is removed leaves the files that others name.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
     """
 
@@ -81,12 +84,14 @@ class CheckpointManager:
         async_checkpoint: bool = True,
         process_group: dist.ProcessGroup | None = None,
         save_on_signal: Signals | None = None,
+        delta: bool = False,
         timeout: float | None = None,
     ) -> None:
         self.directory = checkpoint_path(directory)
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
+        self.delta = checked_flag("delta", delta)
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
         self.preempted = False  #: a signal came and the last save is durable: training should stop
@@ -109,12 +114,13 @@ class CheckpointManager:
         gate: Optimizer | Iterable[Optimizer] | Gate | None = None,
         force: bool = False,
         extra_files: Mapping[str, bytes] | None = None,
+        frozen: Iterable[torch.Tensor] | None = None,
     ) -> SaveHandle | None:
         """Saves `state` as the checkpoint of a step if a save is due, or with `force`; returns None otherwise.
 
         An existing checkpoint of the step is replaced. Waits for the save before this one. If that save failed, and
         some rank has not raised its error yet, all ranks raise it and nothing is saved; the next call saves. `gate`
-        (for an asynchronous save), `extra_files` and errors are those of `vescale_ckpt.save`.
+        (for an asynchronous save), `extra_files`, `frozen` (with `delta`) and errors are those of `vescale_ckpt.save`.
 
         A step lower than one saved before begins a new branch: `restore` and `latest` then take this step for the
         newest, and a warning names the later steps, which are abandoned.
@@ -140,7 +146,9 @@ class CheckpointManager:
         running = self._running = RunningSave(self.directory, step, self._is_coordinator(), self._running)
         self._prepare(running, numbers)
         in_background = self.async_checkpoint and not decision.by_signal
-        handle = self._begin_save(running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files)
+        handle = self._begin_save(
+            running, state, async_checkpoint=in_background, gate=gate, extra_files=extra_files, frozen=frozen
+        )
         self.schedule.began(began)
         if decision.by_signal:
             self.wait()
@@ -230,6 +238,7 @@ class CheckpointManager:
         async_checkpoint: bool,
         gate: Optimizer | Iterable[Optimizer] | Gate | None,
         extra_files: Mapping[str, bytes] | None,
+        frozen: Iterable[torch.Tensor] | None,
     ) -> SaveHandle:
         """Begins the save and makes sure that `running.end` is called."""
         try:
@@ -241,6 +250,8 @@ class CheckpointManager:
                 gate=gate if async_checkpoint else None,
                 timeout=self.timeout,
                 extra_files=extra_files,
+                base=self._base(running) if self.delta else None,
+                frozen=frozen,
             )
         except BaseException:
             running.end(None)
@@ -253,6 +264,15 @@ class CheckpointManager:
 
         handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
         return handle
+
+    def _base(self, running: RunningSave) -> str:
+        """The checkpoint saved last, on the coordinator, which alone reads it; the path of the save itself if there is
+        none."""
+        if running.is_coordinator:
+            for step in SavedOrder(self.directory).newest_first():
+                if step not in self._damaged:
+                    return path_of(self.directory, step)
+        return running.path
 
     def wait(self) -> None:
         """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once."""

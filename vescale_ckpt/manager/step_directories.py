@@ -2,6 +2,10 @@
 
 A directory is first renamed, in one step, to a name that no reader takes for a checkpoint. Then `.metadata` is removed,
 and after it the other files. An interruption therefore leaves each `step-N` whole, or without `.metadata`.
+
+If newer checkpoints name data files of a directory (delta saves), it keeps its name and these files. `.metadata` is
+removed, so that it is no checkpoint any more, and then all other files. When nobody names its files any more, the rest
+is removed as what a dead save has left.
 """
 
 from __future__ import annotations
@@ -9,12 +13,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
+from .._engine import _C
 from .._native import names, steps
+from .._native.metadata_file import has_metadata
+from .._native.named_files import needed_beside
 from .._storage.clock import seconds_since
-from .._storage.directory import directory_at
-from .._storage.leftovers import SAVE_GRACE
+from .._storage.directory import directory_at, is_folder
+from .._storage.leftovers import SAVE_GRACE, remove_entry
 from .._storage.locks import LOCK_NAME
 from . import step_metrics
 
@@ -22,12 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def remove(root: str, which: Iterable[int]) -> list[int]:
-    """Removes the checkpoints that are not being read or saved to, and returns their steps. The others stay whole."""
+    """Removes the checkpoints that are not being read or saved to, and returns their steps. The others stay whole. Of
+    the removed ones, files stay that others name."""
     gone = []
     for step in which:
-        with exclusive(steps.path_of(root, step)) as unused:
-            # None: the file system has no locks. A load that is running loses its files then, and raises.
-            if unused is not False and _set_aside(root, step):
+        path = steps.path_of(root, step)
+        # None: the file system has no locks. A load that is running loses its files then, and raises.
+        with exclusive(path) as unused, _needed(path) as needed:
+            if unused is False or needed is None:
+                continue
+            if _strip(path, needed) if needed else _set_aside(root, step):
                 gone.append(step)
     return _erased(root, gone, "removed the checkpoints of steps %s from %s")
 
@@ -35,17 +46,30 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
 def remove_leftovers(root: str, *, dry_run: bool = False) -> list[int]:
     """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
     and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""
+    return _remove_leftovers(root, steps.all_steps(root), dry_run)
+
+
+def remove_unneeded(root: str) -> list[int]:
+    """The same for directories of removed checkpoints alone, of which files were kept for others."""
+    marked = [step for step in steps.all_steps(root) if is_marked(steps.path_of(root, step))]
+    return _remove_leftovers(root, marked, dry_run=False)
+
+
+def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
     gone = []
-    for step in steps.all_steps(root):
+    for step in which:
         path = steps.path_of(root, step)
+        if is_marked(path) and not has_metadata(path, None) and not dry_run:
+            _strip_again(path)
         if not _is_leftover(path):
             continue
         old = _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
-        with exclusive(path) as unused:
+        with exclusive(path) as unused, _needed(path) as needed:
             # Checked again under the lock: a save may have committed in the meantime.
-            if (unused or (unused is None and old)) and _is_leftover(path) and (dry_run or _set_aside(root, step)):
+            removable = (unused or (unused is None and old)) and _is_leftover(path) and needed == set()
+            if removable and (dry_run or _set_aside(root, step)):
                 gone.append(step)
     return gone if dry_run else _erased(root, gone, "removed what unfinished saves of steps %s left in %s")
 
@@ -56,6 +80,54 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
     found = _names(path) or []
     return directory_at(path).alone(
         held=[names.METADATA_NAME] if names.METADATA_NAME in found else [], tested=filter(names.is_data_file, found)
+    )
+
+
+def is_marked(path: str) -> bool:
+    """Whether checkpoints beside a directory may name its data files."""
+    return directory_at(path).has(names.MARK_NAME)
+
+
+def _needed(path: str) -> AbstractContextManager[set[str] | None]:
+    """A context that gives the data files of a directory that checkpoints beside it name; None if it is not known, or a
+    save is running that may name any."""
+    return needed_beside(path) if is_marked(path) else nullcontext(set[str]())
+
+
+def _strip_again(path: str) -> None:
+    """Removes from a directory without `.metadata` what is not needed any more, and what an interrupted `_strip` has
+    left."""
+    with exclusive(path) as unused, _needed(path) as needed:
+        if unused is not False and needed and not has_metadata(path, None):
+            _strip(path, needed)
+
+
+def _strip(path: str, needed: set[str]) -> bool:
+    """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
+    is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
+    kept = {*needed, names.MARK_NAME, LOCK_NAME}
+    try:
+        found = [name for name in directory_at(path).names() if name not in kept]
+        foreign = [name for name in found if name != names.METADATA_NAME and not _is_ours(name)]
+        if names.METADATA_NAME not in found:  # they came later, from elsewhere
+            found = [name for name in found if name not in foreign]
+            foreign = []
+        for name in [*foreign, names.METADATA_NAME, *(name for name in found if name not in foreign)]:
+            entry = os.path.join(path, name)
+            remove_entry(entry, is_folder(entry))
+            if name == names.METADATA_NAME:
+                directory_at(path).sync()
+    except (OSError, _C.EngineError) as error:
+        logger.warning("cannot remove all of %s now: %s", path, error)
+    return not has_metadata(path, None)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file may be left by a save, its manager, or `_strip`."""
+    return (
+        names.is_of_a_save(name)
+        or name in (LOCK_NAME, names.MARK_NAME)
+        or name.startswith((step_metrics.FILE_NAME, steps.ORDER_NAME))
     )
 
 
@@ -75,12 +147,7 @@ def _names(path: str) -> list[str] | None:
 
 def _is_leftover(path: str) -> bool:
     found = _names(path)
-    return found is not None and all(
-        names.is_of_a_save(name)
-        or name == LOCK_NAME
-        or name.startswith((step_metrics.FILE_NAME, steps.ORDER_NAME))
-        for name in found
-    )  # fmt: skip
+    return found is not None and all(map(_is_ours, found))
 
 
 def _tells_if_in_use(path: str) -> bool:

@@ -1,0 +1,117 @@
+"""Reads and writes `.metadata.delta`: by which a later save knows what bytes the records of a checkpoint hold.
+
+Its form is in docs/format.md. It belongs to the `.metadata` whose length and end it repeats, as the index does. Nothing
+but a save with `base=` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._storage.directory import directory_at
+from ..errors import CheckpointError
+from .metadata_file import TRAILER_BYTES
+from .names import DELTA_NAME, METADATA_NAME
+
+ID_BYTES = 16
+SEED_BYTES = 16
+_MAGIC = b"VSDELTA1"
+_HEAD = struct.Struct(f"<8sQ{TRAILER_BYTES}s{SEED_BYTES}sIQ")  # metadata's length and end, seed, files, rows
+_NAME = struct.Struct("<I")
+_ROW = struct.Struct(f"<{ID_BYTES}sIIQQ")
+_SUM_BYTES = 32
+
+
+class Row(NamedTuple):
+    """A record of a tensor's box."""
+
+    id: bytes  #: of dtype, shape and bytes: docs/format.md, "Content ids"
+    file: int  #: index into `DeltaTable.files`
+    crc: int  #: CRC-32 of the bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DeltaTable:
+    """The records of a checkpoint that later saves may name."""
+
+    seed: bytes  #: of the key of all ids
+    files: Sequence[str]  #: relative to the checkpoint that the table is for
+    rows: Sequence[Row]
+
+    def pack(self, metadata: bytes) -> bytes:
+        """The content of the file for a `.metadata` of such content."""
+        head = _HEAD.pack(_MAGIC, len(metadata), metadata[-TRAILER_BYTES:], self.seed, len(self.files), len(self.rows))
+        names = [name.encode() for name in self.files]
+        parts = [head, *(_NAME.pack(len(name)) + name for name in names), *(_ROW.pack(*row) for row in self.rows)]
+        content = b"".join(parts)
+        return content + hashlib.sha256(content).digest()
+
+    @classmethod
+    def unpack(cls, content: bytes) -> DeltaTable:
+        """Raises ValueError if the content is damaged."""
+        body, digest = content[:-_SUM_BYTES], content[-_SUM_BYTES:]
+        if hashlib.sha256(body).digest() != digest:
+            raise ValueError("it is damaged: its checksum does not match")
+        try:
+            magic, _, _, seed, files, rows = _HEAD.unpack_from(body)
+            if magic != _MAGIC:
+                raise ValueError("it has a form that this version does not know")
+            at, found = _HEAD.size, []
+            for _ in range(files):
+                (length,) = _NAME.unpack_from(body, at)
+                at += _NAME.size + length
+                found.append(body[at - length : at].decode())
+            if len(body) - at != rows * _ROW.size:
+                raise ValueError("it has another length than it says")
+            of_rows = [Row(*row) for row in _ROW.iter_unpack(body[at:])]
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ValueError(f"it is malformed: {error}") from error
+        if any(row.file >= files for row in of_rows):
+            raise ValueError("it is malformed: it names a file that it does not have")
+        return cls(seed, found, of_rows)
+
+
+def read(directory: str) -> DeltaTable:
+    """The table of the checkpoint in a directory. Raises `CheckpointError` if it has none that is sound."""
+    path = os.path.join(directory, DELTA_NAME)
+    try:
+        content = directory_at(directory).read(DELTA_NAME)
+        if not _matches(directory, content):
+            raise ValueError(f"it belongs to another {METADATA_NAME}")
+        return DeltaTable.unpack(content)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no {DELTA_NAME}: it was saved without base=", path=path) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}", path=path) from error
+
+
+def belongs(directory: str) -> bool:
+    """Whether the table in a directory is that of the metadata there. Raises OSError."""
+    return _matches(directory, directory_at(directory).read_range(DELTA_NAME, 0, _HEAD.size)[1])
+
+
+def _matches(directory: str, content: bytes) -> bool:
+    try:
+        found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+    except FileNotFoundError:
+        return False
+    if len(content) < _HEAD.size:
+        return False
+    _, length, trailer, *_ = _HEAD.unpack_from(content)
+    return (found.size, end) == (length, trailer)
+
+
+def rows_of_rank(locations: memoryview, ids: bytes, numbers: Sequence[int], least_bytes: int) -> Iterator[Row]:
+    """The rows of one rank. `locations`: file, offset, length and CRC-32 of each record that it has planned, of tensors
+    first. `ids`: of the tensors. `numbers`: of its files in the table. Smaller records are left out."""
+    for at in range(len(ids) // ID_BYTES):
+        file, offset, length, crc = locations[4 * at : 4 * at + 4]
+        if length >= least_bytes and crc >= 0:
+            yield Row(ids[at * ID_BYTES : (at + 1) * ID_BYTES], numbers[file], crc, offset, length)

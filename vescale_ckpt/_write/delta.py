@@ -1,0 +1,111 @@
+"""`Delta` finds the tensors of one rank whose bytes an older checkpoint has, for saves with `base=`."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._engine import _C
+from .._engine.dtypes import CODE_DTYPES
+from .._engine.rows import LOCATION_ROW, int_table, words
+from .._native.delta_table import ID_BYTES, DeltaTable, Row
+from .._plan.save_plan import PackedItems
+from .._state.watch import changed_meanwhile
+from .frozen import Content, FrozenTensors, table_rows
+
+Write = Callable[[Any, Callable[[int], str], Any], list[int]]
+
+
+class Delta:
+    """The records that the rows of one rank's part are stored in: new ones, and those of older checkpoints.
+
+    A row is stored in an older record if dtype, shape and id are equal, and the CRC-32, which the record's own framing
+    repeats. docs/guarantees.md tells why that is enough.
+    """
+
+    def __init__(self, table: DeltaTable, frozen: FrozenTensors | None = None) -> None:
+        self._frozen = frozen
+        self._seed = table.seed
+        self._key = hashlib.shake_128(b"vescale_ckpt delta" + table.seed).digest(_C.HASH_KEY_BYTES)
+        self._files = table.files
+        self._known: dict[bytes, Row] = {row.id: row for row in table.rows}
+        self._ids: dict[int, bytes] = {}  # by row of the rank's part
+        self._older: dict[int, Row] = {}  # by row of the rank's part: the record that it has already
+        self.reused_bytes = 0
+        self.reused_tensors = 0
+
+    def unread(self, items: PackedItems) -> dict[int, list[int]]:
+        """The rows of the rank's part that need not be read, because they are of frozen tensors and older checkpoints
+        have them: offset, length and CRC-32 of their records."""
+        if self._frozen is None:
+            return {}
+        sizes = words(items.body_bytes())
+        placed = {}
+        for row, content in self._frozen.contents(items, self._seed).items():
+            older = self._known.get(content.id)
+            if older is not None and older.crc == content.crc:
+                self._ids[row] = content.id
+                placed[row] = self._reuse(row, older, sizes[row])
+        return placed
+
+    def _reuse(self, row: int, older: Row, size: int) -> list[int]:
+        self._older[row] = older
+        self.reused_bytes += size
+        self.reused_tensors += 1
+        return [older.offset, older.length, older.crc]
+
+    def write(
+        self, table: Any, key_of: Callable[[int], str], rows: Sequence[int], options: _C.Options, write: Write
+    ) -> list[int]:
+        """Writes the tensors of the engine's table that no older checkpoint has. Returns offset, length and CRC-32 of
+        each record, in whatever file. `write` writes tensors to this rank's file: it gets a table, a function that
+        gives keys, and the size of each tensor."""
+        entries = table_rows(bytes(memoryview(table).cast("B")))
+        sizes = words(_C.body_bytes(table))
+        new, new_table, new_sizes, crcs = [], int_table(), array("q"), []
+        placed: list[int] = [0] * (3 * len(entries))
+        for number, (blocks, crc) in enumerate(_C.hash_tensors(table, self._key, options)):
+            row, entry = rows[number], entries[number]
+            id = self._ids[row] = _id_of(entry, blocks)
+            if self._frozen is not None:
+                self._frozen.was_read(row, self._seed, Content(id, crc))
+            older = self._known.get(id)
+            if older is not None and older.crc == crc:
+                placed[3 * number : 3 * number + 3] = self._reuse(row, older, sizes[number])
+            else:
+                new.append(number)
+                new_table.extend(entry)
+                new_sizes.append(sizes[number])
+                crcs.append(crc)
+        if new:
+            written = write(new_table, lambda at: key_of(new[at]), new_sizes)
+            for at, number in enumerate(new):
+                if written[3 * at + 2] != crcs[at]:  # else a later save could take the record for what was hashed
+                    raise changed_meanwhile(key_of(number))
+                placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
+        return placed
+
+    def locate(self, places: bytes, own_files: Sequence[str]) -> tuple[bytes, list[str]]:
+        """The table of places in file 0 with the right files, and the names of the files."""
+        located = array("q")
+        located.frombytes(places)
+        names = list(own_files)
+        numbers: dict[int, int] = {}
+        for row, older in self._older.items():
+            if older.file not in numbers:
+                numbers[older.file] = len(names)
+                names.append(self._files[older.file])
+            located[row * LOCATION_ROW] = numbers[older.file]
+        return located.tobytes(), names
+
+    def ids(self) -> bytes:
+        """The ids of all tensors of the rank's part, in its order."""
+        return b"".join(self._ids[row] for row in range(len(self._ids)))
+
+
+def _id_of(entry: memoryview, blocks: bytes) -> bytes:
+    sizes = entry[3 : 3 + entry[2]]
+    head = f"{CODE_DTYPES[entry[0]]}{list(sizes)}".encode()
+    return hashlib.sha256(len(head).to_bytes(8, "little") + head + blocks).digest()[:ID_BYTES]
