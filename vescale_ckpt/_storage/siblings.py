@@ -6,6 +6,8 @@ import os
 import re
 from typing import NamedTuple
 
+from . import urls
+
 _IN_SIBLING = re.compile(r"\.\./([^/\0]+)/([^/\0]+\.distcp)")
 
 
@@ -31,11 +33,17 @@ def data_path(root: str, name: str) -> str:
     """The path of a data file, whose name metadata in `root` gives and `check_relative` has checked.
 
     The system resolves `..`: of a link to a checkpoint the directory above the link's target counts, as for stock DCP.
+    In an object store there is no `..`.
     """
+    if urls.is_url(root) and (place := in_sibling(name)) is not None:
+        return os.path.join(folder_above(root)[0], *place)
     return os.path.join(root, name)
 
 
 def folder_above(directory: str) -> tuple[str, str]:
     """The directory above a checkpoint, and the checkpoint's name in it. Links are followed."""
+    if urls.is_url(directory):
+        above, _, name = directory.rpartition("/")
+        return above, name
     above, name = os.path.split(os.path.realpath(directory))
     return above, name
