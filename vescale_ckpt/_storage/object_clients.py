@@ -202,6 +202,7 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
         "the store throttles requests, and went on to do so while this was tried again: make fewer "
         "(VESCALE_CKPT_OBJECT_STORE_REQUESTS), or try later",
     ),
+    (r"status code: 40[13]", errno.EACCES, f"access was denied: {_DENIED}"),
     (r"NoSuchUpload", errno.EIO, "the upload was aborted by somebody else"),
     (
         r"dns error|failed to lookup|Name or service not known",
