@@ -346,7 +346,8 @@ class _OpenObject:
 
 def _upload(window: _C.PartWindow) -> None:
     client = Client(window.path)
-    threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload").start()
+    # The writer waits for its end. When the process ends, asynchronous saves are waited for, or cancelled.
+    threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload", daemon=True).start()
 
 
 def _send(client: Client, window: _C.PartWindow) -> None:

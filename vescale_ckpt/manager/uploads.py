@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import settings
+from .._collective import at_exit
 from .._convert.copy import upload
 from .._native.metadata_file import metadata_mark
 from .._native.names import METADATA_NAME
@@ -55,9 +56,13 @@ class Uploads:
         """Looks for checkpoints to copy. Called after each save."""
         with self._changed:
             self._wanted = True
-            if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="vescale_ckpt tiers", daemon=True)
+            if self._thread is not None or self._stopped:
+                return
+            self._thread = threading.Thread(target=self._run, name="vescale_ckpt tiers", daemon=True)
+            if not (ending := at_exit.process_is_ending()):
                 self._thread.start()
+        if ending:  # nothing would wait for the thread; the end of the process waits for the save that calls this
+            self._run()
 
     def uploading(self) -> int | None:
         """The step that is being copied."""
