@@ -364,6 +364,44 @@ def test_stock_dcp_reads_it(bucket_url: str) -> None:
     assert_equal(target, saved)
 
 
+GIVEN_UP = """
+import sys, torch, vescale_ckpt
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+class Planner(DefaultSavePlanner):
+    def resolve_data(self, item):
+        if item.index.fqn == "last":
+            raise RuntimeError("my own error")
+        return super().resolve_data(item)
+
+state = {"w": torch.zeros(5 << 20), "last": "object"}
+try:
+    dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(sys.argv[1]), planner=Planner())
+except BaseException as error:
+    print("my own error" in str(error))
+"""
+
+
+def test_a_save_that_is_given_up_while_it_sends_ends(bucket_url: str, object_server: Any) -> None:
+    """In a process of its own: what could go wrong is that nothing goes on."""
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    command = [sys.executable, "-W", "ignore", "-c", GIVEN_UP, bucket_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip().endswith("True"), done.stderr
+    client = boto3.client("s3", endpoint_url=object_server.endpoint)
+    prefix = bucket_url.split("/", 3)[3]
+    assert not client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads")
+    assert directory_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
+
+
+def data_files_or_none(path: str) -> set[str]:
+    try:
+        return data_files(path)
+    except FileNotFoundError:
+        return set()
+
+
 # --- What goes wrong when reading
 
 
