@@ -251,6 +251,15 @@ Call named_call(const std::string& name) {
   return *call;
 }
 
+// A writer that is given up waits until its upload has ended, and that is a Python thread: which needs the GIL.
+struct WithoutGil {
+  void operator()(write::FileWriter* writer) const {
+    const py::gil_scoped_release release;
+    delete writer;
+  }
+};
+using Writer = std::unique_ptr<write::FileWriter, WithoutGil>;
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -258,19 +267,19 @@ void bind_engine(py::module_& module) {
       .def(py::init(&make_options), py::kw_only(), py::arg("threads"), py::arg("slot_bytes"), py::arg("arena_bytes"),
            py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0, py::arg("read_gap") = 0);
 
-  py::class_<write::FileWriter>(module, "FileWriter")
+  py::class_<write::FileWriter, Writer>(module, "FileWriter")
       .def(py::init(
                [](const std::string& path, const py::buffer& bodies, const io::EngineOptions& options, bool checksums) {
                  const Table table(bodies);
                  const py::gil_scoped_release release;
-                 return std::make_unique<write::FileWriter>(path, write::FileWriter::space_for(table.values()), options,
-                                                            checksums);
+                 return Writer(
+                     new write::FileWriter(path, write::FileWriter::space_for(table.values()), options, checksums));
                }),
            py::arg("path"), py::arg("body_bytes"), py::arg("options"), py::arg("checksums"))
       .def_static(
           "exactly",
           [](const std::string& path, uint64_t bytes, const io::EngineOptions& options, bool checksums) {
-            return std::make_unique<write::FileWriter>(path, bytes, options, checksums);
+            return Writer(new write::FileWriter(path, bytes, options, checksums));
           },
           py::arg("path"), py::arg("bytes"), py::arg("options"), py::arg("checksums") = true,
           py::call_guard<py::gil_scoped_release>(), "for a file whose length is known")

@@ -165,8 +165,8 @@ def test_directories_without_a_checkpoint(checkpoint: Path, tmp_path: Path) -> N
         report = verify(checkpoint, quick=quick)
         assert not report.ok and "is no directory" in report.damaged[0].reason
         assert "has no .metadata" in verify(tmp_path, quick=quick).damaged[0].reason
-    with pytest.raises(ValueError, match="no storage for s3"):
-        verify("s3://bucket/checkpoint")
+    with pytest.raises(ValueError, match="no storage for hdfs"):
+        verify("hdfs://host/checkpoint")
 
 
 @pytest.mark.parametrize("indexed", [True, False])

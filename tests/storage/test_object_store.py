@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,107 @@ def test_a_save_that_is_given_up_aborts_its_upload(url: str) -> None:
     with pytest.raises(FileNotFoundError):
         directory_at(url).names()
     assert not [thread for thread in threading.enumerate() if thread.name == "vescale_ckpt upload"]
+
+
+CHILD = """
+import sys, torch, vescale_ckpt
+print("saving", flush=True)
+vescale_ckpt.save(sys.argv[1], {"w": torch.full((10 << 20,), 2.0)})
+"""
+
+
+def test_a_killed_save_leaves_the_old_checkpoint(fault_proxy: Any, bucket_url: str) -> None:
+    from fault_proxy import Rule
+
+    old = {"w": torch.ones(10 << 20)}
+    vescale_ckpt.save(bucket_url, old)
+    fault_proxy.add(Rule("stall", kind="upload_part", skip=1, times=1000))
+    before = fault_proxy.count("upload_part")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, bucket_url])
+    until = time.monotonic() + 120
+    while fault_proxy.count("upload_part") < before + 2 and time.monotonic() < until and child.poll() is None:
+        time.sleep(0.02)
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    fault_proxy.clear()
+    assert_equal(loaded(bucket_url, old), old)
+    vescale_ckpt.save(bucket_url, {"w": torch.full((10 << 20,), 3.0)})
+    assert_equal(loaded(bucket_url, old), {"w": torch.full((10 << 20,), 3.0)})
+
+
+def _saves_where_one_is_denied(environment: dict[str, str], url: str) -> str:
+    os.environ.update(environment)
+    try:
+        vescale_ckpt.save(url, {"w": torch.full((1000,), 2.0), "x": torch.full((1000,), 2.0)})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_that_is_denied_fails_the_save_on_all(fault_proxy: Any, bucket_url: str, object_server: Any) -> None:
+    from fault_proxy import Rule
+
+    old = {"w": torch.ones(1000), "x": torch.ones(1000)}
+    vescale_ckpt.save(bucket_url, old)
+    fault_proxy.add(Rule("denied", kind="put", path="__1_", times=1000))
+    environment = object_server.environment(fault_proxy.endpoint)
+    said = run_ranks(2, _saves_where_one_is_denied, environment, bucket_url)
+    assert all("access was denied" in text and "rank 1" in text for text in said), said
+    assert_equal(loaded(bucket_url, old), old)
+    fault_proxy.clear()
+    assert run_ranks(2, _saves_where_one_is_denied, environment, bucket_url) == ["", ""]
+    assert loaded(bucket_url, old)["w"][0] == 2
+
+
+def test_stock_dcp_reads_it(bucket_url: str) -> None:
+    from obstore.fsspec import register
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    saved = state()
+    vescale_ckpt.save(bucket_url, saved)
+    register("s3")
+    target = blank(saved)
+    dcp.load(target, storage_reader=FsspecReader(bucket_url))
+    assert_equal(target, saved)
+
+
+GIVEN_UP = """
+import sys, torch, vescale_ckpt
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+class Planner(DefaultSavePlanner):
+    def resolve_data(self, item):
+        if item.index.fqn == "last":
+            raise RuntimeError("my own error")
+        return super().resolve_data(item)
+
+state = {"w": torch.zeros(5 << 20), "last": "object"}
+try:
+    dcp.save(state, storage_writer=vescale_ckpt.StorageWriter(sys.argv[1]), planner=Planner())
+except BaseException as error:
+    print("my own error" in str(error))
+"""
+
+
+def test_a_save_that_is_given_up_while_it_sends_ends(bucket_url: str, object_server: Any) -> None:
+    """In a process of its own: what could go wrong is that nothing goes on."""
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    command = [sys.executable, "-W", "ignore", "-c", GIVEN_UP, bucket_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.stdout.strip().endswith("True"), done.stderr
+    client = boto3.client("s3", endpoint_url=object_server.endpoint)
+    prefix = bucket_url.split("/", 3)[3]
+    assert not client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads")
+    assert directory_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
+
+
+def data_files_or_none(path: str) -> set[str]:
+    try:
+        return data_files(path)
+    except FileNotFoundError:
+        return set()
 
 
 # --- What goes wrong when reading

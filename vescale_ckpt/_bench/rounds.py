@@ -26,6 +26,7 @@ from .._storage import leftovers
 from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.leftovers import Leftover
 from .._storage.pending import make_locked
+from .._storage.urls import refuse
 from ..errors import CheckpointError
 from ..settings import SETTINGS, MiB
 from .page_cache import MEMORY_FILE_SYSTEMS, StillResidentError, drop, file_system_of
@@ -115,6 +116,7 @@ def bench(
     """
     settings.check()
     root = checkpoint_path(directory)
+    refuse(root, "a benchmark", "It measures local disks and mounted file systems")
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     size = size if size is not None else _bytes_that_fit(root)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -25,8 +26,9 @@ from .._engine.rows import int_table
 from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
 from .._hf.names import is_temporary_index, token_of
 from .._native import delta_table, metadata_file
+from .._native.commit import remove_leftovers
 from .._native.delta_table import DeltaTable
-from .._native.named_files import check_replaceable
+from .._native.named_files import check_replaceable, named_files
 from .._native.names import (
     DELTA_NAME,
     INDEX_NAME,
@@ -39,11 +41,12 @@ from .._native.names import (
 from .._read import contents
 from .._read.check_records import Progress, list_records
 from .._read.no_checkpoint import explained
-from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder, stat_of
+from .._storage.directory import Directory, checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.locks import LOCK_NAME
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder
 from .._storage.siblings import data_path, in_sibling
+from .._storage.urls import is_url
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -97,7 +100,10 @@ def copy(
             lock = directory_at(source).share(metadata_name(None))
             if lock is not None:
                 held.callback(lock.release)
-            _FolderCopy(source, path, overwrite, report, progress).run()
+            if is_url(path):
+                _StoreCopy(source, path, overwrite, report, progress).run()
+            else:
+                _FolderCopy(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began
@@ -227,6 +233,122 @@ class _FolderCopy:
             raise CheckpointError(f"{path} holds {min(others)}, too, and is not replaced: remove it first", path=path)
 
 
+class _StoreCopy:
+    """A copy to an object store: data files under their own names, and last the file that makes them a checkpoint. What
+    a copy that died has sent of the same checkpoint is not sent again.
+
+    Args:
+        bytes_per_second: most that it sends; 0: no limit.
+        read_back: whether data files are read again and compared, before the copy counts.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        path: str,
+        overwrite: bool,
+        report: CopyReport,
+        progress: Progress | None,
+        *,
+        bytes_per_second: int = 0,
+        read_back: bool = True,
+    ) -> None:
+        self._source = source
+        self._path = path
+        self._overwrite = overwrite
+        self._report = report
+        self._progress = progress
+        self._bytes_per_second = bytes_per_second
+        self._read_back = read_back
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Ends `run` soon, from any thread. What was sent stays for the next copy."""
+        self._cancelled = True
+
+    def run(self) -> None:
+        report, source, storage = self._report, directory_at(self._source), directory_at(self._path)
+        metadata = _metadata_files(self._source)  # before they are read
+        of_checkpoint = _files_of_checkpoint(self._source)
+        names, report.left_out = _names_to_copy(self._source, of_checkpoint)
+        made = _SelfContained.of(self._source, of_checkpoint)  # in place of files of the source
+        if made is not None:
+            names = [name for name in names if name not in (INDEX_NAME, DELTA_NAME)]
+        last = [name for name in names if _completes(name)]
+        superseded, sent = self._sent_before(storage, last, set(map(name_in_copy, of_checkpoint)))
+        sizes = {name: stat_of(data_path(self._source, name)).size for name in names}
+        total = (1 + self._read_back) * sum(sizes.values())
+        transfer = _Transfer(total, self._progress, self._bytes_per_second, self._check)
+        for name in (name for name in names if name not in last):
+            self._check()
+            url, size = os.path.join(self._path, name_in_copy(name)), sizes[name]
+            if name_in_copy(name) in sent and stat_of(url).size == size and not self._read_back:
+                report.resumed_files, report.resumed_bytes = report.resumed_files + 1, report.resumed_bytes + size
+                transfer.moved(size)
+                continue
+            _, crc = transfer.copy(data_path(self._source, name), self._path, partial(_made_at, url))
+            report.files, report.bytes = report.files + 1, report.bytes + size
+            if self._read_back and transfer.crc_of(url, size) != crc:
+                raise CorruptCheckpointError(f"{url} cannot be read back as it was written", key=None, file=url)
+        contents_of_last = [(name, source.read(name)) for name in last]
+        if made is not None:
+            others = [entry for entry in contents_of_last if entry[0] != METADATA_NAME]
+            contents_of_last = [*others, (DELTA_NAME, made.delta), (METADATA_NAME, made.metadata)]
+        if _metadata_files(self._source) != metadata:
+            raise CheckpointError(f"{self._source} was saved to while it was copied", path=self._source)
+        for name, content in contents_of_last:
+            storage.commit(name, content, self._overwrite)
+            report.files, report.bytes = report.files + 1, report.bytes + len(content)
+        if superseded:
+            remove_leftovers(self._path, superseded)
+
+    def _sent_before(self, storage: Directory, last: list[str], of_checkpoint: set[str]) -> tuple[set[str], set[str]]:
+        """The data files of the checkpoint that is there, which this one replaces; and what a copy of this one has
+        sent. Raises `CheckpointError` if the copy must not be made."""
+        try:
+            there = set(storage.names())
+        except FileNotFoundError:
+            return set(), set()
+        if not any(map(_completes, there)) and last:
+            return set(), there
+        if not self._overwrite:
+            raise _exists(self._path)
+        if both := sorted(there & of_checkpoint):  # while they are written, the old checkpoint would be a mixture
+            raise CheckpointError(
+                f"{self._path} holds {both[0]} already, which the copy would write, and is not replaced: remove it "
+                "first",
+                path=self._path,
+            )
+        return named_files(self._path, None), set()
+
+    def _check(self) -> None:
+        if self._cancelled:
+            raise CheckpointError(f"copying {self._source} to {self._path} was stopped", path=self._path)
+
+
+def _made_at(url: str, make: Callable[[str], _C.FileWriter]) -> _C.FileWriter:
+    return make(url)
+
+
+def upload(source: str, url: str, bytes_per_second: int) -> tuple[Callable[[], CopyReport], Callable[[], None]]:
+    """Two functions: one copies a checkpoint of a local folder to an object store, within a rate; one ends that soon,
+    from another thread. A checkpoint that is there already is replaced."""
+    report = CopyReport(url)
+    copying = _StoreCopy(source, url, True, report, None, bytes_per_second=bytes_per_second, read_back=False)
+
+    def run() -> CopyReport:
+        with named_system_errors(url):
+            copying.run()
+        return report
+
+    return run, copying.cancel
+
+
+def _completes(name: str) -> bool:
+    """Whether a file of that name makes the others a checkpoint, and is written last."""
+    return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
+
+
 def _check_not_same(source: str, path: str) -> None:
     if os.path.exists(path) and stat_of(source).identity[:2] == stat_of(path).identity[:2]:
         raise CheckpointError(f"{path} would be copied onto itself", path=path)
@@ -282,7 +404,7 @@ def _names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[
         file = data_path(path, name)
         if not is_file(file):
             raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
-    return sorted(of_checkpoint | other, key=lambda name: (is_metadata_file(name), name)), sorted(left_out)
+    return sorted(of_checkpoint | other, key=lambda name: (_completes(name), name)), sorted(left_out)
 
 
 # --- A delta save, which names files of other checkpoints
@@ -360,12 +482,20 @@ def _is_there(temporary: str, name: str, entry: _Complete, transfer: _Transfer) 
 class _Transfer:
     """Copies files and reads them back, in bounded memory, and tells of its progress."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        total: int,
+        progress: Progress | None,
+        bytes_per_second: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` is called between pieces, and may raise."""
         self.done = 0
         self.total = total
         self._progress = progress
         self._buffers = Buffers()
-        self._options = engine_options(None, direct_io_setting("auto"))
+        self._check = check
+        self._options = engine_options(None, direct_io_setting("auto"), bytes_per_second=bytes_per_second)
 
     def moved(self, count: int) -> None:
         self.done = min(self.total, self.done + count)
@@ -406,6 +536,7 @@ class _Transfer:
 
     def _pieces(self, path: str, length: int) -> Iterator[_Piece]:
         for offset in range(0, length, self._buffers.bytes):
+            self._check()
             piece = _Piece(self._buffers.take(), offset, min(self._buffers.bytes, length - offset))
             with named_errors(lambda _: os.path.basename(path), path):
                 _C.read_bytes([path], int_table((0, offset, piece.bytes, piece.buffer.data_ptr())), self._options)

@@ -30,10 +30,16 @@ def threads_of(argument: int | None) -> int:
 
 
 def engine_options(
-    threads: int | None, direct_io: DirectIO, in_background: bool = False, *, requests: bool = False
+    threads: int | None,
+    direct_io: DirectIO,
+    in_background: bool = False,
+    *,
+    requests: bool = False,
+    bytes_per_second: int = 0,
 ) -> _C.Options:
     """The engine's options for one save or load. `in_background`: training goes on meanwhile. `requests`: it reads from
-    an object store, where each worker waits for a request of its own."""
+    an object store, where each worker waits for a request of its own. `bytes_per_second`: most that a writer writes, if
+    it is not in the background."""
     return _C.Options(
         threads=settings.number("object_store_requests") if requests and threads is None else threads_of(threads),
         read_gap=_REQUEST_GAP if requests else 0,
@@ -41,7 +47,7 @@ def engine_options(
         arena_bytes=settings.number("arena_bytes"),
         access=_ACCESS[direct_io],
         niceness=settings.number("background_niceness") if in_background else 0,
-        bytes_per_second=settings.number("background_bytes_per_second") if in_background else 0,
+        bytes_per_second=settings.number("background_bytes_per_second") if in_background else bytes_per_second,
     )
 
 

@@ -74,12 +74,14 @@ FIRST = Branch()
 class SavedOrder:
     """The complete checkpoints under a root, as they are now."""
 
-    def __init__(self, root: str, known: dict[int, Branch] | None = None) -> None:
-        """`known`: branches of steps that need not be read again."""
-        self.branches = {
-            step: known[step] if known and step in known else read(path_of(root, step))
-            for step in complete_steps(root, known or ())
-        }
+    def __init__(
+        self, root: str, known: dict[int, Branch] | None = None, elsewhere: dict[int, Branch] | None = None
+    ) -> None:
+        """`known`: branches of steps that need not be read again. `elsewhere`: steps that count, too, if the root lacks
+        them."""
+        self.branches = dict(elsewhere or {})
+        for step in complete_steps(root, known or ()):
+            self.branches[step] = known[step] if known and step in known else read(path_of(root, step))
 
     @property
     def last(self) -> int | None:

@@ -96,6 +96,11 @@ class Directory:
         """The `Stat` of a file; without a name, that of `path` itself."""
         return Stat.of(self._asked(lambda: os.stat(self._at(name) if name else self.path)))
 
+    def sizes(self) -> dict[str, int]:
+        """The lengths of files, as far as they come with one request for all; a file may be missing. None on a file
+        system, where to ask for one costs little."""
+        return {}
+
     # --- Small files
 
     def read(self, name: str, check: CheckBeginning | None = None) -> bytes:

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -142,6 +143,34 @@ def _boto3_credentials() -> Any:
         return None
 
 
+def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
+    """Aborts the uploads below a URL that began so long ago, which killed saves have left: a store keeps their parts,
+    and charges for them. Returns the URLs of the objects. None where they cannot be listed: obstore does not, so boto3
+    is asked, with the environment's credentials. Raises `CheckpointError`."""
+    root, key = urls.split(url)
+    if root == "memory://":
+        return []
+    if not root.startswith("s3://") or root in _registered:
+        return None
+    try:
+        from boto3 import client as connect
+    except ImportError:
+        return None
+    bucket, found = root.removeprefix("s3://"), []
+    try:
+        client = connect("s3", region_name=os.environ.get("AWS_REGION"))
+        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/" if key else "")
+        for upload in (upload for page in pages for upload in page.get("Uploads", [])):
+            if time.time() - upload["Initiated"].timestamp() < grace_seconds:
+                continue
+            if not dry_run:
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            found.append(urls.joined(root, upload["Key"]))
+    except Exception as error:
+        raise CheckpointError(f"{url}: its unfinished uploads cannot be looked for: {error}", path=url) from error
+    return found
+
+
 # --- Errors
 
 _DENIED = "check the credentials (AWS_ACCESS_KEY_ID, ... or the machine's role) and what they may do there"
@@ -173,6 +202,7 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
         "the store throttles requests, and went on to do so while this was tried again: make fewer "
         "(VESCALE_CKPT_OBJECT_STORE_REQUESTS), or try later",
     ),
+    (r"status code: 40[13]", errno.EACCES, f"access was denied: {_DENIED}"),
     (r"NoSuchUpload", errno.EIO, "the upload was aborted by somebody else"),
     (
         r"dns error|failed to lookup|Name or service not known",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ from .object_clients import (
 )
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
+_OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
 _MOST_KNOWN = 10_000
 _ATTEMPTS = 3  # to read a range of the length that was asked for
 
@@ -175,6 +177,9 @@ class ObjectDirectory(Directory):
         newest = max((found["last_modified"].timestamp() for found in below), default=0.0)
         identity = int.from_bytes(hashlib.sha256(client.url.encode()).digest()[:7], "big")
         return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
+
+    def sizes(self) -> dict[str, int]:
+        return {_last(found["path"]): found["size"] for found in self._client.listed()[1]}
 
     # --- Small files
 
@@ -323,8 +328,8 @@ class _OpenObject:
         if known is None:
             found = self._client.head()
             known = found["size"], found["e_tag"]
-            # Names of data files are random: no save writes to one again, so one look at it does for all loads.
-            if url.endswith(".distcp"):
+            # These names are random: no save writes to one again, so one look at it does for all loads.
+            if _OUR_DATA_FILE.search(url):
                 with _known_lock:
                     _known[url] = known
                     while len(_known) > _MOST_KNOWN:
@@ -346,7 +351,8 @@ class _OpenObject:
 
 def _upload(window: _C.PartWindow) -> None:
     client = Client(window.path)
-    threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload").start()
+    # The writer waits for its end. When the process ends, asynchronous saves are waited for, or cancelled.
+    threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload", daemon=True).start()
 
 
 def _send(client: Client, window: _C.PartWindow) -> None:

@@ -145,7 +145,7 @@ COMMANDS = (
         "Damaged data cannot be repaired: see verify.",
         ("vescale-ckpt repair checkpoints --dry-run",),
         json=(
-            "`removed` (paths), `written` (paths), `dry_run`"
+            "`removed` (paths), `written` (paths), `uploads` (objects whose uploads were aborted), `dry_run`"
         ),
     ),
     Command(

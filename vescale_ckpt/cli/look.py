@@ -169,7 +169,6 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 
 def latest(options: SimpleNamespace) -> int:
-    from .._native.steps import path_of
     from .._read.newest import newest_sound
     from .._storage.directory import checkpoint_path, is_folder
 
@@ -177,8 +176,8 @@ def latest(options: SimpleNamespace) -> int:
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}
-    step = newest_sound(root, quick=not options.full, passed_over=passed_over.__setitem__)
-    path = None if step is None else path_of(root, step)
+    found = newest_sound([root], quick=not options.full, passed_over=passed_over.__setitem__)
+    step, path = (None, None) if found is None else found
     if options.json:
         output.print_json("latest/1", {"step": step, "path": path, "passed_over": passed_over})
     elif path is not None:

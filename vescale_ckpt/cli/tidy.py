@@ -20,6 +20,7 @@ from .._storage.directory import checkpoint_path, directory_at, is_file, is_fold
 from .._storage.leftovers import Leftover
 from .._storage.pending import final_name
 from .._storage.resumable import is_unfinished
+from .._storage.urls import is_url
 from ..errors import CheckpointError
 from ..manager import step_directories
 from ..manager.clean_up import to_remove
@@ -67,20 +68,36 @@ def repair(options: SimpleNamespace) -> int:
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
     removed += leftovers.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
+    uploads = _dead_uploads(root, dry_run)
     written = []
     for directory in (root, *(path_of(root, step) for step in all_steps(root))):
         if directory not in removed:
             written += [os.path.join(directory, name) for name in _written_copies(directory, dry_run)]
     if options.json:
-        output.print_json("repair/1", {"removed": removed, "written": written, "dry_run": dry_run})
+        output.print_json("repair/1", {"removed": removed, "written": written, "uploads": uploads, "dry_run": dry_run})
         return FINE
     verb = "would remove" if dry_run else "removed"
+    for path in uploads or ():
+        print(f"{'would abort' if dry_run else 'aborted'} the upload of {path}, which did not finish")
+    if uploads is None:
+        print(
+            "uploads that did not finish are not looked for: that needs boto3 and an s3:// bucket of the environment's"
+        )
     for path in removed:
         print(f"{verb} {path}")
     for path in written:
         print(f"{'would write' if dry_run else 'wrote'} {path}, an extra file of the checkpoint")
-    print(f"{verb} {len(removed):,} leftovers" if removed else "nothing is left over")
+    print(f"{verb} {len(removed):,} leftovers" if removed or uploads else "nothing is left over")
     return FINE
+
+
+def _dead_uploads(root: str, dry_run: bool) -> list[str] | None:
+    """Aborts unfinished uploads of dead saves in an object store. None where they cannot be listed."""
+    if not is_url(root):
+        return []
+    from .._storage.object_clients import abort_dead_uploads
+
+    return abort_dead_uploads(root, leftovers.SAVE_GRACE, dry_run=dry_run)
 
 
 def _written_copies(directory: str, dry_run: bool) -> list[str]:

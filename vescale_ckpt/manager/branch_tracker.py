@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from .._native.steps import FIRST, Branch, SavedOrder
+from ..errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 class BranchTracker:
@@ -12,8 +17,12 @@ class BranchTracker:
     only steps that this manager knows of count for that comparison.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, remote: str | None = None) -> None:
+        """`remote`: where checkpoints are copied to. It counts as it is when the manager begins: all that is saved
+        later is in `root`."""
         self.root = root
+        self.remote = remote
+        self._elsewhere: dict[int, Branch] = {}  # of steps that were in `remote` then
         self._branch: Branch | None = None  # of the next saves; None: not decided yet
         self._newest = -1  # newest step of this branch that this manager knows of
         self._origin: tuple[int, Branch] | None = None  # the restored step, if it was not the one saved last
@@ -22,12 +31,17 @@ class BranchTracker:
     def look(self) -> None:
         """Notes the step saved last before this manager saves. Steps that other managers save later do not count: two
         managers may save in turn, and neither goes back."""
-        last = SavedOrder(self.root).last
+        if self.remote is not None:
+            try:
+                self._elsewhere = SavedOrder(self.remote).branches
+            except (OSError, CheckpointError) as error:
+                logger.warning("what is in %s already is not known now: %s", self.remote, error)
+        last = SavedOrder(self.root, elsewhere=self._elsewhere).last
         self._newest = -1 if last is None else last
 
     def restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""
-        order = SavedOrder(self.root)
+        order = SavedOrder(self.root, elsewhere=self._elsewhere)
         self._branch = self._origin = None
         if order.last == step:
             self._newest = step
@@ -37,7 +51,7 @@ class BranchTracker:
 
     def branch_of(self, step: int) -> tuple[Branch, list[int]]:
         """The branch of a save of `step`, and the steps that this save abandons."""
-        order = SavedOrder(self.root, self._known)
+        order = SavedOrder(self.root, self._known, self._elsewhere)
         self._known = {known: branch for known, branch in order.branches.items() if known != step}
         newest, before = order.branch, self._branch
         if before is not None and before.number >= newest.number:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from signal import Signals
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from torch.optim import Optimizer
 from .. import api, settings
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
+from .._native.metadata_file import has_metadata
 from .._native.steps import SavedOrder, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
 from .._storage.directory import checkpoint_path
+from .._storage.urls import is_url
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_flag, checked_seconds
@@ -35,8 +37,11 @@ from .clean_up import clean_up
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .schedule import Schedule, SignalFlag
+from .uploads import Tier, Uploads
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 #: Errors for which `restore` tries an older checkpoint without calling this one damaged: they may be temporary.
 _UNREADABLE_NOW = {errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENODATA, errno.EBADMSG}
@@ -69,6 +74,10 @@ class CheckpointManager:
         delta: whether tensors whose bytes the checkpoint saved last has are not written again: `base=` of
             `vescale_ckpt.save`. A checkpoint that is removed leaves the files that others name.
         timeout: seconds to wait for other ranks at each step; None: `VESCALE_CKPT_TIMEOUT`.
+        local: a local directory that all ranks share, if `directory` is in an object store. Saves are durable there,
+            and the coordinator copies them to `directory` in the background. Retention holds for both. `restore` and
+            `latest` take a step from where it is nearest and whole. `tiers` says where each step is.
+        upload_bytes_per_second: with `local`, most that is copied to the object store; 0: no limit.
     """
 
     def __init__(
@@ -86,8 +95,18 @@ class CheckpointManager:
         save_on_signal: Signals | None = None,
         delta: bool = False,
         timeout: float | None = None,
+        local: str | os.PathLike[str] | None = None,
+        upload_bytes_per_second: int = 0,
     ) -> None:
-        self.directory = checkpoint_path(directory)
+        self.directory = checkpoint_path(directory)  #: that saves go to
+        self.remote: str | None = None  #: where they are copied then
+        if local is not None:
+            self.directory, self.remote = checkpoint_path(local), self.directory
+            if is_url(self.directory) or not is_url(self.remote):
+                raise ValueError("local= is for a local path, and wants the URL of an object store as directory")
+        elif upload_bytes_per_second:
+            raise ValueError("upload_bytes_per_second is for a manager with local=")
+        self._roots = [self.directory] if self.remote is None else [self.directory, self.remote]  # the nearest first
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
@@ -97,10 +116,14 @@ class CheckpointManager:
         self.preempted = False  #: a signal came and the last save is durable: training should stop
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
-        self._damaged: frozenset[int] = frozenset()  # steps that `restore` found damaged
-        self._branches = BranchTracker(self.directory)  # used on the coordinator only
+        self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
+        self._branches = BranchTracker(self.directory, self.remote)  # used on the coordinator only
+        self._uploads: Uploads | None = None
         if self._is_coordinator():
             self._branches.look()
+            if self.remote is not None:
+                self._uploads = Uploads(self.directory, self.remote, self.retention, upload_bytes_per_second)
+                self._uploads.begin()  # what a process before this one has left
         self._closed = False
 
     # --- Saving
@@ -258,9 +281,14 @@ class CheckpointManager:
             raise
 
         def committed() -> None:
-            self._damaged -= {running.step}
+            self._damaged -= {running.path}
             if running.is_coordinator:
-                clean_up(self.directory, self.retention, running.step, self._damaged)
+                damaged = {
+                    step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
+                }
+                clean_up(self.directory, self.retention, running.step, damaged)
+                if self._uploads is not None:
+                    self._uploads.begin()
 
         handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
         return handle
@@ -284,13 +312,30 @@ class CheckpointManager:
             running.handle.result()
 
     def close(self) -> None:
-        """Waits for a running save and restores the signal's handler. May be called again."""
+        """Waits for a running save and its upload, at most `VESCALE_CKPT_EXIT_TIMEOUT` seconds for the latter, and
+        restores the signal's handler. Raises on the coordinator if a checkpoint could not be uploaded. May be called
+        again."""
         self._closed = True
         try:
             self.wait()
+            if self._uploads is not None:
+                self._finish_uploads(self._uploads)
         finally:
             if self._signal is not None:
                 self._signal.release()
+
+    def _finish_uploads(self, uploads: Uploads) -> None:
+        try:
+            if not uploads.wait(settings.number("exit_timeout")):
+                logger.warning("%s is not uploaded yet: the next manager goes on with it", self.directory)
+        finally:
+            uploads.stop()
+        failures, uploads.failures = uploads.failures, {}
+        for step, failure in failures.items():
+            raise CheckpointError(
+                f"step {step} could not be uploaded to {self.remote}, and is in {self.directory} alone: {failure}",
+                path=self.remote,
+            ) from failure
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -309,11 +354,26 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank."""
-        return complete_steps(self.directory)
+        return sorted({step for root in self._roots for step in complete_steps(root)})
+
+    def tiers(self) -> dict[int, Tier]:
+        """Where each step of a manager with `local` is, in ascending order: "remote" if the object store has it (the
+        local directory may have it, too), "uploading", or "local". Asks no other rank; the coordinator alone knows what
+        is being uploaded."""
+        remote = set() if self.remote is None else set(complete_steps(self.remote))
+        uploading = None if self._uploads is None else self._uploads.uploading()
+        return {
+            step: "uploading" if step == uploading else "remote" if step in remote else "local" for step in self.steps()
+        }
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics that were saved with a step; an empty dict if there were none."""
-        return step_metrics.read(path_of(self.directory, step))
+        return step_metrics.read(self._path_of(step))
+
+    def _path_of(self, step: int) -> str:
+        """The checkpoint of a step, where it is nearest."""
+        paths = [path_of(root, step) for root in self._roots]
+        return next((path for path in paths if has_metadata(path, None)), paths[0])
 
     def latest(self, *, full: bool = False) -> int | None:
         """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
@@ -321,7 +381,8 @@ class CheckpointManager:
         Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
         """
-        return self._newest_sound(quick=not full)
+        found = self._newest_sound(quick=not full)
+        return None if found is None else found[0]
 
     def restore(
         self,
@@ -357,7 +418,9 @@ class CheckpointManager:
             step = self._load_newest(state, options)
         else:
             step = _checked_step(step)
-            self._load(path_of(self.directory, step), state, **options)
+            wanted = step
+            path = self._from_coordinator(lambda: self._path_of(wanted), "looking for a checkpoint")
+            self._load(path, state, **options)
         self._note_restored(step)
         if prepare:
             self._prepare_to_save(state)
@@ -365,13 +428,14 @@ class CheckpointManager:
 
     def _load_newest(self, state: dict[str, Any], options: Mapping[str, Any]) -> int:
         failure: CheckpointError | None = None
-        tried: set[int] = set()
-        while (found := self._newest_sound(quick=True, but=tried)) is not None:
+        tried: set[str] = set()
+        while (newest := self._newest_sound(quick=True, but=tried)) is not None:
+            found, path = newest
             try:
-                self._load(path_of(self.directory, found), state, **options)
+                self._load(path, state, **options)
             except CheckpointError as error:  # the same class on all ranks
                 if isinstance(error, CorruptCheckpointError):
-                    self._damaged |= {found}
+                    self._damaged |= {path}
                 elif getattr(error, "errno", None) not in _UNREADABLE_NOW:
                     raise
                 failure = error
@@ -379,7 +443,7 @@ class CheckpointManager:
                 return found
             level = logging.WARNING if self._is_coordinator() else logging.DEBUG
             logger.log(level, "the checkpoint of step %d is passed over, for an older one: %s", found, failure)
-            tried.add(found)
+            tried.add(path)
         if failure is not None:
             raise failure
         raise CheckpointError(f"{self.directory} holds no checkpoint that is complete and sound", path=self.directory)
@@ -412,14 +476,17 @@ class CheckpointManager:
     def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
         api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
 
-    def _newest_sound(self, *, quick: bool, but: AbstractSet[int] = frozenset()) -> int | None:
+    def _newest_sound(self, *, quick: bool, but: AbstractSet[str] = frozenset()) -> tuple[int, str] | None:
+        """The step, and the path of its checkpoint."""
+
         def warn(step: int, reason: str) -> None:
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
-        def find() -> int | None:
-            return newest_sound(self.directory, quick=quick, passed_over=warn, but=self._damaged | but)
+        def find() -> tuple[int, str] | None:
+            return newest_sound(self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
 
-        return self._from_coordinator(find, "looking for the newest checkpoint")
+        found = self._from_coordinator(find, "looking for the newest checkpoint")
+        return None if found is None else (found[0], found[1])  # it came as a list
 
     # --- Between ranks
 
@@ -430,8 +497,9 @@ class CheckpointManager:
     def _exchange(self) -> Exchange:
         return Exchange.of(self.process_group, self.timeout, purpose="manager")
 
-    def _from_coordinator(self, find: Callable[[], int | None], phase: str) -> int | None:
-        """Calls `find` on the coordinator. Returns its result on every rank, or raises its error there."""
+    def _from_coordinator(self, find: Callable[[], _Found], phase: str) -> _Found:
+        """Calls `find` on the coordinator. Returns its result, which JSON can hold, on every rank, or raises its error
+        there."""
         exchange = self._exchange()
         answer: dict[str, Any] | None = None
         if exchange.is_coordinator:
@@ -442,7 +510,7 @@ class CheckpointManager:
         received = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
         if "error" in received:
             raise CheckpointError(received["error"], path=self.directory)
-        found: int | None = received["found"]
+        found: _Found = received["found"]
         return found
 
 

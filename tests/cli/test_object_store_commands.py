@@ -1,0 +1,147 @@
+"""Commands on paths of object stores."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._convert.copy import copy
+from vescale_ckpt._storage import leftovers
+from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt.cli import main
+
+pytest.importorskip("obstore", reason="object stores need obstore")
+
+MiB = 1 << 20
+
+
+@pytest.fixture(params=["memory", "server"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    prefix: str = request.getfixturevalue("bucket_url")
+    return prefix
+
+
+def state(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {"large": torch.randn(5 * MiB), "small": torch.randn(10)}
+
+
+def assert_holds(path: Any, saved: dict[str, torch.Tensor]) -> None:
+    target = {name: torch.zeros_like(value) for name, value in saved.items()}
+    vescale_ckpt.load(path, target)
+    assert all(torch.equal(target[name], saved[name]) for name in saved)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main([*map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def test_what_shows_a_checkpoint(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with CheckpointManager(url, async_checkpoint=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.full((1000,), float(step))}, metrics={"loss": 1.0 / step})
+    status, shown = run(capsys, "inspect", f"{url}/step-3")
+    assert status == 0 and "w" in shown
+    assert run(capsys, "verify", f"{url}/step-3")[0] == 0
+    assert run(capsys, "verify", "--quick", f"{url}/step-3")[0] == 0
+    assert run(capsys, "stats", f"{url}/step-3")[0] == 0
+    assert run(capsys, "restorable", f"{url}/step-3", "--like", f"{url}/step-2")[0] == 0
+    assert run(capsys, "bench", url)[0] == 2
+    assert run(capsys, "latest", url) == (0, f"{url}/step-3\n")
+    assert run(capsys, "diff", f"{url}/step-2", f"{url}/step-3")[0] == 0
+    assert run(capsys, "prune", url, "--keep", "1", "--dry-run")[0] == 0
+    assert run(capsys, "prune", url, "--keep", "1")[0] == 0
+    assert CheckpointManager(url).steps() == [3]
+    assert run(capsys, "repair", url)[0] == 0
+    assert run(capsys, "inspect", url + "/nothing")[0] == 2
+
+
+def test_repair_removes_what_is_old_and_unnamed(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vescale_ckpt.save(url, state())
+    storage = directory_at(url)
+    storage.write("__3_01234567.distcp", b"of a save that died")
+    named = set(storage.names())
+    run(capsys, "repair", url)
+    assert set(storage.names()) == named, "it may be that of a save under way"
+    monkeypatch.setattr(leftovers, "SAVE_GRACE", 0.5)
+    time.sleep(2)
+    run(capsys, "repair", "--dry-run", url)
+    assert set(storage.names()) == named
+    status, shown = run(capsys, "repair", "--json", url)
+    assert json.loads(shown)["removed"] == [f"{url}/__3_01234567.distcp"] and status == 0
+    assert set(storage.names()) == named - {"__3_01234567.distcp"}
+    assert_holds(url, state())
+
+
+def test_repair_aborts_uploads_of_dead_saves(
+    bucket_url: str, object_server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boto3 = pytest.importorskip("boto3", reason="obstore does not list uploads")
+    client = boto3.client("s3", endpoint_url=object_server.endpoint)
+    vescale_ckpt.save(bucket_url, state())
+    bucket, prefix = bucket_url[len("s3://") :].split("/", 1)
+
+    def uploads() -> list[str]:
+        found = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", [])
+        return [upload["Key"] for upload in found]
+
+    client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/__0_01234567.distcp")
+    run(capsys, "repair", bucket_url)
+    assert uploads() == [f"{prefix}/__0_01234567.distcp"], "it is too young"
+    monkeypatch.setattr(leftovers, "SAVE_GRACE", 0.5)
+    time.sleep(2)
+    run(capsys, "repair", "--dry-run", bucket_url)
+    assert uploads()
+    assert "upload" in run(capsys, "repair", bucket_url)[1]
+    assert not uploads()
+
+
+def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vescale_ckpt.save(tmp_path / "one", state(), extra_files={"config.json": b"{}"})
+    assert run(capsys, "copy", tmp_path / "one", f"{url}/one")[0] == 0
+    assert_holds(f"{url}/one", state())
+    assert directory_at(f"{url}/one").read("config.json") == b"{}"
+    assert run(capsys, "copy", f"{url}/one", tmp_path / "back")[0] == 0
+    assert_holds(tmp_path / "back", state())
+    assert run(capsys, "copy", f"{url}/one", f"{url}/two")[0] == 0
+    assert_holds(f"{url}/two", state())
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        copy(tmp_path / "one", f"{url}/one")
+    with pytest.raises(CheckpointError, match="remove it first"):
+        copy(tmp_path / "one", f"{url}/one", overwrite=True)
+    vescale_ckpt.save(tmp_path / "other", state(1))
+    copy(tmp_path / "other", f"{url}/one", overwrite=True)
+    assert_holds(f"{url}/one", state(1))
+    assert sum(name.endswith(".distcp") for name in directory_at(f"{url}/one").names()) == 1
+
+
+def test_a_copy_goes_on_where_one_died(url: str, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "one", state())
+    (data,) = (tmp_path / "one").glob("*.distcp")
+    directory_at(url).write(data.name, data.read_bytes()[:1000])  # cannot be: objects are whole
+    copy(tmp_path / "one", url)
+    assert_holds(url, state())
+
+
+def test_a_folder_of_safetensors_is_copied_and_converted(url: str, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "model", state(), format="safetensors", max_shard_size="1MB")
+    copy(tmp_path / "model", url)
+    assert_holds(url, state())
+    vescale_ckpt.convert(url, tmp_path / "converted", format="dcp")
+    assert_holds(tmp_path / "converted", state())
+    vescale_ckpt.save(f"{url}/dcp", state(2))
+    vescale_ckpt.convert(f"{url}/dcp", tmp_path / "exported", format="safetensors")
+    assert_holds(tmp_path / "exported", state(2))

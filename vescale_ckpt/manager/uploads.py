@@ -1,0 +1,173 @@
+"""`Uploads` copies the checkpoints of a manager's local directory to its object store, in a thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Literal
+
+from .. import settings
+from .._collective import at_exit
+from .._convert.copy import upload
+from .._native.metadata_file import metadata_mark
+from .._native.names import METADATA_NAME
+from .._native.steps import SavedOrder, complete_steps, path_of
+from .._observe.texts import size
+from .._storage.directory import directory_at
+from ..errors import CheckpointError
+from .clean_up import clean_up, to_remove
+from .retention import Retention
+
+logger = logging.getLogger(__name__)
+
+Tier = Literal["local", "uploading", "remote"]
+
+
+class Uploads:
+    """The uploads of one manager. Only the coordinator has one.
+
+    One checkpoint is copied at a time, the one saved last first: if the network is slower than the saves, those in
+    between may be removed locally before their turn. What is copied is not removed meanwhile. A checkpoint in the store
+    is whole or not there; after a kill, the next manager goes on with the files that are missing.
+    """
+
+    def __init__(self, local: str, remote: str, retention: Retention, bytes_per_second: int) -> None:
+        self.local = local
+        self.remote = remote
+        self.retention = retention
+        self.bytes_per_second = bytes_per_second
+        self.failures: dict[int, CheckpointError] = {}  #: of the last upload of a step, by step
+        self._changed = threading.Condition()  # guards what follows
+        self._thread: threading.Thread | None = None
+        self._wanted = False  # something was saved since the thread has looked
+        self._stopped = False
+        self._step: int | None = None  # that is being copied
+        self._cancel: Callable[[], None] | None = None  # ends that
+        self._sent: dict[int, str] = {}  # marks of metadata that is in the store, by step
+        _running.add(self)
+
+    def begin(self) -> None:
+        """Looks for checkpoints to copy. Called after each save."""
+        with self._changed:
+            self._wanted = True
+            if self._thread is not None or self._stopped:
+                return
+            self._thread = threading.Thread(target=self._run, name="vescale_ckpt tiers", daemon=True)
+            if not (ending := at_exit.process_is_ending()):
+                self._thread.start()
+        if ending:  # nothing would wait for the thread; the end of the process waits for the save that calls this
+            self._run()
+
+    def uploading(self) -> int | None:
+        """The step that is being copied."""
+        with self._changed:
+            return self._step
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until nothing is left to copy. False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout)
+
+    def stop(self) -> None:
+        """Ends the copy that runs, soon, and waits for that. The next manager goes on with it."""
+        with self._changed:
+            self._stopped = True
+            if self._cancel is not None:
+                self._cancel()
+        self.wait()
+
+    # --- In the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopped or not self._wanted:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                self._wanted = False
+            try:
+                self._upload_all()
+            except Exception as error:
+                logger.warning("checkpoints in %s are not uploaded now: %s", self.local, error)
+                with contextlib.suppress(Exception):
+                    if (last := SavedOrder(self.local).last) is not None:
+                        self.failures[last] = CheckpointError(str(error), path=self.remote)
+
+    def _upload_all(self) -> None:
+        tried: set[int] = set()
+        while not self._stopped and (step := self._next(tried)) is not None:
+            tried.add(step)
+            with self._changed:
+                self._step = step
+            try:
+                self._upload(step)
+                self.failures.pop(step, None)
+            except (CheckpointError, OSError) as error:
+                if directory_at(path_of(self.local, step)).has(METADATA_NAME) and not self._stopped:
+                    failure = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+                    self.failures[step] = failure
+                    logger.warning(
+                        "step %d stays in %s alone, and is uploaded after the next save: %s", step, self.local, error
+                    )
+            finally:
+                with self._changed:
+                    self._step = None
+
+    def _next(self, tried: set[int]) -> int | None:
+        """The step saved last that the store lacks, and that it would keep."""
+        order = SavedOrder(self.local)
+        if order.last is None:
+            return None
+        there = set(complete_steps(self.remote))
+        surplus = to_remove(self.local, self.retention, order.last, frozenset())
+        for step in order.newest_first():
+            if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
+                return step
+        return None
+
+    def _is_sent(self, step: int) -> bool:
+        """Whether the store has this very checkpoint: after going back, a step is saved again."""
+        mark = metadata_mark(path_of(self.local, step))
+        if self._sent.get(step) != mark:
+            self._sent[step] = metadata_mark(path_of(self.remote, step))
+        return self._sent[step] == mark
+
+    def _upload(self, step: int) -> None:
+        source, url = path_of(self.local, step), path_of(self.remote, step)
+        began = time.monotonic()
+        lock = directory_at(source).share(METADATA_NAME)
+        run, cancel = upload(source, url, self.bytes_per_second)
+        with self._changed:
+            self._cancel = cancel
+        try:
+            report = run()
+        finally:
+            with self._changed:
+                self._cancel = None
+            if lock is not None:
+                lock.release()
+        logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
+        clean_up(self.remote, self.retention, step, frozenset())
+
+
+_running: weakref.WeakSet[Uploads] = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    until = time.monotonic() + settings.number("exit_timeout")
+    for uploads in list(_running):
+        with contextlib.suppress(Exception):
+            if not uploads.wait(max(0.0, until - time.monotonic())):
+                logger.warning("%s is not uploaded yet: the next manager goes on with it", uploads.local)
+                uploads.stop()
+
+
+atexit.register(_finish_at_exit)
+os.register_at_fork(after_in_child=_running.clear)  # a child has none of the threads
