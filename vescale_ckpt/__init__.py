@@ -20,6 +20,7 @@ _NAMES = {
     "_read.verify": ("verify",),
     "_state.per_rank": ("PerRank",),
     "_state.random_state": ("RandomState",),
+    "_storage.object_clients": ("register_store",),
     "_write.optimizer_gate": ("Gate",),
     "api": ("load", "prepare", "save"),
     "_convert.run": ("ConvertReport", "convert"),

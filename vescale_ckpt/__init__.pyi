@@ -18,6 +18,7 @@ from ._inspect.info import inspect as inspect
 from ._read.verify import verify as verify
 from ._state.per_rank import PerRank as PerRank
 from ._state.random_state import RandomState as RandomState
+from ._storage.object_clients import register_store as register_store
 from ._write.optimizer_gate import Gate as Gate
 from .api import load as load
 from .api import prepare as prepare

@@ -36,7 +36,7 @@ from ._ranks.store_thread import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number
-from ._storage.directory import local_path
+from ._storage.directory import checkpoint_path
 from ._write import snapshot_budget
 from ._write.optimizer_gate import Gate
 from .errors import CheckpointTimeoutError, SaveInProgressError
@@ -130,7 +130,7 @@ def save(
             f"extra_files: a model in format={format!r} has no place for files that are committed with it. Write them "
             "into its folder before the save, as save_pretrained does with config.json"
         )
-    directory = local_path(path)  # absolute: the working directory may change later
+    directory = checkpoint_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
     queue = BackgroundQueue.of(process_group)
     timeline = Timeline("save", directory, f"saving to {os.fspath(path)}")
@@ -287,7 +287,7 @@ def load(
                 "a planner of your own decides itself what is loaded: no keys, rename, allow_cast, strict, extra_files"
             )
     selection = Selection(keys)
-    timeline = Timeline("load", local_path(path), f"loading {os.fspath(path)}")
+    timeline = Timeline("load", checkpoint_path(path), f"loading {os.fspath(path)}")
     with timeline.here():
         exchange = Exchange.of(process_group, timeout, purpose="load")
         timeline.begin(exchange.rank, exchange.size)

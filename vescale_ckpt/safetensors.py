@@ -29,7 +29,7 @@ from ._hf.header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, ready_tensors, tensor_table
 from ._state.watch import WatchedState
-from ._storage.directory import local_path
+from ._storage.directory import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
 
@@ -56,7 +56,7 @@ def save_file(
     Raises ValueError (UnicodeEncodeError is one), TypeError or RuntimeError for tensors or texts that cannot be saved,
     `StorageFullError`, `CheckpointError`.
     """
-    path = local_path(filename)
+    path = checkpoint_path(filename)
     with gc_paused():
         _check_tensors(tensors)
         watch = WatchedState(tensors)
@@ -145,7 +145,7 @@ class _Opened:
     """An open file whose header has been read and checked."""
 
     def __init__(self, filename: str | os.PathLike[str], device: Device, verify: bool) -> None:
-        self.path = local_path(filename)
+        self.path = checkpoint_path(filename)
         self.device = torch.device(device)
         self.verify = verify
         self.options = engine_options(None, direct_io_setting("auto"))

@@ -73,6 +73,10 @@ SETTINGS = {
         Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),
         Setting("alone", 0, "1: one process of several may save without torch.distributed", most=1),
         Setting("exit_status", 1, "status of a process whose asynchronous save failed unseen; 0: as it is", most=255),
+        Setting("object_store_requests", 16, "most requests of a save or load to an object store at a time", 1, 256),
+        Setting(
+            "object_store_timeout", 300, "seconds for a request to an object store, with all its repetitions", 1, 3600
+        ),
         Setting("timeout", 1800, "seconds that a rank waits for the others", least=1, most=_LONGEST),
         Setting("log", "off", "prints the package's log from this level on to standard error", choices=_LEVELS),
         Setting("progress", 0, "1: rank 0 shows how far saves and loads have come, on standard error", most=1),

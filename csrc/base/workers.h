@@ -1,6 +1,7 @@
 // Runs one function on several threads until all return; the first error stops the others and is thrown to the caller.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -40,6 +41,15 @@ class WorkQueue {
     changed_.notify_one();
   }
 
+  // Where the rest is in order, too: lower items come first.
+  void push_in_order(T item) {
+    {
+      const std::lock_guard lock(mutex_);
+      ready_.insert(std::upper_bound(ready_.begin(), ready_.end(), item), item);
+    }
+    changed_.notify_one();
+  }
+
   // Waits for an item; false when all expected items were taken or the queue was closed.
   bool take(T& item) {
     std::unique_lock lock(mutex_);
@@ -49,6 +59,11 @@ class WorkQueue {
     ready_.pop_front();
     if (--left_ == 0) changed_.notify_all();
     return true;
+  }
+
+  bool closed() {
+    const std::lock_guard lock(mutex_);
+    return closed_;
   }
 
   void close() {

@@ -30,6 +30,7 @@ void bind_export(py::module_& module);       // hf, write: sets of safetensors f
 void bind_index(py::module_& module);        // metadata: `.metadata`, its index, load plans
 void bind_inventory(py::module_& module);    // state: what a rank holds
 void bind_plan(py::module_& module);         // plan: which rank writes what
+void bind_remote(py::module_& module);       // io: files of object stores
 void bind_routes(py::module_& module);       // share: which rank reads what for others; copies from pieces to tensors
 void bind_safetensors(py::module_& module);  // hf: safetensors files
 void bind_stage(py::module_& module);        // stage: snapshots in memory

@@ -30,11 +30,12 @@ namespace vescale_ckpt::bindings {
 namespace {
 
 io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t arena_bytes, const std::string& access,
-                               uint64_t bytes_per_second, int niceness) {
+                               uint64_t bytes_per_second, int niceness, uint64_t read_gap) {
   io::EngineOptions options{threads, slot_bytes, arena_bytes};
   options.read_cached = access != "direct only";
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;
+  if (read_gap != 0) options.read_gap = read_gap;
   if (access == "uncached") options.widest = io::Access::uncached;
   if (access == "buffered") options.widest = io::Access::buffered;
   return options;
@@ -232,7 +233,7 @@ Call named_call(const std::string& name) {
 void bind_engine(py::module_& module) {
   py::class_<io::EngineOptions>(module, "Options")
       .def(py::init(&make_options), py::kw_only(), py::arg("threads"), py::arg("slot_bytes"), py::arg("arena_bytes"),
-           py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0);
+           py::arg("access"), py::arg("bytes_per_second") = 0, py::arg("niceness") = 0, py::arg("read_gap") = 0);
 
   py::class_<write::FileWriter>(module, "FileWriter")
       .def(py::init(

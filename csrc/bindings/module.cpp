@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, module) {
   bind_index(module);
   bind_inventory(module);
   bind_plan(module);
+  bind_remote(module);
   bind_routes(module);
   bind_safetensors(module);
   bind_stage(module);

@@ -46,11 +46,12 @@ const char* access_name(Access access) {
 }
 
 File::File(std::string path, int plain, int direct, Access access)
-    : path_(std::move(path)), plain_(plain), direct_(direct), access_(access) {}
+    : path_(std::move(path)), plain_(plain), direct_(direct), on_disk_(plain >= 0), access_(access) {}
 
 File::~File() {
   if (direct_ >= 0) system::close(direct_);
   if (plain_ >= 0) system::close(plain_);
+  cancel();
 }
 
 void File::close() {
@@ -62,12 +63,14 @@ void File::close() {
 }
 
 std::unique_ptr<File> File::create(const std::string& path, Access widest) {
+  if (is_remote(path)) return std::unique_ptr<File>(new File(path, -1, -1, Access::buffered));
   const int plain = system::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL, 0666);
   if (plain < 0) throw Error::system("create", path, 0, -plain);
   return for_writing(path, plain, widest);
 }
 
 std::unique_ptr<File> File::open_shared(const std::string& path, Access widest) {
+  if (is_remote(path)) throw Error::invalid(path + ": several writers cannot fill one file of an object store");
   const int plain = system::open(path.c_str(), O_WRONLY, 0);
   if (plain < 0) throw Error::system("open to write to", path, 0, -plain);
   return for_writing(path, plain, widest);
@@ -83,6 +86,12 @@ std::unique_ptr<File> File::for_writing(const std::string& path, int plain, Acce
 }
 
 std::unique_ptr<File> File::open(const std::string& path, Access widest, bool cached) {
+  if (is_remote(path)) {
+    std::unique_ptr<File> file(new File(path, -1, -1, Access::buffered));
+    file->remote_ = remote_store().open(path);
+    file->size_ = file->remote_->size();
+    return file;
+  }
   // Not blocking, because a FIFO of that name would wait for a writer; files do not care.
   const int plain = system::open_to_read(path.c_str(), O_RDONLY | O_NONBLOCK);
   if (plain < 0) throw Error::system("open", path, 0, -plain);
@@ -140,6 +149,46 @@ bool File::fall_back(Access refused) {
   return true;
 }
 
+void File::begin(uint64_t expected_size, uint64_t unit) {
+  if (is_on_disk()) {
+    preallocate(expected_size);
+    return;
+  }
+  window_ = std::make_shared<PartWindow>(path_, part_bytes_for(expected_size, unit));
+  try {
+    remote_store().upload(window_);
+  } catch (...) {
+    window_.reset();  // nobody sends it
+    throw;
+  }
+}
+
+void File::complete(uint64_t size, bool sync) {
+  if (is_on_disk()) {
+    truncate(size);
+    if (sync) this->sync();
+    close();
+    return;
+  }
+  trace::Laps laps;
+  window_->finish(size);
+  size_ = size;
+  laps.lap(trace::Step::sync, size_);
+}
+
+void File::discard() {
+  if (is_on_disk()) {
+    system::unlink(path_.c_str());
+  } else if (window_) {
+    window_->cancel();
+    window_->wait_for_end();
+  }
+}
+
+void File::cancel() {
+  if (window_) window_->cancel();
+}
+
 void File::preallocate(uint64_t size) {
   int result = system::allocate(plain_, size);
   if (result == -EOPNOTSUPP || result == -ENOSYS || result == -EINVAL) result = system::truncate(plain_, size);
@@ -161,11 +210,12 @@ void File::sync() {
 }
 
 void File::write_back() {
+  if (!is_on_disk()) return;
   ::sync_file_range(plain_, 0, 0, SYNC_FILE_RANGE_WRITE);
 }
 
 void File::start_writeback(uint64_t offset, uint64_t size) {
-  if (access() != Access::buffered) return;
+  if (access() != Access::buffered || !is_on_disk()) return;
   ::sync_file_range(plain_, static_cast<off_t>(offset), static_cast<off_t>(size), SYNC_FILE_RANGE_WRITE);
 }
 

@@ -1,5 +1,8 @@
-// One file on disk and the way its bytes travel: direct (past the page cache), uncached (through it, pages dropped at
+// One file and the way its bytes travel. On disk: direct (past the page cache), uncached (through it, pages dropped at
 // once), or buffered. The way is found by trying, falls back at the first refusal, and is reported.
+//
+// A file of a remote store (io/remote.h) has no descriptors; its bytes travel through a RemoteObject when it is read,
+// and through a PartWindow when it is written. For transfers it looks buffered.
 //
 // A File owns its descriptors. Several threads may make transfers on one File at a time. All of these throw Error (io,
 // full).
@@ -10,6 +13,8 @@
 #include <memory>
 #include <string>
 
+#include "io/remote.h"
+
 namespace vescale_ckpt::io {
 
 enum class Access { direct, uncached, buffered };
@@ -19,7 +24,7 @@ class File {
  public:
   // Creates a file that must not exist. `widest` is the most ambitious access to try.
   static std::unique_ptr<File> create(const std::string& path, Access widest);
-  // Opens a file to write to, of which others may write other parts.
+  // Opens a file to write to, of which others may write other parts. Remote stores have no such files.
   static std::unique_ptr<File> open_shared(const std::string& path, Access widest);
   // Opens for reading; with `cached` picks buffered if most of the file is in the page cache already.
   static std::unique_ptr<File> open(const std::string& path, Access widest, bool cached = true);
@@ -41,7 +46,21 @@ class File {
   // After a read failed with ESTALE: opens the file of that name again. False if there is none of the same size.
   bool reopen();
 
-  void preallocate(uint64_t size);  // where supported, reserves space: fails with Kind::full when there is none
+  // A file that is read from a remote store, or null; one that is written to it, or null.
+  RemoteObject* remote() const { return remote_.get(); }
+  PartWindow* window() const { return window_.get(); }
+
+  // Where supported, reserves space: fails with Kind::full when there is none. A remote file begins to be sent, in
+  // parts of a multiple of `unit` bytes.
+  void begin(uint64_t expected_size, uint64_t unit);
+  // All is written, and so long is the file. It is durable afterwards, if asked for; a remote one always is.
+  void complete(uint64_t size, bool sync);
+  // Removes a file that was not completed. Throws nothing.
+  void discard();
+  // From any thread: makes calls that wait fail soon, or does nothing.
+  void cancel();
+
+  void preallocate(uint64_t size);
   void truncate(uint64_t size);
   void sync();
   // After the last write: throws where the system tells only now that it could not write.
@@ -53,10 +72,14 @@ class File {
 
  private:
   File(std::string path, int plain, int direct, Access access);
+  bool is_on_disk() const { return on_disk_; }  // also when it is closed
   static std::unique_ptr<File> for_writing(const std::string& path, int plain, Access widest);
   std::string path_;
   int plain_;
   int direct_;  // -1 where refused
+  bool on_disk_;
+  std::unique_ptr<RemoteObject> remote_;
+  std::shared_ptr<PartWindow> window_;
   uint64_t size_ = 0;
   uint64_t memory_alignment_ = 1;
   std::atomic<Access> access_;

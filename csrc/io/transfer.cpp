@@ -29,6 +29,11 @@ int64_t move_some(Transfer& transfer) {
                                      : system::write(fd, data, size, offset, flags);
 }
 
+std::string too_short(const Transfer& transfer) {
+  return "file " + transfer.file->path() + " ends at offset " + std::to_string(transfer.offset + transfer.done) + ", " +
+         std::to_string(transfer.needed - transfer.done) + " bytes too early";
+}
+
 // Takes note of one call's result: true when the transfer is complete, false if the rest must be asked for again.
 bool advance(Transfer& transfer, int64_t result) {
   if (result > 0) {
@@ -40,9 +45,7 @@ bool advance(Transfer& transfer, int64_t result) {
   if (result == 0) {
     if (transfer.call == Call::read && transfer.done >= transfer.needed) return true;
     if (transfer.call == Call::read) {
-      throw Error::corrupt("file " + transfer.file->path() + " ends at offset " + std::to_string(at) + ", " +
-                               std::to_string(transfer.needed - transfer.done) + " bytes too early",
-                           transfer.file->path(), at);
+      throw Error::corrupt(too_short(transfer), transfer.file->path(), at);
     }
     throw Error::system("write", transfer.file->path(), at, EIO);  // no progress and no reason
   }
@@ -54,6 +57,25 @@ bool advance(Transfer& transfer, int64_t result) {
     if (transfer.file->reopen()) return false;
   }
   throw Error::system(transfer.call == Call::read ? "read" : "write", transfer.file->path(), at, error);
+}
+
+void perform_remotely(Transfer& transfer) {
+  File& file = *transfer.file;
+  transfer.access = Access::buffered;
+  if (transfer.call == Call::write) {
+    file.window()->write(transfer.offset, {transfer.data, transfer.size});
+    transfer.done = transfer.size;
+    return;
+  }
+  const uint64_t left = file.size() - std::min(file.size(), transfer.offset);
+  const uint64_t size = std::min(transfer.size, left);
+  if (size < transfer.needed) {
+    transfer.done = size;
+    throw Error::corrupt(too_short(transfer), file.path(), transfer.offset + size);
+  }
+  if (size != 0) file.remote()->read(transfer.offset, {transfer.data, size});
+  transfer.done = size;
+  all_read.fetch_add(size, std::memory_order_relaxed);
 }
 
 void transfer_exactly(Call call, File& file, uint64_t offset, std::byte* data, uint64_t size) {
@@ -71,6 +93,11 @@ void transfer_exactly(Call call, File& file, uint64_t offset, std::byte* data, u
 }  // namespace
 
 void perform(Transfer& transfer) {
+  const File& file = *transfer.file;
+  if (file.remote() != nullptr || file.window() != nullptr) {
+    perform_remotely(transfer);
+    return;
+  }
   while (!advance(transfer, move_some(transfer))) {
   }
   if (transfer.call == Call::read) all_read.fetch_add(transfer.done, std::memory_order_relaxed);

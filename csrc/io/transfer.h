@@ -27,7 +27,7 @@ struct Transfer {
 };
 
 // Returns when the transfer is complete: short calls are continued, interrupted ones repeated, refused direct ones
-// repeated the next way. Throws Error.
+// repeated the next way. Of a remote file, one request, or a copy into a part that is sent. Throws Error.
 void perform(Transfer& transfer);
 
 // Bytes that perform() has read into memory in this process so far.

@@ -16,7 +16,7 @@ namespace vescale_ckpt::io {
 
 // Below this a tensor is cheaper to copy into a slot with its neighbours than to send alone.
 inline constexpr uint64_t kLargeBody = 2 << 20;
-// Unwanted bytes up to this many are cheaper to read than to skip.
+// Unwanted bytes up to this many are cheaper to read from a disk than to skip.
 inline constexpr uint64_t kReadGap = 128 << 10;
 
 struct EngineOptions {
@@ -26,6 +26,7 @@ struct EngineOptions {
   Access widest = Access::direct;
   bool read_cached = true;        // read files that are in the page cache from there
   uint64_t bytes_per_second = 0;  // most that a writer gives to its file; 0: no limit
+  uint64_t read_gap = kReadGap;   // as kReadGap, where files are elsewhere
   int niceness = 0;               // how much lower than the caller's the priority of workers is; 0: it is one of them
 };
 

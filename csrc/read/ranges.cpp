@@ -33,7 +33,7 @@ void read_ranges(std::span<const std::string> paths, std::span<const ByteRange> 
       size_t last = first;
       for (; last < order.size(); ++last) {
         const ByteRange& range = ranges[order[last]];
-        if (range.file != head.file || range.offset > end + io::kReadGap) break;
+        if (range.file != head.file || range.offset > end + options.read_gap) break;
         if (last != first && range.offset + range.length - head.offset > options.slot_bytes) break;
         if (range.offset > file->size() || range.length > file->size() - range.offset) {
           throw Error::corrupt("file " + file->path() + " is truncated: it has " + std::to_string(file->size()) +

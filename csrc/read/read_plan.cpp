@@ -196,7 +196,7 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
       std::vector<std::pair<uint64_t, uint64_t>> wanted;
       const bool cells_only = record.check == Record::Check::blocks;
       for (const uint32_t item : record.items) {
-        items_[item].box.ranges(cells_only ? format::kChecksumBlock : io::kReadGap, [&](uint64_t from, uint64_t to) {
+        items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap, [&](uint64_t from, uint64_t to) {
           from += record.body_offset;
           to += record.body_offset;
           if (cells_only) {
@@ -228,7 +228,7 @@ void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile&
   }
   if (from > begin) extents_.push_back({index, begin, from, nullptr});
   const ReadItem& item = items_[record.items[0]];
-  const bool cached = data.file->access() == io::Access::buffered;
+  const bool cached = data.file->access() == io::Access::buffered && data.file->remote() == nullptr;
   const uint64_t piece = cached ? std::min(kCachedPiece, options_.slot_bytes) : options_.slot_bytes;
   for (uint64_t at = from; at < to;) {
     const uint64_t next = std::min(to, align_down(at, piece) + piece);
@@ -272,7 +272,7 @@ void ReadPlan::pack_extents() {
       continue;
     }
     for (uint64_t at = extent.begin; at < extent.end;) {
-      const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + io::kReadGap;
+      const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
       const uint64_t limit = align_down(start + options_.slot_bytes, kBlock);
       // A record that fits a slot is not cut; one that does not is cut on cells.

@@ -29,6 +29,7 @@ class Tiles {
 
   // Edges come first: many small writes, which the disk does while the rest is sent.
   void run() {
+    check_no_hole();
     queue_.expect(segments_.size());
     for (const bool edges : {true, false}) {
       for (size_t index = 0; index < segments_.size(); ++index) {
@@ -39,7 +40,11 @@ class Tiles {
       }
     }
     io::run_transfers(
-        queue_, options_, [this](size_t index) { return needs_slot(segments_[index]); },
+        queue_, options_,
+        [this](size_t index) {
+          wait_for_room(segments_[index]);
+          return needs_slot(segments_[index]);
+        },
         [this](size_t index, io::Flight& flight) { prepare(segments_[index], flight); },
         [this](io::Flight& flight) {
           stats_.count(flight, flight.transfer.size + flight.moved_before);
@@ -210,8 +215,22 @@ class Tiles {
     return source.box->dense() ? source.data + (part.body() - source.box->begin()) : nullptr;
   }
 
+  // A remote file is sent in order, so writers may be ahead of it only so far (io/part_window.h). They wait before they
+  // have a slot: whoever has one goes on. And no writer waits for ever, because the lowest segment that is not written
+  // is soon taken by one, and then has room:
+  // - If it was ready from the start, nobody took a higher one before it, for the queue is in order.
+  // - If it waited for its tensor's pieces, these are lower, so they are written. The writer that prepared the last of
+  //   them queued it, in order, then wrote that piece, and takes the lowest segment of the queue next.
+  void wait_for_room(const Segment& segment) {
+    io::PartWindow* window = parts_[segment.first_part].source->place.file->window();
+    if (window != nullptr) window->wait_for_room(segment.end, [this] { return queue_.closed(); });
+  }
+
   bool needs_slot(const Segment& segment) const {
     const Part& part = parts_[segment.first_part];
+    if (io::PartWindow* window = part.source->place.file->window()) {
+      return window->place(segment.begin, segment.end - segment.begin) == nullptr;
+    }
     if (segment.way == Way::runs) return !part.source->box->runs_are_dense();
     const std::byte* data = contiguous(part);
     return segment.parts != 1 || data == nullptr || part.bytes() != segment.end - segment.begin ||
@@ -220,6 +239,17 @@ class Tiles {
 
   static bool can_send(const io::File& file, const std::byte* data) {
     return file.access() != io::Access::direct || reinterpret_cast<uintptr_t>(data) % file.memory_alignment() == 0;
+  }
+
+  // A part of a remote file with a hole would never be complete.
+  void check_no_hole() const {
+    for (size_t index = 1; index < segments_.size(); ++index) {
+      const io::File& file = *parts_[segments_[index].first_part].source->place.file;
+      if (file.window() != nullptr && segments_[index].begin != segments_[index - 1].end) {
+        throw Error::invalid("the layout of " + file.path() + " has a hole at " +
+                             std::to_string(segments_[index - 1].end));
+      }
+    }
   }
 
   void write_back() {
@@ -244,13 +274,21 @@ class Tiles {
     } else if (flight.slot) {
       flight.transfer.data = flight.slot->data();
       fill(segment, flight.slot->data());
+    } else if (io::PartWindow* window = flight.transfer.file->window()) {
+      flight.transfer.data = window->place(segment.begin, flight.transfer.size);  // it is sent from there
+      fill(segment, flight.transfer.data);
     } else {
       flight.transfer.data = const_cast<std::byte*>(contiguous(first));
       checksum(first.source->place, first.begin, flight.transfer.data, first.bytes(), nullptr);
     }
     if (segment.waiter == 0) return;
     const std::atomic_ref awaited(segments_[segment.waiter].awaited);
-    if (awaited.fetch_sub(1, std::memory_order_acq_rel) == 1) queue_.push_first(segment.waiter);
+    if (awaited.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    if (shared_) {
+      queue_.push_first(segment.waiter);
+    } else {
+      queue_.push_in_order(segment.waiter);
+    }
   }
 
   void fill(const Segment& segment, std::byte* slot) {

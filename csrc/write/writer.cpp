@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "base/system.h"
-
 namespace vescale_ckpt::write {
 namespace {
 
@@ -18,15 +16,15 @@ FileWriter::FileWriter(const std::string& path, uint64_t expected_bytes, const i
       file_(io::File::create(path, options.widest)),
       control_(path, options.bytes_per_second) {
   try {
-    file_->preallocate(expected_bytes);
+    file_->begin(expected_bytes, options.slot_bytes);
   } catch (...) {
-    system::unlink(path.c_str());
+    file_->discard();
     throw;
   }
 }
 
 FileWriter::~FileWriter() {
-  if (!finished_) system::unlink(file_->path().c_str());
+  if (!finished_) file_->discard();
 }
 
 uint64_t FileWriter::space_for(std::span<const int64_t> body_bytes) {
@@ -140,9 +138,7 @@ uint64_t FileWriter::finish_tiled(std::span<const std::byte> head, bool sync) {
 }
 
 uint64_t FileWriter::seal(uint64_t length, bool sync) {
-  file_->truncate(length);
-  if (sync) file_->sync();
-  file_->close();
+  file_->complete(length, sync);
   control_.check();  // syncing may have taken long
   finished_ = true;
   return length;

@@ -45,7 +45,8 @@ struct PlacedRecord {
 
 class FileWriter {
  public:
-  // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk.
+  // Creates the file; `expected_bytes` (an estimate from above) is reserved on disk. A remote file appears under its
+  // name when it is finished.
   FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options, bool checksums);
   // Removes the file unless finish() was reached.
   ~FileWriter();
@@ -68,7 +69,10 @@ class FileWriter {
 
   // From any thread, at any time. After cancel() write() and finish() throw Error(cancelled), soon where one is
   // running.
-  void cancel() { control_.cancel(); }
+  void cancel() {
+    control_.cancel();
+    file_->cancel();
+  }
   uint64_t progress() const { return stats_.bytes(); }  // bytes given to the file so far
 
   const io::TransferStats& stats() const { return stats_; }

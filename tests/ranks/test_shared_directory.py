@@ -56,7 +56,7 @@ def _apart(way: str, directory: Path) -> Any:
     dist.barrier()
     elsewhere = str(directory / "elsewhere" if rank else path)
     with (
-        mock.patch.object(api, "local_path", lambda _: elsewhere),
+        mock.patch.object(api, "checkpoint_path", lambda _: elsewhere),
         mock.patch.object(shared_directory, "_VISIBLE_SECONDS", 0.2),
         pytest.raises(SeparateDirectoriesError) as caught,
     ):

@@ -16,7 +16,7 @@ from damage import blank, same, small_state
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
 from vescale_ckpt._collective.background import BackgroundQueue
-from vescale_ckpt._storage.directory import local_path
+from vescale_ckpt._storage.directory import checkpoint_path
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
 
 
@@ -166,7 +166,7 @@ def test_what_is_no_local_path_is_refused(
     ],
 )
 def test_all_parts_count(url: str, path: str) -> None:
-    assert local_path(url) == path
+    assert checkpoint_path(url) == path
 
 
 def test_a_working_directory_that_is_gone(here_and_there: tuple[Path, Path]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from .. import api, settings
 from .._engine.errors import check_space, named_system_errors
 from .._storage import leftovers
-from .._storage.directory import directory_at, is_folder, local_path
+from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.leftovers import Leftover
 from .._storage.pending import make_locked
 from ..errors import CheckpointError
@@ -114,7 +114,7 @@ def bench(
     Raises ValueError for arguments, `StorageFullError` and `CheckpointError`.
     """
     settings.check()
-    root = local_path(directory)
+    root = checkpoint_path(directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     size = size if size is not None else _bytes_that_fit(root)

@@ -33,6 +33,7 @@ from .._state.key_selection import Rename, Selection, renamed, renaming, suggest
 from .._state.load_targets import tied, with_memory
 from .._state.per_rank import PerRank, Restoring, counted
 from .._state.structure import Path, structure_of
+from .._storage.urls import is_url
 from ..errors import (
     CheckpointError,
     IncompatibleStateError,
@@ -276,7 +277,9 @@ class CollectiveLoad:
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"))
+            broadcast = BroadcastLoad(
+                self._exchange, self._broadcast, self._phase("read for each other"), not is_url(self._reader.path)
+            )
 
         began, items, alone = _C.bytes_read(), plan.items, broadcast is None
 

@@ -24,6 +24,7 @@ from .._ranks.shared_directory import DirectoryMark
 from .._state.application import saved_form
 from .._state.extra_files import with_files
 from .._state.per_rank import counted
+from .._storage.urls import refuse
 from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
 from .._write.rank_save import RankSave
@@ -149,6 +150,8 @@ class CollectiveSave(ABC):
         # One rank gives them to the plan; where each node has a checkpoint of its own, the plan takes one rank of each.
         mine = given if exchange.is_coordinator or self.planner.placement == "local" else {}
         values = with_files(saved_form(state), mine)
+        if self.planner.placement == "local":
+            refuse(self.path, "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out")
         self._save.begin()
         if exchange.is_coordinator:
             self._save.clean_up()  # no rank writes before the plan is made

@@ -12,7 +12,7 @@ from .._native import metadata_file
 from .._read import contents
 from .._read.check_records import Progress, as_damage
 from .._read.verify import verify_with_progress
-from .._storage.directory import directory_at, is_folder, local_path
+from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.file_kinds import kind_of_file
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
@@ -29,7 +29,7 @@ def verify_any(path: str | os.PathLike[str], quick: bool, progress: Progress | N
 
     Raises `CheckpointError` if a file is of no known format or a directory holds no checkpoint, and FileNotFoundError.
     """
-    where = local_path(path)
+    where = checkpoint_path(path)
     if is_folder(where):
         of_tensors = bool(metadata_file.metadata_ranks(where)) or contents.is_safetensors(where)
         raw = not of_tensors and any(name.endswith(".npy") for name in directory_at(where).names())

@@ -29,7 +29,7 @@ from .._native.names import INDEX_NAME, is_metadata_file, is_temporary_file, met
 from .._read import contents
 from .._read.check_records import Progress, list_records
 from .._read.no_checkpoint import explained
-from .._storage.directory import directory_at, is_file, is_folder, local_path, stat_of
+from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.locks import LOCK_NAME
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder
@@ -76,7 +76,7 @@ def copy(
     checked_flag("overwrite", overwrite)
     settings.check()
     began = time.perf_counter()
-    source, path = local_path(checked_path("src", src)), local_path(checked_path("dst", dst))
+    source, path = checkpoint_path(checked_path("src", src)), checkpoint_path(checked_path("dst", dst))
     path = path.rstrip("/") or path
     report = CopyReport(path)
     with ExitStack() as held, named_system_errors(path):

@@ -42,7 +42,7 @@ from .._state import objects
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
 from .._state.structure import Path, structure_of
-from .._storage.directory import check_relative, directory_at, local_path
+from .._storage.directory import check_relative, checkpoint_path, directory_at
 from .._write.host_batches import write_table
 from .._write.native_save import NativeSave
 from .._write.rank_save import RankSave, SaveOptions
@@ -64,7 +64,7 @@ class DcpSource(Source):
     format = "dcp"
 
     def __init__(self, path: str) -> None:
-        self._path = local_path(path)
+        self._path = checkpoint_path(path)
         self._lock = directory_at(self._path).share(METADATA_NAME)
         self._seen = SeenFiles(os.path.join(self._path, METADATA_NAME))
         try:

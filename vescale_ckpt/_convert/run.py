@@ -17,7 +17,7 @@ from .._engine.errors import of_system
 from .._hf.folder import shard_bytes
 from .._ranks.exchange import Exchange
 from .._read.check_records import Progress
-from .._storage.directory import local_path
+from .._storage.directory import checkpoint_path
 from .._storage.pending import PendingFolder, put_back
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
@@ -164,7 +164,7 @@ class _Conversion:
             settings.check()
             self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
-            source_path, self._path = local_path(self._src), local_path(self._dst)
+            source_path, self._path = checkpoint_path(self._src), checkpoint_path(self._dst)
             self._source = open_source(source_path)
             self._closing.callback(self._source.close)
             formats.check_destination(source_path, self._path, self._format, overwrite)
@@ -177,7 +177,7 @@ class _Conversion:
 
         def repair() -> None:
             if self._exchange.is_coordinator and formats.is_folder(os.fspath(self._dst), self._format):
-                put_back(local_path(self._dst))
+                put_back(checkpoint_path(self._dst))
 
         self._together(repair, "look for what was set aside")
         most_bytes = self._together(prepare, "plan")

@@ -32,8 +32,9 @@ from .._read.load import Load, ReadOptions
 from .._read.packed import load_packed
 from .._read.seen_files import SeenFiles
 from .._share.begin import BroadcastLoad
-from .._storage.directory import directory_at, local_path
+from .._storage.directory import checkpoint_path, directory_at
 from .._storage.locks import FileLock
+from .._storage.urls import is_url
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
@@ -85,7 +86,7 @@ class StorageReader(DcpStorageReader):
         _extension_registry: Any = None,
     ) -> None:
         super().__init__()
-        self.path = local_path(checked_path("path", path))
+        self.path = checkpoint_path(checked_path("path", path))
         #: The path as given. It is equal on all ranks even if a relative path means different directories.
         self.given_path = os.fspath(path)
         self.thread_count = checked_count("thread_count", thread_count, most=MOST_THREADS)
@@ -112,7 +113,7 @@ class StorageReader(DcpStorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            local_path(checkpoint_id)
+            checkpoint_path(checkpoint_id)
         except ValueError:
             return False
         return True
@@ -120,7 +121,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP calls it first, on each rank."""
         if checkpoint_id is not None:
-            self.path = local_path(checkpoint_id)
+            self.path = checkpoint_path(checkpoint_id)
             self.given_path = os.fspath(checkpoint_id)
         self._unlock()
         self.contents = None
@@ -235,7 +236,7 @@ class StorageReader(DcpStorageReader):
         if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.given_path}: read for each other"
-            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, phase)
+            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, phase, not is_url(self.path))
         self.read(plan, planner, broadcast)
         future: Future[None] = Future()
         future.set_result(None)

@@ -25,7 +25,7 @@ from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.save_plan import PackedResults
 from .._ranks.groups import check_alone_on_purpose
-from .._storage.directory import local_path
+from .._storage.directory import checkpoint_path
 from .._write.rank_save import SaveOptions, new_save_id
 from ..errors import CheckpointError
 from ..reports import SaveStats
@@ -117,7 +117,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         check_format(format, metadata, fqn_to_index_mapping)
         self.format = format
         self.options = SaveOptions(
-            path=local_path(checked_path("path", path)),
+            path=checkpoint_path(checked_path("path", path)),
             thread_count=checked_count("thread_count", thread_count, most=MOST_THREADS),
             direct_io=direct_io_setting(direct_io),
             checksums=checked_flag("checksums", checksums),
@@ -138,14 +138,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            local_path(checkpoint_id)
+            checkpoint_path(checkpoint_id)
         except ValueError:
             return False
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP calls it first, on each rank."""
-        path = self.path if checkpoint_id is None else local_path(checkpoint_id)
+        path = self.path if checkpoint_id is None else checkpoint_path(checkpoint_id)
         self.options = replace(self.options, path=path, save_id=new_save_id())
 
     @property

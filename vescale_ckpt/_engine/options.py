@@ -10,6 +10,10 @@ from . import _C
 
 _ACCESS = {"auto": "direct", "on": "direct", True: "direct only", "off": "buffered", False: "buffered"}
 
+#: Bytes that are read and not wanted where a request for what is behind them would cost more: what a connection moves
+#: in the 20 ms or so that an object store takes to answer.
+_REQUEST_GAP = 2 << 20
+
 
 def direct_io_setting(argument: DirectIO) -> DirectIO:
     """The caller's `direct_io`; for "auto" that of the environment. Raises ValueError for other values."""
@@ -25,10 +29,14 @@ def threads_of(argument: int | None) -> int:
     return settings.number("threads") if argument is None else argument
 
 
-def engine_options(threads: int | None, direct_io: DirectIO, in_background: bool = False) -> _C.Options:
-    """The engine's options for one save or load. `in_background`: training goes on meanwhile."""
+def engine_options(
+    threads: int | None, direct_io: DirectIO, in_background: bool = False, *, requests: bool = False
+) -> _C.Options:
+    """The engine's options for one save or load. `in_background`: training goes on meanwhile. `requests`: it reads from
+    an object store, where each worker waits for a request of its own."""
     return _C.Options(
-        threads=threads_of(threads),
+        threads=settings.number("object_store_requests") if requests and threads is None else threads_of(threads),
+        read_gap=_REQUEST_GAP if requests else 0,
         slot_bytes=settings.number("slot_bytes"),
         arena_bytes=settings.number("arena_bytes"),
         access=_ACCESS[direct_io],

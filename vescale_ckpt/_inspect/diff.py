@@ -12,7 +12,7 @@ import torch
 from .._convert.formats import open_source
 from .._convert.source import Source, TensorInfo
 from .._state.key_selection import Selection
-from .._storage.directory import local_path
+from .._storage.directory import checkpoint_path
 from ..errors import MissingKeysError
 from .boxes import as_numbers, values
 
@@ -69,7 +69,7 @@ def diff(
 
     Raises `MissingKeysError` for `keys` that match nothing in both, and the errors of reading.
     """
-    with closing(open_source(local_path(a))) as first, closing(open_source(local_path(b))) as second:
+    with closing(open_source(checkpoint_path(a))) as first, closing(open_source(checkpoint_path(b))) as second:
         return _diff(first, second, with_values, Selection(keys), progress)
 
 

@@ -19,7 +19,7 @@ from .._read.check_records import locations_by_key
 from .._read.contents import Contents, of_safetensors
 from .._read.no_checkpoint import explained
 from .._state.key_selection import Selection
-from .._storage.directory import check_relative, directory_at, is_file, is_folder, local_path, stat_of
+from .._storage.directory import check_relative, checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.file_kinds import kind_of_file
 from ..errors import CheckpointError, MissingKeysError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
@@ -40,7 +40,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
     `MissingKeysError` for `keys` that match nothing.
     """
     settings.check()
-    where = local_path(checked_path("path", path))
+    where = checkpoint_path(checked_path("path", path))
     selection = Selection(keys)
     if is_file(where) and _is_raw(where):
         info = _of_raw_files(where)

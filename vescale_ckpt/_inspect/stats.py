@@ -12,7 +12,7 @@ import torch
 
 from .._convert.formats import open_source
 from .._state.key_selection import Selection
-from .._storage.directory import local_path
+from .._storage.directory import checkpoint_path
 from ..errors import MissingKeysError
 from .boxes import as_numbers, values
 
@@ -54,7 +54,7 @@ def stats(
     Raises `MissingKeysError` for `keys` that match nothing, and the errors of reading: `CorruptCheckpointError`,
     `UntrustedCheckpointError`, `CheckpointError`.
     """
-    with closing(open_source(local_path(path))) as source:
+    with closing(open_source(checkpoint_path(path))) as source:
         selection = Selection(keys)
         if missing := selection.without_match([*source.tensors, *source.object_names]):
             raise MissingKeysError(missing)

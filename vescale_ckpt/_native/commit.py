@@ -26,14 +26,14 @@ from .metadata_file import has_metadata
 logger = logging.getLogger(__name__)
 
 
-def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None) -> None:
+def commit(directory: str, rank: int | None, metadata: bytes, index: bytes | None, overwrite: bool = True) -> None:
     """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
-    all ranks. Raises OSError and `_C.EngineError`."""
+    all ranks. `overwrite`: as for `Directory.commit`. Raises OSError and `_C.EngineError`."""
     storage = directory_at(directory)
     storage.make_durable(holds_one=has_metadata(directory, rank))
     if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
         storage.write(names.index_name(rank), index)
-    storage.write(names.metadata_name(rank), metadata)
+    storage.commit(names.metadata_name(rank), metadata, overwrite)
     if index is None:
         with contextlib.suppress(OSError, _C.EngineError):
             storage.remove(names.index_name(rank))
@@ -80,10 +80,14 @@ def remove_leftovers(
 
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
     nothing is removed: it may name any file. With `only_rank`, only that rank's files. Failures are logged, not raised:
-    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed.
+    a leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which
+    has no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
+    these are removed.
     """
     try:
-        found = directory_at(directory).names()
+        storage = directory_at(directory)
+        only_superseded = storage.is_remote and bool(superseded)
+        found = sorted(superseded) if only_superseded else storage.names()
         mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
         candidates = [
             name

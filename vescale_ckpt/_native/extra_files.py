@@ -98,7 +98,7 @@ class ExtraFiles:
                 if not names.may_be_in_use(os.path.basename(left)):
                     with contextlib.suppress(OSError, _C.EngineError):
                         storage.remove(os.path.basename(left))
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CheckpointError):
                 if storage.has(name) and storage.read(name) == content:
                     continue
             _write(self._path, name, content)

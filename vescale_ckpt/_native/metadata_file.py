@@ -345,9 +345,17 @@ def metadata_mark(directory: str) -> str:
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
     """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
     try:
-        return _matching(_C.Index.open(os.path.join(directory, index_name(rank))), directory, rank)
+        return _matching(open_index(directory, rank), directory, rank)
     except (OSError, _C.EngineError):
         return None
+
+
+def open_index(directory: str, rank: int | None) -> _C.Index:
+    """The index, whatever it is of. Of a file only what is needed is read and checked; an object is read whole."""
+    path = os.path.join(directory, index_name(rank))
+    if (storage := directory_at(directory)).is_remote:
+        return _C.Index.from_bytes(storage.read(index_name(rank)), path)
+    return _C.Index.open(path)
 
 
 def index_bytes(directory: str) -> bytes | None:

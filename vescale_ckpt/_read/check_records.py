@@ -21,6 +21,7 @@ from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._native.names import checked_location, crc_of
 from .._storage.directory import check_relative
+from .._storage.urls import is_url
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 from .contents import Contents
@@ -142,7 +143,7 @@ def check_records(
                 tensors.append(record)
             else:
                 archives.append((record, kind is listing.tensors))
-    options = engine_options(None, direct_io_setting("auto"))
+    options = engine_options(None, direct_io_setting("auto"), requests=is_url(listing.root))
     reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
 
     def check(

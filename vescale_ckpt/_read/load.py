@@ -26,6 +26,7 @@ from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import narrowed
 from .._storage.directory import check_relative, stat_of
+from .._storage.urls import is_url
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..reports import LoadStats
@@ -98,7 +99,9 @@ class Load:
         self._filled: list[torch.Tensor] = []
         # By whether the page cache is used in any case.
         self._engine_options = {
-            cached: engine_options(options.thread_count, False if cached else options.direct_io)
+            cached: engine_options(
+                options.thread_count, False if cached else options.direct_io, requests=is_url(self.where)
+            )
             for cached in (False, True)
         }
         self._safetensors = {

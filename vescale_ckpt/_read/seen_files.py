@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from .._native.names import is_data_file
 from .._storage.directory import stat_of
+from .._storage.urls import is_url
 from ..errors import CheckpointError
 
 _Identity = tuple[int, ...]
@@ -32,7 +33,9 @@ class SeenFiles:
     def look(self, path: str) -> None:
         """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
-            self._seen[path] = _identity(path)
+            # Reads of an object ask for the one that was opened (its ETag), so a data file needs no look before.
+            is_pinned = is_url(path) and is_data_file(os.path.basename(path))
+            self._seen[path] = None if is_pinned else _identity(path)
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises `CheckpointError` if one of the files was changed or replaced since it was recorded."""
@@ -40,6 +43,8 @@ class SeenFiles:
         if not all(is_data_file(os.path.basename(path)) for path in paths):
             paths.append(self._metadata)
         for path in paths:
+            if self._seen.get(path) is None:
+                continue
             seen, now = self._seen.get(path), _identity(path)
             if now is None and is_data_file(os.path.basename(path)):
                 continue  # removed after a later save: it was not overwritten before

@@ -12,7 +12,7 @@ from .._engine.gc import gc_paused
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import index_name, metadata_name
-from .._storage.directory import check_relative, directory_at, local_path, stat_of
+from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
@@ -44,7 +44,7 @@ def verify_with_progress(path: str | os.PathLike[str], quick: bool, progress: Pr
     """The same. `progress` is called with the bytes of one metadata file's tensors checked so far, and of all."""
     checked_flag("quick", quick)
     settings.check()
-    directory = local_path(checked_path("path", path))
+    directory = checkpoint_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
     if is_safetensors(directory):
         _verify_safetensors(directory, report, progress)
@@ -100,16 +100,16 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         if ends is not None and ends != listing.ends:
             report.damaged.append(Damage(None, index_path, 0, f"the index of {path} says otherwise"))
         check_records(listing, missing, report, progress)
-        _check_index(index_path, report)
+        _check_index(directory, rank, index_path, report)
         check_tables(listing, missing, report)
 
 
-def _check_index(path: str, report: VerifyReport) -> None:
+def _check_index(directory: str, rank: int | None, path: str, report: VerifyReport) -> None:
     try:
-        _C.Index.open(path).check()
-    except _C.EngineError as error:
+        metadata_file.open_index(directory, rank).check()
+    except (_C.EngineError, OSError) as error:
         if error.errno != errno.ENOENT:
-            report.harmless.append(Damage(None, path, error.offset, str(error)))
+            report.harmless.append(Damage(None, path, getattr(error, "offset", 0), str(error)))
 
 
 def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> set[str]:

@@ -19,11 +19,14 @@ from .routes import Reads, routes_of_all
 
 @dataclass(frozen=True)
 class BroadcastLoad:
-    """The wish of one load that ranks read for each other. `broadcast`: True always; "auto" by the rule of `_pays`."""
+    """The wish of one load that ranks read for each other. `broadcast`: True always; "auto" by the rule of `_pays`.
+    `through_cache`: whether ranks of a node read each byte once anyway, because the node keeps it; no object store's
+    bytes are kept."""
 
     exchange: Exchange
     broadcast: Literal["auto", True]
     phase: str
+    through_cache: bool = True
 
     def begin(
         self, needs_of: Callable[[], tuple[PackedReads | None, str, int]], verify: bool
@@ -53,7 +56,7 @@ class BroadcastLoad:
             self.exchange.fail_together(error, self.phase, LoadFailedError)
         assert needs is not None
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
-        one_node = least_node == ~not_most_node
+        one_node = least_node == ~not_most_node and self.through_cache
 
         def pays(alone_bytes: float, once_bytes: float) -> bool:
             return self.broadcast is True or _pays(one_node, devices is not None, alone_bytes, once_bytes)

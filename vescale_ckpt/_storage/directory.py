@@ -1,4 +1,4 @@
-"""`Directory` is the storage of checkpoints, exports and managers.
+"""`Directory` is the storage of checkpoints, exports and managers; `directory_at` chooses its kind by the path.
 
 A storage must give names in any order, files that appear whole, and reads that see all earlier writes. Its users do not
 rename or lock anything themselves. The engine reads and writes large files by their paths.
@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
-from .._engine.errors import named_system_errors
+from .._engine.errors import check_space, named_system_errors
 from ..errors import UntrustedCheckpointError
-from . import locks
+from . import locks, urls
 from .locks import LOCK_NAME, READ, FileLock
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MARK_PREFIX = ".metadata.tmp.place."
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-_BEGINNING = 1 << 20  # bytes that are checked before the rest of a larger file is read
+BEGINNING_BYTES = 1 << 20  #: that are checked before the rest of a larger file is read
 _STALE_ATTEMPTS = 3  # more, at a file that other machines keep replacing
 _MOST_NAMES = 10_000  # directories that are remembered as durable
 _SET_ASIDE = ".deleting"
@@ -64,6 +64,8 @@ class Directory:
     writes through the engine.
     """
 
+    is_remote = False  #: whether it is in an object store
+
     def __init__(self, path: str) -> None:
         self.path = path  #: as messages name it, and the engine takes it
 
@@ -82,7 +84,7 @@ class Directory:
             return []
 
     def has(self, name: str) -> bool:
-        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing."""
+        """Whether a file or folder has that name. Cheaper than `names`. Raises nothing on a file system."""
         try:
             self._asked(lambda: os.lstat(self._at(name)))
         except (OSError, ValueError):
@@ -106,8 +108,8 @@ class Directory:
     def _read(self, path: str, check: CheckBeginning | None) -> bytes:
         with open(os.open(path, READ), "rb") as file:
             size = _checked(os.fstat(file.fileno()), path).size
-            if check is not None and size > _BEGINNING:
-                check(file.read(_BEGINNING), size)
+            if check is not None and size > BEGINNING_BYTES:
+                check(file.read(BEGINNING_BYTES), size)
                 _check_no_hole(file.fileno(), size, path)
                 file.seek(0)
             return file.read()
@@ -126,6 +128,11 @@ class Directory:
     def write(self, name: str, content: bytes) -> None:
         """Writes a whole file, atomically and durably. Replaces a file of that name."""
         _C.commit_file(self.path, name, content)
+
+    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+        """Writes the file that makes a save the checkpoint of the directory, as `write` does. With `overwrite=False` an
+        object store raises FileExistsError if there is one by now; a file system replaces it."""
+        self.write(name, content)
 
     def remove(self, name: str) -> bool:
         """Removes a file. Returns whether it was there."""
@@ -184,6 +191,10 @@ class Directory:
         """Makes the names in the directory durable."""
         _C.sync_directory(self.path)
 
+    def check_space(self, needed: int) -> None:
+        """Raises `StorageFullError` if there is no room for so many bytes. Call it within `named_errors`."""
+        check_space(self.path, needed)
+
     # --- Others who use it
 
     def share(self, name: str = LOCK_NAME) -> FileLock | None:
@@ -202,8 +213,8 @@ class Directory:
 
     # --- Folders in it
 
-    def set_aside(self, name: str) -> None:
-        """Begins the removal of a folder: takes away its name, at once."""
+    def set_aside(self, name: str, first: str) -> None:
+        """Begins the removal of a folder: takes away its name, at once. `first`: see `erase_set_aside`."""
         # By a rename: at every instant the folder is whole under its name, or has lost the name.
         os.rename(self._at(name), self._at(name + _SET_ASIDE))
 
@@ -256,7 +267,11 @@ def _ask_server(directory: str) -> None:
 
 
 def directory_at(path: str) -> Directory:
-    """The directory at a path that `local_path` returned."""
+    """The directory at a path that `checkpoint_path` returned."""
+    if urls.is_url(path):
+        from .object_store import ObjectDirectory  # an extra, imported by those who need it
+
+        return ObjectDirectory(path)
     return Directory(path)
 
 
@@ -315,9 +330,10 @@ def _sync_name(directory: str) -> None:
     _durable_names.add((directory, status.st_dev, status.st_ino))
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
-    """`path` as an absolute path, because the working directory may change while a save runs. Raises ValueError if it
-    is neither a local path nor a `file://` URL."""
+def checkpoint_path(path: str | os.PathLike[str]) -> str:
+    """`path` as an absolute path, because the working directory may change while a save runs, or as the URL of an
+    object store. Raises ValueError if it is none of these, nor a `file://` URL, and `CheckpointError` if the package
+    for object stores is missing."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise ValueError(f"a checkpoint's path is text, not {text!r}")
@@ -325,6 +341,11 @@ def local_path(path: str | os.PathLike[str]) -> str:
         raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
     if "\0" in text:
         raise ValueError(f"{text!r} is no path")
+    if urls.is_url(text):
+        from . import object_clients
+
+        object_clients.obstore()
+        return urls.normal(text)
     if (url := _URL.match(text)) is not None:
         text = _path_of_url(text, url[1].lower())
     if os.path.isabs(text):
@@ -339,8 +360,14 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 def _path_of_url(text: str, scheme: str) -> str:
     """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
+    if scheme in urls.SCHEMES:
+        # What went through `pathlib.Path` looks like this.
+        raise ValueError(f"{text}: write {scheme}:/{text[len(scheme) + 1 :]}, as text")
     if scheme != "file":
-        raise ValueError(f"{text}: no storage for {scheme}:// is built in; local paths and file:// are")
+        raise ValueError(
+            f"{text}: no storage for {scheme}:// is built in; local paths, file:// and "
+            f"{', '.join(f'{name}://' for name in urls.SCHEMES)} are"
+        )
     if not text[len("file:") :].startswith("//"):
         # A URL that went through `pathlib.Path` looks like this.
         raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")

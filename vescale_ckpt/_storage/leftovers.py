@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from .._engine import _C
 from ..errors import CheckpointError
-from . import locks
+from . import locks, urls
+from .directory import directory_at, stat_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def remove(found: Iterable[Leftover], *, dry_run: bool = False) -> list[str]:
 
 
 def _remove(leftover: Leftover, dry_run: bool) -> bool:
+    if urls.is_url(leftover.paths[0]):
+        return _remove_objects(leftover, dry_run)
     with contextlib.ExitStack() as held:
         if leftover.marked is not None:
             others = [path for path in leftover.paths if path != leftover.marked]
@@ -67,6 +70,20 @@ def _remove(leftover: Leftover, dry_run: bool) -> bool:
             return False
         for path in reversed(() if dry_run else leftover.paths):
             remove_entry(path, leftover.are_folders)
+    return True
+
+
+def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
+    """In an object store nobody locks anything: only age tells that a writer is gone."""
+    if leftover.grace_seconds:
+        touched = max(stat_of(path).modified_ns for path in leftover.paths) / 1e9
+        if time.time() - touched < leftover.grace_seconds:
+            return False
+    if leftover.is_wanted():
+        return False
+    for path in reversed(() if dry_run else leftover.paths):
+        above, _, name = path.rpartition("/")
+        directory_at(above).remove(name)
     return True
 
 

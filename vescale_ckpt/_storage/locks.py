@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError
+from . import urls
 from .mounts import locks_reach_others
 
 LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
@@ -63,8 +64,10 @@ class TakenForLeftoverError(CheckpointError):
 
 
 def lock(path: str) -> FileLock | None:
-    """Marks a file or folder as being written. Returns None if the file system has no locks. Raises
-    `TakenForLeftoverError` if another process removed it."""
+    """Marks a file or folder as being written. Returns None if the file system has no locks, and for object stores,
+    which have none. Raises `TakenForLeftoverError` if another process removed it."""
+    if urls.is_url(path):
+        return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -86,7 +89,7 @@ def lock(path: str) -> FileLock | None:
 def drop_dead_locks(directory: str) -> None:
     """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
     keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
-    if any(held.directory == os.path.abspath(directory) for held in list(_held)):
+    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in list(_held)):
         gc.collect()
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from .._engine import _C
 from .._engine.errors import named_errors, named_system_errors
-from . import leftovers, locks
+from . import leftovers, locks, urls
 from .directory import directory_at
 from .leftovers import Leftover
 
@@ -52,6 +52,11 @@ class Pending:
     is_folder = False
 
     def __init__(self, directory: str) -> None:
+        urls.refuse(
+            directory,
+            "a file or folder that is written under another name first, and renamed,",
+            "Write it to a local path. A checkpoint of DCP's layout is copied from there (vescale-ckpt copy)",
+        )
         self.directory = directory  #: that they will belong to
         self.paths: list[str] = []  #: not committed yet
         self._lock: locks.FileLock | None = None
@@ -258,7 +263,10 @@ def final_name(name: str) -> str | None:
 
 
 def temporary_ones(path: str) -> Iterator[str]:
-    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
+    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read, and in object
+    stores, where nothing has a temporary name."""
+    if urls.is_url(path):
+        return
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)
     with contextlib.suppress(OSError):
         for found in os.listdir(directory):

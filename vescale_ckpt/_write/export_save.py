@@ -20,6 +20,7 @@ from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
+from .._storage.urls import refuse
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .rank_save import RankSave, SaveOptions
@@ -51,6 +52,11 @@ class ExportSave(RankSave):
         path = self.options.path
         if self.options.alone:
             raise CheckpointError("safetensors files are written by all ranks together", path=path)
+        refuse(
+            path,
+            "a save with format='safetensors', whose files all ranks write together,",
+            "Save it with format='dcp', and convert it to a local folder; or save to a local folder and copy that",
+        )
         directory_at(path).make()
         if not self.options.overwrite and holds_export(path):
             raise CheckpointError(f"{path} holds a model already and overwrite=False", path=path)

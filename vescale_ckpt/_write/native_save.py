@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._engine import _C
-from .._engine.errors import check_space, named_errors, named_system_errors
+from .._engine.errors import named_errors, named_system_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import words
 from .._native import commit
@@ -56,7 +56,7 @@ class NativeSave(RankSave):
     def clean_up(self) -> None:
         """Removes files that no metadata names."""
         self._superseded = commit.named_files(self.options.path, self.metadata_rank)
-        commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+        self._remove_leftovers()
 
     # --- Data files
 
@@ -69,7 +69,7 @@ class NativeSave(RankSave):
                 self._token = new_token()
             self.name = data_name(options.rank, self._token, part)
             with named_errors(str, options.path, self._needed):
-                check_space(options.path, self._needed)
+                directory_at(options.path).check_space(self._needed)
                 for_engine = engine_options(options.thread_count, options.direct_io, in_background)
                 return self._path, _C.FileWriter(self._path, body_bytes, for_engine, options.checksums)
 
@@ -131,7 +131,7 @@ class NativeSave(RankSave):
         self.end()
         self._file = None  # an unfinished file removes itself
         for name in self._names:
-            with contextlib.suppress(_C.EngineError):  # the error that led here is raised
+            with contextlib.suppress(_C.EngineError, OSError):  # the error that led here is raised
                 directory_at(self.options.path).remove(name)
 
     # --- The commit
@@ -155,15 +155,21 @@ class NativeSave(RankSave):
         try:
             with named_system_errors(path):
                 extra.withdraw()
-                commit.commit(path, self.metadata_rank, content, index)
+                commit.commit(path, self.metadata_rank, content, index, self.options.overwrite)
         except BaseException:
             extra.put_back()
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
-            commit.remove_leftovers(path, only_rank=self.metadata_rank)
+            self._remove_leftovers()
             raise
         extra.publish()
-        commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
+        if self._superseded or not directory_at(path).is_remote:
+            commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
+
+    def _remove_leftovers(self) -> None:
+        # In an object store only age tells that a save has died: `vescale-ckpt repair` looks for such files.
+        if not directory_at(self.options.path).is_remote:
+            commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
     def end(self) -> None:
         """Releases the lock: from now on, files that no metadata names are leftovers."""

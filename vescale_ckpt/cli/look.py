@@ -171,9 +171,9 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 def latest(options: SimpleNamespace) -> int:
     from .._native.steps import path_of
     from .._read.newest import newest_sound
-    from .._storage.directory import is_folder, local_path
+    from .._storage.directory import checkpoint_path, is_folder
 
-    root = local_path(options.directory)
+    root = checkpoint_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     passed_over: dict[int, str] = {}

@@ -6,7 +6,7 @@ import io
 import os
 from typing import Any
 
-from .._storage.directory import directory_at, is_folder, local_path
+from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .output import clean
 
 FORMATS = ("png", "svg", "pdf")
@@ -19,7 +19,7 @@ def check(path: str | None) -> None:
         return
     if path.rpartition(".")[2].lower() not in FORMATS:
         raise ValueError(f"--plot {path}: a name that ends in .{', .'.join(FORMATS)} is wanted")
-    directory = os.path.dirname(local_path(path))
+    directory = os.path.dirname(checkpoint_path(path))
     if not is_folder(directory):
         raise FileNotFoundError(f"--plot {path}: {directory} is no directory")
     _library()
@@ -41,7 +41,7 @@ def write(drawn: Any, path: str) -> None:
     content = io.BytesIO()
     drawn.savefig(content, format=path.rpartition(".")[2].lower(), dpi=150)
     _library().close(drawn)
-    directory, name = os.path.split(local_path(path))
+    directory, name = os.path.split(checkpoint_path(path))
     directory_at(directory).write(name, content.getvalue())
 
 

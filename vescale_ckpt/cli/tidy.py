@@ -16,7 +16,7 @@ from .._native.extra_files import write_missing
 from .._native.names import is_metadata_file, is_of_a_save
 from .._native.steps import SavedOrder, all_steps, path_of
 from .._storage import leftovers
-from .._storage.directory import directory_at, is_file, is_folder, local_path
+from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder
 from .._storage.leftovers import Leftover
 from .._storage.pending import final_name
 from .._storage.resumable import is_unfinished
@@ -30,7 +30,7 @@ from .output import FINE
 
 def prune(options: SimpleNamespace) -> int:
     """Removes what the rule does not keep. Raises ValueError for a rule that keeps all or contradicts itself."""
-    root = local_path(options.directory)
+    root = checkpoint_path(options.directory)
     if options.keep is None:
         raise ValueError("--keep is wanted: how many checkpoints stay")
     retention = Retention(options.keep, options.keep_period, options.best, options.best_mode)
@@ -55,7 +55,7 @@ def prune(options: SimpleNamespace) -> int:
 def repair(options: SimpleNamespace) -> int:
     """Removes leftovers below a manager's directory, or in a checkpoint's, and of exports, conversions and copies.
     Writes copies of extra files that are missing."""
-    root = local_path(options.directory)
+    root = checkpoint_path(options.directory)
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     dry_run = options.dry_run

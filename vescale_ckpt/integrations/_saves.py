@@ -122,7 +122,7 @@ def _remove_folder(path: str) -> bool:
     with exclusive(path) as unused:
         if unused is False:
             return False
-        directory_at(above).set_aside(name)
+        directory_at(above).set_aside(name, METADATA_NAME)
     suffix = os.path.splitext(name)[1] or name
     directory_at(above).erase_set_aside(lambda found: found.endswith(suffix), METADATA_NAME)
     return True

@@ -24,7 +24,7 @@ from .._native.steps import complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
-from .._storage.directory import local_path
+from .._storage.directory import checkpoint_path
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_seconds
@@ -83,7 +83,7 @@ class CheckpointManager:
         save_on_signal: Signals | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.directory = local_path(directory)
+        self.directory = checkpoint_path(directory)
         self.retention = Retention(max_to_keep, keep_period, best, best_mode)
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint

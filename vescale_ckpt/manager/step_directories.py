@@ -98,7 +98,7 @@ def _age(path: str) -> float:
 
 def _set_aside(root: str, step: int) -> bool:
     try:
-        directory_at(root).set_aside(f"step-{step}")
+        directory_at(root).set_aside(f"step-{step}", first=names.METADATA_NAME)
     except OSError as error:  # for instance, an older directory of the same name is still being removed
         logger.warning("cannot remove %s now: %s", steps.path_of(root, step), error)
         return False

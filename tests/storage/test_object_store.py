@@ -1,0 +1,568 @@
+"""Saves, loads and checks in object stores: in memory, in a folder behind obstore, and on a real S3 server.
+
+A folder behind obstore is what a second process can see without a server.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CorruptCheckpointError
+from vescale_ckpt._storage import directory, object_clients, urls
+from vescale_ckpt._storage.directory import checkpoint_path, directory_at
+
+obstore = pytest.importorskip("obstore", reason="object stores need obstore")
+from obstore.store import LocalStore, MemoryStore  # noqa: E402
+
+MiB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_stores_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_clients, "_registered", {})
+    monkeypatch.setattr(object_clients, "_opened", {})
+
+
+@pytest.fixture(params=["memory", "folder", "server"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    if request.param == "server":
+        prefix: str = request.getfixturevalue("bucket_url")
+        return f"{prefix}/run"
+    vescale_ckpt.register_store("s3://folder", LocalStore(tmp_path / "store", mkdir=True, automatic_cleanup=True))
+    return "s3://folder/run"
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    """Several parts of a multipart upload, small tensors between large ones, views, objects."""
+    torch.manual_seed(seed)
+    return {
+        "large": torch.randn(5 * MiB),
+        "small": [torch.randn(number) for number in range(1, 40)],
+        "transposed": torch.randn(700, 900).t(),
+        "strided": torch.randn(64, 300, 300)[:, ::2, 7:200],
+        "scalar": torch.tensor(3.0),
+        "bytes": torch.randint(0, 255, (3 * MiB + 17,), dtype=torch.uint8),
+        "empty": torch.empty(0, 7),
+        "object": {"step": 7, "text": "x" * 1000},
+    }
+
+
+def blank(of: Any) -> Any:
+    if isinstance(of, torch.Tensor):
+        return torch.zeros_like(of)
+    if isinstance(of, dict):
+        return {key: blank(value) for key, value in of.items()}
+    return [blank(value) for value in of] if isinstance(of, list) else None
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        one, other = list(one.values()), [other[key] for key in one]
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_equal(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def loaded(path: str, like: Any) -> dict[str, Any]:
+    target: dict[str, Any] = blank(like)
+    vescale_ckpt.load(path, target)
+    return target
+
+
+def data_files(path: str) -> set[str]:
+    return {name for name in directory_at(path).names() if name.endswith(".distcp")}
+
+
+# --- Round trips
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_was_saved_is_loaded_verified_and_listed(url: str, in_background: bool) -> None:
+    saved = state()
+    vescale_ckpt.save(url, saved, async_checkpoint=in_background).result()
+    assert_equal(loaded(url, saved), saved)
+    report = vescale_ckpt.verify(url)
+    assert report.ok and not report.harmless and not report.unchecked, report
+    assert vescale_ckpt.verify(url, quick=True).ok
+    info = vescale_ckpt.inspect(url)
+    assert info.tensors["large"].shape == (5 * MiB,)
+    # No zeros behind the end of the file.
+    (name,) = data_files(url)
+    assert info.files[name] == directory_at(url).stat(name).size
+
+
+def test_the_file_is_that_of_a_local_save(url: str, checkpoint: Path) -> None:
+    saved = state()
+    vescale_ckpt.save(url, saved)
+    vescale_ckpt.save(checkpoint, saved)
+    (name,), (local,) = data_files(url), checkpoint.glob("*.distcp")
+    assert directory_at(url).read(name) == local.read_bytes()
+
+
+def test_a_save_replaces_the_one_before_and_removes_its_files(url: str) -> None:
+    vescale_ckpt.save(url, state(1))
+    before = data_files(url)
+    vescale_ckpt.save(url, state(2))
+    assert data_files(url).isdisjoint(before) and len(data_files(url)) == 1
+    assert_equal(loaded(url, state(2)), state(2))
+
+
+def test_a_part_of_a_tensor_is_read_by_ranges(url: str) -> None:
+    saved = {"rows": torch.randn(4096, 1024)}  # 16 MiB
+    vescale_ckpt.save(url, saved)
+    target = {"rows": torch.zeros(4096, 1024)}
+    report = vescale_ckpt.load(url, target)
+    assert_equal(target, saved)
+    assert report.stats.bytes == 16 * MiB
+
+
+def test_extra_files_and_keys(url: str) -> None:
+    vescale_ckpt.save(url, {"w": torch.ones(3)}, extra_files={"config.json": b"{}"})
+    assert directory_at(url).read("config.json") == b"{}"
+    files: dict[str, bytes] = {}
+    vescale_ckpt.load(url, {"w": torch.zeros(3)}, extra_files=files)
+    assert files == {"config.json": b"{}"}
+
+
+def test_one_file_for_each_tensor(url: str) -> None:
+    saved = {"a": torch.randn(3 * MiB), "b": torch.randn(10)}
+    dcp.save(saved, storage_writer=vescale_ckpt.StorageWriter(url, single_file_per_rank=False))
+    assert len(data_files(url)) == 2
+    target = blank(saved)
+    dcp.load(target, storage_reader=vescale_ckpt.StorageReader(url))
+    assert_equal(target, saved)
+
+
+def test_dcp_saves_and_loads(url: str) -> None:
+    saved = {key: value for key, value in state().items() if key != "object"}
+    dcp.save(saved, storage_writer=vescale_ckpt.StorageWriter(url))
+    target = blank(saved)
+    dcp.load(target, storage_reader=vescale_ckpt.StorageReader(url))
+    assert_equal(target, saved)
+    vescale_ckpt.save(url + "/ours", saved)
+    reader = vescale_ckpt.StorageReader("memory://nothing")
+    dcp.load(blank(saved), storage_reader=reader, checkpoint_id=url + "/ours")
+
+
+def test_parts_are_as_large_as_slots(bucket_url: str, fault_proxy: Any) -> None:
+    vescale_ckpt.save(bucket_url, {"w": torch.zeros(9 * MiB)})  # 36 MiB
+    assert fault_proxy.count("upload_part") == 5
+    assert fault_proxy.count("complete_upload") == 1
+    vescale_ckpt.save(bucket_url, {"w": torch.zeros(1 * MiB)})
+    assert fault_proxy.count("complete_upload") == 1, "one part is one request"
+
+
+# --- Several ranks
+
+
+def _of_rank(environment: dict[str, str], folder: str | None, url: str) -> bool:
+    os.environ.update(environment)
+    if folder is not None:
+        vescale_ckpt.register_store("s3://folder", LocalStore(folder, mkdir=True))
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = {"a": torch.randn(2 * MiB, 2), "b": torch.randn(64)}
+    saved = {
+        "a": distribute_tensor(whole["a"], mesh, [Shard(0)]),
+        "b": distribute_tensor(whole["b"], mesh, [Replicate()]),
+    }
+    vescale_ckpt.save(url, saved)
+    vescale_ckpt.save(url, saved, async_checkpoint=True).result()
+    for broadcast in (False, "auto", True):
+        target = {name: torch.zeros_like(value) for name, value in whole.items()}
+        report = vescale_ckpt.load(url, target, broadcast_checkpoint=broadcast)
+        assert all(torch.equal(target[name], whole[name]) for name in whole)
+        # An object store is shared and slow: "auto" reads each byte once also on one node.
+        assert bool(report.stats.shared_bytes) == (broadcast is not False)
+    return bool(vescale_ckpt.verify(url).ok)
+
+
+def test_two_ranks_in_a_folder(tmp_path: Path) -> None:
+    assert run_ranks(2, _of_rank, {}, str(tmp_path / "store"), "s3://folder/run") == [True, True]
+
+
+def test_two_ranks_on_a_server(object_server: Any, bucket_url: str) -> None:
+    assert run_ranks(2, _of_rank, object_server.environment(), None, bucket_url) == [True, True]
+
+
+def _save_to_memory() -> str:
+    try:
+        vescale_ckpt.save("memory://shared", {"w": torch.zeros(3)})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_the_memory_of_each_rank_is_not_one_directory() -> None:
+    assert all("is not one directory" in text for text in run_ranks(2, _save_to_memory))
+
+
+# --- Commits
+
+
+def test_overwrite_false_holds_between_racing_jobs(url: str) -> None:
+    outcomes: list[int | BaseException] = []
+    ready = threading.Barrier(4)
+
+    def job(number: int) -> None:
+        writer = vescale_ckpt.StorageWriter(url, overwrite=False)
+        ready.wait()
+        try:
+            dcp.save({"w": torch.full((1000,), float(number))}, storage_writer=writer, no_dist=True)
+            outcomes.append(number)
+        except BaseException as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=job, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    won = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    assert len(won) == 1
+    assert all("overwrite=False" in str(outcome) for outcome in outcomes if not isinstance(outcome, int))
+    assert_equal(loaded(url, {"w": torch.zeros(1000)}), {"w": torch.full((1000,), float(won[0]))})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("action", ["lost_answer", "late_error"])
+def test_a_commit_whose_answer_is_lost_counts(fault_proxy: Any, bucket_url: str, action: Any, overwrite: bool) -> None:
+    from fault_proxy import Rule
+
+    fault_proxy.add(Rule(action, kind="put", path=".metadata"))
+    vescale_ckpt.save(bucket_url, {"w": torch.ones(5)}, overwrite=overwrite)
+    assert_equal(loaded(bucket_url, {"w": torch.zeros(5)}), {"w": torch.ones(5)})
+
+
+def test_an_upload_whose_last_answer_is_lost_counts(fault_proxy: Any, bucket_url: str) -> None:
+    from fault_proxy import Rule
+
+    fault_proxy.add(Rule("lost_answer", kind="complete_upload"))
+    saved = {"w": torch.randn(5 * MiB)}
+    vescale_ckpt.save(bucket_url, saved)
+    assert_equal(loaded(bucket_url, saved), saved)
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_upload(
+    fault_proxy: Any, bucket_url: str, object_server: Any
+) -> None:
+    from fault_proxy import Rule
+
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    vescale_ckpt.save(bucket_url, state(1))
+    names = set(directory_at(bucket_url).names())
+    fault_proxy.add(Rule("denied", kind="upload_part", skip=1, times=1000))
+    with pytest.raises(CheckpointError, match="access was denied"):
+        vescale_ckpt.save(bucket_url, state(2))
+    fault_proxy.clear()
+    assert set(directory_at(bucket_url).names()) == names
+    prefix = bucket_url.split("/", 3)[3]
+    client = boto3.client("s3", endpoint_url=object_server.endpoint)
+    assert not client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads")
+    assert_equal(loaded(bucket_url, state(1)), state(1))
+    vescale_ckpt.save(bucket_url, state(3))
+    assert_equal(loaded(bucket_url, state(3)), state(3))
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("my own error")
+
+
+def test_a_save_that_is_given_up_aborts_its_upload(url: str) -> None:
+    with pytest.raises(CheckpointError, match="my own error"):
+        vescale_ckpt.save(url, {"w": torch.randn(5 * MiB), "bad": Unpicklable()})
+    with pytest.raises(FileNotFoundError):
+        directory_at(url).names()
+    assert not [thread for thread in threading.enumerate() if thread.name == "vescale_ckpt upload"]
+
+
+# --- What goes wrong when reading
+
+
+def test_an_object_that_is_replaced_is_no_mixture(url: str) -> None:
+    vescale_ckpt.save(url, state())
+    (name,) = data_files(url)
+    assert_equal(loaded(url, state()), state())
+    directory_at(url).write(name, directory_at(url).read(name)[::-1])
+    with pytest.raises(CheckpointError) as raised:
+        loaded(url, state())
+    assert isinstance(raised.value, CorruptCheckpointError)
+    assert name in str(raised.value)
+
+
+def test_a_missing_data_file_is_named(url: str) -> None:
+    vescale_ckpt.save(url, state())
+    (name,) = data_files(url)
+    directory_at(url).remove(name)
+    object_store_forgets()
+    with pytest.raises(CorruptCheckpointError, match="data file is missing"):
+        loaded(url, state())
+    assert not vescale_ckpt.verify(url, quick=True).ok
+
+
+def object_store_forgets() -> None:
+    from vescale_ckpt._storage import object_store
+
+    object_store._known.clear()
+
+
+def test_damage_is_found(url: str) -> None:
+    vescale_ckpt.save(url, state())
+    (name,) = data_files(url)
+    content = bytearray(directory_at(url).read(name))
+    content[12 * MiB] ^= 1
+    directory_at(url).write(name, bytes(content))
+    object_store_forgets()
+    with pytest.raises(CorruptCheckpointError, match="checksum"):
+        loaded(url, state())
+    assert [damage.key for damage in vescale_ckpt.verify(url).damaged] == ["large"]
+
+
+@pytest.mark.parametrize("action", ["flip", "shorten", "truncate", "reset_middle"])
+def test_reads_through_faults_are_right_or_raise(fault_proxy: Any, bucket_url: str, action: Any) -> None:
+    from fault_proxy import Rule
+
+    saved = state()
+    vescale_ckpt.save(bucket_url, saved)
+    fault_proxy.add(Rule(action, kind="get", path=".distcp", skip=2))
+    target = blank(saved)
+    try:
+        vescale_ckpt.load(bucket_url, target)
+    except CorruptCheckpointError:
+        assert action == "flip"
+    else:
+        assert_equal(target, saved)
+    assert_equal(loaded(bucket_url, saved), saved)
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        ("denied", "access was denied"),
+        ("expired", "credentials have expired"),
+        ("skewed", "clock is wrong"),
+        ("wrong_key", "access was denied"),
+        ("no_bucket", "no such bucket"),
+        ("redirect", "another region"),
+        ("slow_down", "throttles"),
+        ("error", "the store failed"),
+        ("stall", "did not answer in time"),
+    ],
+)
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_what_lasts_raises_in_bounded_time_and_says_what_it_is(
+    fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch, way: str, action: Any, text: str
+) -> None:
+    from fault_proxy import Rule
+
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+    if way == "load":
+        vescale_ckpt.save(bucket_url, {"w": torch.ones(5)})
+    kind = "get" if way == "load" else "put"
+    fault_proxy.add(Rule(action, kind=kind, times=100_000))
+    with pytest.raises(CheckpointError, match=text):
+        if way == "save":
+            vescale_ckpt.save(bucket_url, {"w": torch.ones(5)})
+        else:
+            loaded(bucket_url, {"w": torch.zeros(5)})
+
+
+def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "VESCALE_CKPT_OBJECT_STORE_TIMEOUT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        vescale_ckpt.save("s3://bucket/run", {"w": torch.ones(5)})
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        vescale_ckpt.load("s3://bucket/run", {"w": torch.ones(5)})
+
+
+# --- What cannot be done there says so
+
+
+def test_refusals(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    with pytest.raises(CheckpointError, match="all ranks write together"):
+        vescale_ckpt.save(url, {"w": torch.ones(3)}, format="safetensors")
+    with pytest.raises(CheckpointError, match="another name first"):
+        vescale_ckpt.safetensors.save_file({"w": torch.ones(3)}, url + "/model.safetensors")
+    planner = vescale_ckpt.SavePlanner(placement="local")
+    with pytest.raises(CheckpointError, match="of each node"):
+        vescale_ckpt.save(url, {"w": torch.ones(3)}, planner=planner)
+    vescale_ckpt.save(tmp_path / "run", {"w": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="another name first"):
+        vescale_ckpt.convert(tmp_path / "run", url, format="safetensors")
+
+
+def test_a_folder_of_safetensors_is_read(url: str, tmp_path: Path) -> None:
+    saved = {"a": torch.randn(3 * MiB), "b": torch.randn(100)}
+    vescale_ckpt.save(tmp_path / "model", saved, format="safetensors", max_shard_size="1MB")
+    for file in (tmp_path / "model").iterdir():
+        directory_at(url).write(file.name, file.read_bytes())
+    assert_equal(loaded(url, saved), saved)
+    assert vescale_ckpt.verify(url).ok
+    assert set(vescale_ckpt.inspect(url).tensors) == {"a", "b"}
+
+
+# --- Paths and stores
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ("s3://bucket", "s3://bucket"),
+        ("memory://a", "memory://a"),
+        ("gs://bucket/a b", "gs://bucket/a b"),
+        ("az://container/a", "az://container/a"),
+    ],
+)
+def test_urls_are_paths(given: str, path: str) -> None:
+    assert checkpoint_path(given) == path
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("s3://", "no bucket"),
+        ("memory://", "no folder"),
+        ("s3://bucket/a//b", "mean nothing"),
+        ("s3://bucket/../b", "mean nothing"),
+        ("s3://bucket/a?b=c", "cannot be part"),
+        ("s3:/bucket/a", "write s3://bucket/a"),
+        ("http://host/a", "no storage for http://"),
+    ],
+)
+def test_urls_that_mean_nothing_are_refused(given: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        checkpoint_path(given)
+
+
+@pytest.mark.parametrize("root", ["bucket", "s3://bucket/key", "file:///a", 3])
+def test_only_roots_are_registered(root: Any) -> None:
+    with pytest.raises(ValueError, match="bucket"):
+        vescale_ckpt.register_store(root, MemoryStore())
+
+
+def test_without_obstore_the_extra_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['obstore'] = None\n"
+        "import vescale_ckpt\n"
+        "try: vescale_ckpt.load('s3://bucket/run', {})\n"
+        "except vescale_ckpt.CheckpointError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'vescale_ckpt[object-stores]'" in done.stdout, done.stderr
+
+
+def test_local_paths_do_not_import_it(checkpoint: Path) -> None:
+    code = (
+        f"import torch, sys, vescale_ckpt\nvescale_ckpt.save({str(checkpoint)!r}, {{'w': torch.ones(3)}})\n"
+        "print('obstore' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_second_process_sees_what_the_first_saved(tmp_path: Path) -> None:
+    vescale_ckpt.register_store("s3://folder", LocalStore(tmp_path, mkdir=True))
+    vescale_ckpt.save("s3://folder/run", {"w": torch.arange(5)})
+    code = (
+        "import torch, vescale_ckpt\nfrom obstore.store import LocalStore\n"
+        f"vescale_ckpt.register_store('s3://folder', LocalStore({str(tmp_path)!r}))\n"
+        "state = {'w': torch.zeros(5, dtype=torch.int64)}\nvescale_ckpt.load('s3://folder/run', state)\n"
+        "print(state['w'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[0, 1, 2, 3, 4]"
+
+
+# --- The directory
+
+
+def test_a_directory_of_objects(url: str) -> None:
+    found = directory_at(url)
+    assert found.is_remote and found.folders() == [] and not found.has("a")
+    with pytest.raises(FileNotFoundError):
+        found.names()
+    with pytest.raises(FileNotFoundError):
+        found.stat()
+    with pytest.raises(FileNotFoundError):
+        found.read("a")
+    with pytest.raises(FileNotFoundError):
+        found.read_range("a", -5, 5)
+    found.write("a", b"0123456789")
+    found.write("empty", b"")
+    directory_at(f"{url}/step-1").write("x", b"1")
+    assert sorted(found.names()) == ["a", "empty", "step-1"] and found.folders() == ["step-1"]
+    assert found.stat().is_folder and found.stat("step-1").is_folder and found.stat("a").is_file
+    assert directory.is_file(f"{url}/a") and not directory.is_file(f"{url}/b")
+    assert found.stat("a").size == 10
+    for begin, length, content in [
+        (2, 3, b"234"),
+        (-3, 3, b"789"),
+        (-20, 20, b"0123456789"),
+        (8, 5, b"89"),
+        (11, 2, b""),
+    ]:
+        size, read = found.read_range("a", begin, length)
+        assert (size.size, read) == (10, content)
+    assert found.read_range("empty", 0, 5)[1] == b"" and found.read_range("empty", -5, 5)[1] == b""
+    before = found.stat("a").identity
+    found.write("a", b"9876543210")
+    assert found.stat("a").identity != before
+    with pytest.raises(OSError, match="overwrite=False"):
+        found.commit("a", b"other", overwrite=False)
+    found.commit("a", b"9876543210", overwrite=False)  # the answer to it was lost before
+    found.remove("a")
+    assert not found.has("a")
+    found.set_aside("step-1", first="x")
+    with pytest.raises(FileNotFoundError):  # some servers show an empty folder for a while
+        directory_at(f"{url}/step-1").names()
+
+
+def test_large_metadata_is_checked_before_it_is_read(url: str) -> None:
+    found, sizes = directory_at(url), []
+    found.write("a", b"x" * (3 * MiB))
+
+    def check(beginning: bytes, size: int) -> None:
+        sizes.append((len(beginning), size))
+
+    assert found.read("a", check) == b"x" * (3 * MiB)
+    assert sizes == [(MiB, 3 * MiB)]
+
+
+def test_what_obstore_says_is_in_one_line() -> None:
+    url = "s3://bucket/a"
+    error = object_clients.named(RuntimeError("it is\n  so\n\nDebug source:\nX {}"), url)
+    assert str(error) == f"{url}: it is so"
+    assert urls.split("memory://a/b") == ("memory://", "a/b")

@@ -1,0 +1,227 @@
+"""Opens object stores through obstore for `object_store`, and words their errors.
+
+obstore retries by itself what may succeed later, with growing pauses, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+
+from .. import settings
+from ..errors import CheckpointError
+from . import urls
+
+EXTRA = "object-stores"
+_MOST_TEXT = 600  # characters of what a store says
+_lock = threading.Lock()
+_registered: dict[str, Any] = {}  # stores by root
+_opened: dict[str, tuple[object, Any]] = {}  # by root, with what decides how a store is opened
+_DECIDING = ("AWS_", "GOOGLE_", "AZURE_", settings.PREFIX + "OBJECT_STORE_")  # prefixes of environment variables
+
+
+class ObjectStoreError(OSError):
+    """An object store refused or failed. Its text says what, and what to do."""
+
+    is_damage = False  #: whether the object is not what it was
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class ObjectMissingError(ObjectStoreError, FileNotFoundError):
+    """There is no object of that name."""
+
+
+class ObjectExistsError(ObjectStoreError, FileExistsError):
+    """There is an object of that name already."""
+
+
+class ObjectChangedError(ObjectStoreError):
+    """The object was replaced since it was opened."""
+
+    is_damage = True
+
+
+def obstore() -> Any:
+    """The package. Raises `CheckpointError` if it is missing."""
+    try:
+        import obstore
+    except ImportError as error:
+        raise CheckpointError(
+            f"paths of object stores need the package obstore: pip install 'vescale_ckpt[{EXTRA}]' ({error})"
+        ) from None
+    return obstore
+
+
+def register_store(url: str, store: Any) -> None:
+    """Makes all paths that begin with `url` (a scheme and a bucket: "s3://bucket") go to `store`, one of
+    `obstore.store`: for credentials and options that the environment does not give.
+
+    Every process calls it before it uses such a path. Objects lie below the store's prefix, if it has one.
+    """
+    if not isinstance(url, str) or not urls.is_url(url) or urls.split(url)[1]:
+        raise ValueError(f"{url!r}: a scheme ({', '.join(urls.SCHEMES)}) and a bucket are wanted, as 's3://bucket'")
+    obstore()
+    with _lock:
+        _registered[urls.split(url)[0]] = store
+
+
+def store_at(root: str) -> Any:
+    """The store of a root: the one that was registered, or else one that is opened once in each process, and again when
+    the environment changes. Raises `CheckpointError` if it cannot be set up."""
+    # What was opened before a fork has threads and connections of the parent.
+    decides = os.getpid(), *(item for item in os.environ.items() if item[0].startswith(_DECIDING))
+    with _lock:
+        if root in _registered:
+            return _registered[root]
+        found = _opened.get(root)
+        if found is None or (root != "memory://" and found[0] != decides):
+            found = _opened[root] = decides, _open(root)
+        return found[1]
+
+
+def _open(root: str) -> Any:
+    obstore()
+    from obstore import store as stores
+
+    if root == "memory://":
+        return stores.MemoryStore()
+    seconds = settings.number("object_store_timeout")
+    options: dict[str, Any] = {
+        "client_options": {"timeout": timedelta(seconds=seconds / 2), "connect_timeout": _connect_timeout(seconds)},
+        "retry_config": {
+            "max_retries": 50,
+            "retry_timeout": timedelta(seconds=seconds),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=min(15.0, seconds / 4)),
+                "base": 2,
+            },
+        },
+    }
+    if root.startswith("s3://"):
+        options |= _from_amazon_environment(options["client_options"])
+    try:
+        return stores.from_url(root, **options)
+    except Exception as error:
+        raise CheckpointError(f"{root} cannot be set up: {_told(error)}", path=root) from error
+
+
+def _connect_timeout(seconds: int) -> timedelta:
+    return timedelta(seconds=min(10.0, seconds / 2))
+
+
+def _from_amazon_environment(client_options: dict[str, Any]) -> dict[str, Any]:
+    """What users of boto3 have in the environment, and obstore does not take from there itself."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3")
+    if endpoint:
+        options["config"] = {"endpoint": endpoint}
+    else:
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+    if endpoint.startswith("http://"):  # who writes so means it
+        client_options["allow_http"] = True
+    if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _boto3_credentials()) is not None:
+        options["credential_provider"] = provider
+    return options
+
+
+def _boto3_credentials() -> Any:
+    """Credentials of profiles and of single sign-on, which only boto3 reads. None without it, or without any."""
+    try:
+        from boto3 import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return Boto3CredentialProvider(Session())
+    except (ImportError, ValueError):
+        return None
+
+
+# --- Errors
+
+_DENIED = "check the credentials (AWS_ACCESS_KEY_ID, ... or the machine's role) and what they may do there"
+_LIMITS = re.compile(r"retry_timeout: \S+")  # which are told with every error
+# A pattern in what the store says, the errno of the error, and what it means.
+_MEANINGS: tuple[tuple[str, int, str], ...] = (
+    (r"NoSuchBucket|ContainerNotFound|bucket does not exist", errno.ENXIO, "there is no such bucket"),
+    (
+        r"ExpiredToken|TokenRefreshRequired|token.{0,20}expired|expired.{0,20}token",
+        errno.EACCES,
+        "the credentials have expired: get new ones (a session token holds for hours only), or register a store whose "
+        "credential provider renews them",
+    ),
+    (
+        r"RequestTimeTooSkewed|RequestExpired|difference between the request time",
+        errno.EACCES,
+        "this machine's clock is wrong by minutes, so the store refuses its signatures: set the clock (NTP)",
+    ),
+    (
+        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|TemporaryRedirect|"
+        r"redirect without LOCATION|status code: 301",
+        errno.EINVAL,
+        "the bucket is in another region: set AWS_REGION to the bucket's own",
+    ),
+    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken", errno.EACCES, f"access was denied: {_DENIED}"),
+    (
+        r"SlowDown|TooManyRequests|Throttl|status code: (503|429)",
+        errno.EBUSY,
+        "the store throttles requests, and went on to do so while this was tried again: make fewer "
+        "(VESCALE_CKPT_OBJECT_STORE_REQUESTS), or try later",
+    ),
+    (r"NoSuchUpload", errno.EIO, "the upload was aborted by somebody else"),
+    (
+        r"dns error|failed to lookup|Name or service not known",
+        errno.EHOSTUNREACH,
+        "the store's host name cannot be resolved: is there a network, and is the endpoint right (AWS_ENDPOINT_URL)?",
+    ),
+    (
+        r"instance metadata|169\.254\.169\.254|CredentialsNotLoaded|no credentials|missing credential",
+        errno.EACCES,
+        "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine a role",
+    ),
+    (
+        r"tcp connect error|error trying to connect|[Cc]onnection refused|unreachable|client error \(Connect\)",
+        errno.EHOSTUNREACH,
+        "the store cannot be reached: is there a network, and is the endpoint right (AWS_ENDPOINT_URL)?",
+    ),
+    (
+        r"timed out|[Tt]imeout|deadline",
+        errno.ETIMEDOUT,
+        "the store did not answer in time (VESCALE_CKPT_OBJECT_STORE_TIMEOUT)",
+    ),
+    (r"status code: 5\d\d", errno.EIO, "the store failed, and went on to do so while this was tried again"),
+)
+
+
+def named(error: Exception, url: str) -> OSError:
+    """The error for one that obstore raised for a URL."""
+    name, told = type(error).__name__, _told(error)
+    full = _LIMITS.sub("", str(error))  # of a broken connection, only the part for programs tells why
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return error
+    if name == "AlreadyExistsError":
+        return ObjectExistsError(errno.EEXIST, f"{url} exists already", url)
+    if name in ("PreconditionError", "NotModifiedError"):
+        return ObjectChangedError(errno.EIO, f"{url} was replaced while it was read: {told}", url)
+    for pattern, number, meaning in _MEANINGS[:5]:
+        if re.search(pattern, full):
+            return ObjectStoreError(number, f"{url}: {meaning} ({told})", url)
+    if isinstance(error, FileNotFoundError):
+        return ObjectMissingError(errno.ENOENT, f"{url}: there is no such object", url)
+    if name in ("PermissionDeniedError", "UnauthenticatedError"):
+        return ObjectStoreError(errno.EACCES, f"{url}: access was denied: {_DENIED} ({told})", url)
+    for pattern, number, meaning in _MEANINGS[5:]:
+        if re.search(pattern, full):
+            return ObjectStoreError(number, f"{url}: {meaning} ({told})", url)
+    return ObjectStoreError(errno.EIO, f"{url}: {told}", url)
+
+
+def _told(error: Exception) -> str:
+    """What the store said, in one line, without the program text that obstore adds."""
+    text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
+    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."

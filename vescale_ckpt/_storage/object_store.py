@@ -1,0 +1,387 @@
+"""`ObjectDirectory` is a directory in an object store: the objects whose keys begin with its own.
+
+An object store has no folders, locks, renames or syncs, and an object appears whole or not at all. Each method says
+what stands in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .. import settings
+from .._engine import _C
+from .._engine.errors import of_system
+from ..errors import CheckpointError
+from . import urls
+from .directory import BEGINNING_BYTES, CheckBeginning, Directory, IsTaken, Stat
+from .locks import FileLock
+from .object_clients import (
+    ObjectChangedError,
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectStoreError,
+    named,
+    obstore,
+    store_at,
+)
+
+_MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
+_MOST_KNOWN = 10_000
+_ATTEMPTS = 3  # to read a range of the length that was asked for
+
+
+class Client:
+    """One object, or the objects below one key. Raises OSError with the URL in its text."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.root, self.key = urls.split(url)
+        self.store = store_at(self.root)
+
+    def at(self, name: str) -> Client:
+        return Client(urls.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (_C.EngineError, ObjectStoreError):
+            raise
+        except Exception as error:
+            raise named(error, self.url) from error
+
+    def head(self) -> dict[str, Any]:
+        with self._named():
+            found: dict[str, Any] = obstore().head(self.store, self.key)
+            return found
+
+    def has_bytes(self, size: int) -> bool:
+        """Whether there is an object of that size. Raises nothing."""
+        try:
+            return bool(self.head()["size"] == size)
+        except OSError:
+            return False
+
+    def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
+        """What is known of the object, and a function that reads it, or a `part` of it (obstore's ranges)."""
+        options: dict[str, Any] = {}
+        if part is not None:
+            options["range"] = part
+        if etag is not None:
+            options["if_match"] = etag
+        with self._named():
+            result = obstore().get(self.store, self.key, options=options)
+            found: dict[str, Any] = result.meta
+        if etag is not None and found["e_tag"] not in (etag, None):  # a store that ignores If-Match
+            raise ObjectChangedError(errno.EIO, f"{self.url} was replaced while it was read", self.url)
+
+        def content() -> Any:
+            with self._named():
+                return result.bytes()
+
+        return found, content
+
+    def put(self, content: Any, *, create: bool = False) -> None:
+        single = create or len(content) <= _MOST_SINGLE_PUT
+        with self._named():
+            mode = "create" if create else "overwrite"
+            obstore().put(self.store, self.key, content, mode=mode, use_multipart=not single)
+
+    def put_parts(self, parts: Iterator[Any], part_bytes: int) -> None:
+        """One multipart upload. If `parts` raises, it is aborted, and its error raised."""
+        with self._named():
+            obstore().put(
+                self.store,
+                self.key,
+                parts,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=settings.number("object_store_requests"),
+            )
+
+    def delete(self) -> None:
+        with self._named():
+            obstore().delete(self.store, self.key)
+
+    def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
+        """The keys of folders and the objects directly below."""
+        with self._named():
+            found = obstore().list_with_delimiter(self.store, self.key or None)
+            return list(found["common_prefixes"]), self._without_itself(found["objects"])
+
+    def all_below(self) -> list[dict[str, Any]]:
+        with self._named():
+            return self._without_itself(obstore().list(self.store, self.key or None).collect())
+
+    def some_below(self) -> list[dict[str, Any]]:
+        """Those of one request: all, where there are not very many."""
+        with self._named():
+            return self._without_itself(next(iter(obstore().list(self.store, self.key or None)), []))
+
+    def _without_itself(self, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Some servers and tools keep an empty object `folder/` for a folder."""
+        return [one for one in found if one["path"].rstrip("/") != self.key]
+
+
+class ObjectDirectory(Directory):
+    """A directory in an object store. It exists as long as objects are in it. All its methods' errors are OSError."""
+
+    is_remote = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self._client = Client(path)
+
+    # --- What is there
+
+    def names(self) -> list[str]:
+        """Those of objects, and of what stands before a slash. Raises `FileNotFoundError` if there are none."""
+        folders, objects = self._client.listed()
+        if not folders and not objects:
+            raise ObjectMissingError(errno.ENOENT, f"{self.path}: there is nothing below it", self.path)
+        return [_last(key) for key in (*folders, *(found["path"] for found in objects))]
+
+    def folders(self) -> list[str]:
+        return [_last(key) for key in self._client.listed()[0]]
+
+    def has(self, name: str) -> bool:
+        """Raises `CheckpointError` if the store cannot tell: all that follows would wait as long again."""
+        try:
+            self._client.at(name).head()
+        except ObjectMissingError:
+            return False
+        except OSError as error:
+            raise of_system(error, self.path) from error
+        return True
+
+    def stat(self, name: str = "") -> Stat:
+        client = self._client.at(name)
+        try:
+            if client.key:
+                return _stat(client.head())
+        except ObjectMissingError:
+            # The answer to HEAD has no body: others tell whether it is the bucket that is missing.
+            below = client.some_below()
+            if not below:
+                raise
+        else:
+            below = client.some_below()
+        newest = max((found["last_modified"].timestamp() for found in below), default=0.0)
+        identity = int.from_bytes(hashlib.sha256(client.url.encode()).digest()[:7], "big")
+        return Stat(0, int(newest * 1e9), (identity,), int(newest * 1e9), False, True)
+
+    # --- Small files
+
+    def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
+        client = self._client.at(name)
+        found, content = client.get()  # the body comes when it is asked for
+        size = found["size"]
+        if check is not None and size > BEGINNING_BYTES:
+            _, beginning = client.get((0, BEGINNING_BYTES), found["e_tag"])
+            check(bytes(beginning()), size)
+        return bytes(content())
+
+    def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
+        client = self._client.at(name)
+        wanted: Any = {"suffix": -begin} if begin < 0 else (begin, begin + length)
+        try:
+            found, content = client.get(wanted)
+            return _stat(found), bytes(content())[:length]
+        except ObjectMissingError:
+            raise
+        except OSError:
+            found = client.head()
+            if found["size"] > max(begin, 0):
+                raise
+            return _stat(found), b""  # there is no such range
+
+    def write(self, name: str, content: bytes) -> None:
+        """An object appears when it is complete, and is durable then."""
+        self._client.at(name).put(content)
+
+    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+        """By one conditional request: of several jobs with `overwrite=False` one succeeds."""
+        client = self._client.at(name)
+        try:
+            client.put(content, create=not overwrite)
+        except OSError as error:
+            # Its answer may have been lost, and a repeated request then finds its own object.
+            try:
+                _, found = client.get()
+                is_ours = bytes(found()) == content
+            except ObjectMissingError:
+                is_ours = False
+            except OSError as unknown:
+                raise ObjectStoreError(
+                    error.errno or errno.EIO,
+                    f"{error}. Whether the checkpoint was committed is not known, because {client.url} cannot be read "
+                    f"either ({unknown}): look there when the store is back",
+                    client.url,
+                ) from error
+            if is_ours:
+                return
+            if isinstance(error, ObjectExistsError):
+                raise ObjectExistsError(
+                    errno.EEXIST,
+                    f"{self.path} holds a checkpoint already and overwrite=False: another job committed it meanwhile",
+                    client.url,
+                ) from error
+            raise
+
+    def remove(self, name: str) -> bool:
+        """True if it is gone; stores do not tell whether it was there."""
+        try:
+            self._client.at(name).delete()
+        except ObjectMissingError:
+            return False
+        return True
+
+    def add_name(self, name: str, other: str) -> None:
+        raise OSError(errno.EOPNOTSUPP, "an object has one name", self._at(name))
+
+    # --- Whether ranks use one directory
+
+    def leave_mark(self, name: str) -> None:
+        self._client.at(name).put(b"", create=True)
+
+    def sees_mark(self, name: str) -> bool:
+        try:
+            return self.has(name)
+        except CheckpointError:
+            return False
+
+    # --- The directory itself
+
+    def make(self) -> None:
+        """Does nothing: a key needs no folder."""
+
+    def make_durable(self, holds_one: bool) -> None:
+        """Does nothing: objects are durable when they appear."""
+
+    def sync(self) -> None:
+        """Does nothing, for the same reason."""
+
+    def check_space(self, needed: int) -> None:
+        """Does nothing: a bucket has no end."""
+
+    # --- Others who use it: there are no locks, so nobody is kept from removing anything
+
+    def share(self, name: str = "") -> FileLock | None:
+        return None
+
+    def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
+        return contextlib.nullcontext(None)
+
+    # --- Folders in it
+
+    def set_aside(self, name: str, first: str) -> None:
+        """Removes the folder, the object `first` before all others: there is no rename. An interruption leaves a folder
+        without `first`, or a whole one."""
+        folder = self._client.at(name)
+        below = folder.all_below()
+        ObjectDirectory(folder.url).remove(first)
+        for found in below:
+            with contextlib.suppress(ObjectMissingError):
+                Client(urls.joined(folder.root, found["path"])).delete()
+
+    def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
+        """Does nothing: `set_aside` leaves nothing."""
+
+    def _at(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+
+def _last(key: str) -> str:
+    return key.rstrip("/").rpartition("/")[2]
+
+
+def _stat(found: dict[str, Any]) -> Stat:
+    modified = int(found["last_modified"].timestamp() * 1e9)
+    tag = int.from_bytes(hashlib.sha256(str(found["e_tag"]).encode()).digest()[:7], "big")
+    return Stat(found["size"], modified, (tag, found["size"], modified), modified, True, False)
+
+
+# --- What the engine reads and writes
+
+_known: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # size and ETag of objects that nobody writes again
+_known_lock = threading.Lock()
+
+
+class _OpenObject:
+    """An object as it was when it was opened first."""
+
+    def __init__(self, url: str) -> None:
+        self._client = Client(url)
+        with _known_lock:
+            known = _known.get(url)
+        if known is None:
+            found = self._client.head()
+            known = found["size"], found["e_tag"]
+            # Names of data files are random: no save writes to one again, so one look at it does for all loads.
+            if url.endswith(".distcp"):
+                with _known_lock:
+                    _known[url] = known
+                    while len(_known) > _MOST_KNOWN:
+                        _known.popitem(last=False)
+        self.size, self._etag = known
+
+    def read(self, offset: int, length: int) -> Any:
+        try:
+            for _ in range(_ATTEMPTS):  # obstore does not notice a body that ends early within what was said of it
+                _, content = self._client.get((offset, offset + length), self._etag)
+                if len(found := content()) == length:
+                    break
+            return found
+        except (ObjectChangedError, ObjectMissingError):
+            with _known_lock:
+                _known.pop(self._client.url, None)
+            raise
+
+
+def _upload(window: _C.PartWindow) -> None:
+    client = Client(window.path)
+    threading.Thread(target=_send, args=(client, window), name="vescale_ckpt upload").start()
+
+
+def _send(client: Client, window: _C.PartWindow) -> None:
+    """Sends a file: in one request if it has one part."""
+    sent = _Sent()
+    try:
+        first = window.next()
+        second = None if first is None else window.next()
+        if first is None or second is None:
+            client.put(b"" if first is None else bytes(first))
+        else:
+            ready = [second, first]
+            del first, second  # each part is released when it is sent
+            client.put_parts(sent.all_of(ready, window), window.part_bytes)
+    except BaseException as error:
+        # The answer to the last request may have been lost. The name is random, so what is there is this file.
+        if sent.total and client.has_bytes(sent.total):
+            window.uploaded()
+            return
+        window.fail(str(error), getattr(error, "errno", None) or errno.EIO)
+    else:
+        window.uploaded()
+
+
+class _Sent:
+    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before."""
+
+    total = 0
+
+    def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
+        total = 0
+        while (part := ready.pop() if ready else window.next()) is not None:
+            total += len(part)
+            yield part
+        self.total = total
+
+
+_C.set_remote_store(_OpenObject, _upload)

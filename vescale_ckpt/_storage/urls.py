@@ -1,0 +1,51 @@
+"""Takes URLs of object stores apart: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, `memory://key`."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import CheckpointError
+
+SCHEMES = ("s3", "gs", "az", "memory")
+_URL = re.compile(rf"({'|'.join(SCHEMES)})://(.*)", re.DOTALL)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is in an object store, and not on a file system."""
+    return _URL.match(path) is not None
+
+
+def split(url: str) -> tuple[str, str]:
+    """The root of the store (`s3://bucket`), and the key in it."""
+    match = _URL.fullmatch(url)
+    assert match is not None, url
+    scheme, rest = match[1], match[2]
+    if scheme == "memory":  # one store in each process
+        return "memory://", rest.strip("/")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://{bucket}", key.strip("/")
+
+
+def normal(url: str) -> str:
+    """The URL without a slash at its end. Raises ValueError, with advice, for one that cannot be honoured."""
+    root, key = split(url)
+    if (root.endswith("://") and not key) or (root == "memory://" and not key):
+        raise ValueError(f"{url}: names no bucket" if not url.startswith("memory") else f"{url}: names no folder")
+    for mark in "?#":
+        if mark in url:
+            raise ValueError(f"{url}: {mark!r} cannot be part of a checkpoint's name in an object store")
+    if any(part in ("", ".", "..") for part in key.split("/")) and key:
+        raise ValueError(f"{url}: '//', '.' and '..' mean nothing in an object store")
+    if not url.isprintable():
+        raise ValueError(f"{url!r} is no URL of an object store")
+    return joined(root, key)
+
+
+def joined(root: str, key: str) -> str:
+    return root + key if root.endswith("//") else f"{root}/{key}" if key else root
+
+
+def refuse(path: str, what: str, instead: str) -> None:
+    """Raises `CheckpointError` for what cannot be done in an object store, with advice, if the path is in one."""
+    if is_url(path):
+        raise CheckpointError(f"{path}: {what} cannot be in an object store. {instead}", path=path)
