@@ -56,6 +56,8 @@ Action = Literal[
     "flip",  # changes one byte of the answer's body
     "lost_answer",  # the server does as told, and the connection is reset in place of its answer
     "late_error",  # the server does as told, and the client is answered 500 InternalError
+    "late",  # the client is answered nothing and is gone; the server does as told `value` seconds later
+    "flip_up",  # changes one byte of the request's body
     "stall",  # nothing comes, for ever; the server does not see the request
     "stall_middle",  # the first half of the answer's body comes, then nothing, for ever
 ]
@@ -241,6 +243,8 @@ class FaultProxy:
             self._refuse(action, request, client)
             return True
 
+        if action == "late":
+            self._deliver_late(head, request, value or 1.0, client, upstream)
         length = head.length
         middle = action == "reset_middle" and length > 0
         if head.header("expect"):
@@ -250,6 +254,8 @@ class FaultProxy:
         )
         pace = _pace(value) if action == "slow" else None
         for piece in client.body(length // 2 if middle else length):
+            if action == "flip_up" and request.sent <= length // 2 < request.sent + len(piece):
+                piece = _flipped(piece, length // 2 - request.sent)
             upstream.send(piece)
             request.sent += len(piece)
             if pace:
@@ -296,8 +302,7 @@ class FaultProxy:
             if has_body and action in ("truncate", "reset_middle", "stall_middle", "shorten"):
                 piece = piece[: max(0, middle - position)]
             if has_body and action == "flip" and position <= middle < position + len(piece):
-                at = middle - position
-                piece = piece[:at] + bytes([piece[at] ^ 0x10]) + piece[at + 1 :]
+                piece = _flipped(piece, middle - position)
             client.send(piece)
             position += len(piece)
             request.received += len(piece)
@@ -323,6 +328,19 @@ class FaultProxy:
             f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\n{more}Content-Length: {len(text)}\r\n\r\n".encode()
             + (b"" if request.method == "HEAD" else text)
         )
+
+    def _deliver_late(
+        self, head: _Head, request: Request, seconds: float, client: _Connection, upstream: _Connection
+    ) -> None:
+        body = b"".join(client.body(head.length))
+        with contextlib.suppress(_GoneError):
+            client.reset()
+        self._closed.wait(seconds)
+        upstream.send(b"\r\n".join(head.lines) + b"\r\n\r\n" + body)
+        request.sent = len(body)
+        if (answer := upstream.head()) is not None:
+            request.status = int(answer.lines[0].split()[1])
+        raise _GoneError
 
     def _stall(self, client: _Connection) -> None:
         """Returns never; raises when the client gives up or the proxy is closed."""
@@ -456,6 +474,10 @@ def _kind(method: str, query: dict[str, list[str]], key: str) -> Kind:
         return "list"
     plain: dict[str, Kind] = {"PUT": "put", "GET": "get", "HEAD": "head", "DELETE": "delete"}
     return plain.get(method, "other")
+
+
+def _flipped(piece: bytes, at: int) -> bytes:
+    return piece[:at] + bytes([piece[at] ^ 0x10]) + piece[at + 1 :]
 
 
 def _pace(bytes_a_second: float | None) -> Callable[[int], None]:

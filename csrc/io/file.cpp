@@ -46,7 +46,7 @@ const char* access_name(Access access) {
 }
 
 File::File(std::string path, int plain, int direct, Access access)
-    : path_(std::move(path)), plain_(plain), direct_(direct), access_(access) {}
+    : path_(std::move(path)), plain_(plain), direct_(direct), on_disk_(plain >= 0), access_(access) {}
 
 File::~File() {
   if (direct_ >= 0) system::close(direct_);
@@ -167,6 +167,7 @@ void File::complete(uint64_t size, bool sync) {
   if (is_on_disk()) {
     truncate(size);
     if (sync) this->sync();
+    close();
     return;
   }
   trace::Laps laps;

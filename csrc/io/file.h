@@ -72,11 +72,12 @@ class File {
 
  private:
   File(std::string path, int plain, int direct, Access access);
-  bool is_on_disk() const { return plain_ >= 0; }
+  bool is_on_disk() const { return on_disk_; }  // also when it is closed
   static std::unique_ptr<File> for_writing(const std::string& path, int plain, Access widest);
   std::string path_;
   int plain_;
   int direct_;  // -1 where refused
+  bool on_disk_;
   std::unique_ptr<RemoteObject> remote_;
   std::shared_ptr<PartWindow> window_;
   uint64_t size_ = 0;

@@ -92,7 +92,7 @@ def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
 def remove_entry(path: str, is_folder: bool) -> None:
     """Removes a file, or a folder with as much of its content as possible. Of a link to a folder it removes the link.
     Raises `_C.EngineError` for files."""
-    if is_folder and not os.path.islink(path):
+    if is_folder and os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         _C.remove_file(path)

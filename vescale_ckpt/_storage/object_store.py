@@ -35,7 +35,7 @@ from .object_clients import (
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
 _OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
 _MOST_KNOWN = 10_000
-_ATTEMPTS = 3  # to read a range of the length that was asked for
+_ATTEMPTS = 3  # to read a range of the length that was asked for, or a whole list
 
 
 class Client:
@@ -113,18 +113,27 @@ class Client:
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The keys of folders and the objects directly below."""
-        with self._named():
-            found = obstore().list_with_delimiter(self.store, self.key or None)
-            return list(found["common_prefixes"]), self._without_itself(found["objects"])
+        found = self._list(lambda: obstore().list_with_delimiter(self.store, self.key or None))
+        return list(found["common_prefixes"]), self._without_itself(found["objects"])
 
     def all_below(self) -> list[dict[str, Any]]:
-        with self._named():
-            return self._without_itself(obstore().list(self.store, self.key or None).collect())
+        return self._without_itself(self._list(lambda: obstore().list(self.store, self.key or None).collect()))
 
     def some_below(self) -> list[dict[str, Any]]:
         """Those of one request: all, where there are not very many."""
-        with self._named():
-            return self._without_itself(next(iter(obstore().list(self.store, self.key or None)), []))
+        found = self._list(lambda: next(iter(obstore().list(self.store, self.key or None)), []))
+        return self._without_itself(found)
+
+    def _list(self, request: Callable[[], Any]) -> Any:
+        """The answer to a request for a list. obstore does not repeat one whose answer broke off in its middle."""
+        for attempts_left in range(_ATTEMPTS - 1, -1, -1):
+            with self._named():
+                try:
+                    return request()
+                except Exception as error:
+                    if not attempts_left or "response body" not in str(error):
+                        raise
+        raise AssertionError
 
     def _without_itself(self, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         """Some servers and tools keep an empty object `folder/` for a folder."""

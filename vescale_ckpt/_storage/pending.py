@@ -181,7 +181,7 @@ class PendingFolder(Pending):
             old = ""
             if not os.path.lexists(self.path):
                 _C.rename_file(temporary, self.path)
-            elif _C.exchange_names(temporary, self.path):
+            elif _exchanges_names(self.path) and _C.exchange_names(temporary, self.path):
                 old = temporary
             else:
                 old = self._replace_in_two_steps(temporary)
@@ -208,6 +208,23 @@ class PendingFolder(Pending):
             if mark is not None:
                 mark.release()
         return aside
+
+
+def _exchanges_names(path: str) -> bool:
+    """Whether the file system exchanges names. Tried with two files beside `path`: some FUSE mounts report success and
+    rename the first over the second."""
+    files = temporary_name(path), temporary_name(path)
+    try:
+        for file in files:
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        before = [os.stat(file).st_ino for file in files]
+        return _C.exchange_names(*files) and [os.stat(file).st_ino for file in files] == before[::-1]
+    except OSError:
+        return False
+    finally:
+        for file in files:
+            with contextlib.suppress(_C.EngineError):
+                _C.remove_file(file)
 
 
 def put_back(path: str) -> None:

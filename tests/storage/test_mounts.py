@@ -1,0 +1,161 @@
+"""Saves and loads on FUSE mounts: bindfs over a local folder, and SeaweedFS's mount over its server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import object_server as servers
+import pytest
+import torch
+from kills import Shared, kill, wait_until
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager, convert
+from vescale_ckpt._native.names import is_data_file
+
+pytestmark = pytest.mark.root
+MOUNT_TIMEOUT = 30.0  # seconds
+
+
+@contextlib.contextmanager
+def _mounted(command: list[str], at: Path) -> Iterator[Path]:
+    """A mount that a process serves while this lasts. Skips if it does not come up."""
+    at.mkdir()
+    with (at.parent / "mount.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + MOUNT_TIMEOUT
+        while not os.path.ismount(at):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"{command[0]} cannot mount here: {(at.parent / 'mount.log').read_text()[-300:]}")
+            time.sleep(0.05)
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=False, capture_output=True)
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(params=["bindfs", "bindfs, names cached", "weed mount"])
+def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("mounts need root and /dev/fuse")
+    at = tmp_path / "mount"
+    if request.param == "weed mount":
+        if reason := servers.why_not():
+            pytest.skip(reason)
+        server: servers.ObjectServer = request.getfixturevalue("object_server")
+        command = [
+            *(str(servers.weed()), "-logtostderr=true", "mount", f"-filer=127.0.0.1:{server.filer_port}"),
+            *(f"-dir={at}", f"-filer.path=/mounts/{tmp_path.name}", f"-cacheDir={tmp_path / 'cache'}"),
+        ]
+    else:
+        if shutil.which("bindfs") is None:
+            pytest.skip("needs the command bindfs (Debian's package of that name)")
+        (tmp_path / "source").mkdir()
+        cached = ["-o", "negative_timeout=1,entry_timeout=1,attr_timeout=1"] if "cached" in request.param else []
+        command = ["bindfs", "-f", *cached, str(tmp_path / "source"), str(at)]
+    with _mounted(command, at):
+        yield at
+
+
+def state(k: int) -> dict[str, Any]:
+    return {
+        "large": torch.arange(1 << 20, dtype=torch.float32) + k,
+        "small": torch.full((3, 5), k),
+        "object": {"step": k},
+    }
+
+
+def loads(directory: Path, k: int) -> bool:
+    values, wanted = state(-1), state(k)
+    vescale_ckpt.load(directory, values)
+    return values["object"] == wanted["object"] and all(torch.equal(values[n], wanted[n]) for n in ("large", "small"))
+
+
+def data_files(directory: Path) -> list[str]:
+    return sorted(filter(is_data_file, os.listdir(directory)))
+
+
+def test_save_load_overwrite_verify(mount: Path) -> None:
+    directory = mount / "checkpoint"
+    for k in range(3):
+        vescale_ckpt.save(directory, state(k))
+        assert loads(directory, k) and vescale_ckpt.verify(directory).ok
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        vescale_ckpt.save(directory, state(3), overwrite=False)
+    handle = vescale_ckpt.save(directory, state(4), async_checkpoint=True)
+    handle.result()
+    assert loads(directory, 4) and len(data_files(directory)) == 1
+
+    folder = mount / "model"
+    for k in range(2):
+        vescale_ckpt.save(folder, {"large": state(k)["large"]}, format="safetensors", max_shard_size=1 << 20)
+        back = {"large": torch.zeros(1 << 20)}
+        vescale_ckpt.load(folder, back)
+        assert torch.equal(back["large"], state(k)["large"])
+        made = mount / "converted"
+        convert(directory, made, format="npy", overwrite=bool(k), keys="l*")
+        assert os.listdir(made) == ["large.npy"]
+    assert sorted(os.listdir(mount)) == ["checkpoint", "converted", "model"]
+
+
+def _save_for_ever(directory: Path, numbers: Shared) -> None:
+    torch.set_num_threads(1)  # those of its parent are not in a fork
+    for k in range(1, 10**6):
+        vescale_ckpt.save(directory, state(k))
+        numbers[0] = k
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(mount: Path) -> None:
+    directory = mount / "checkpoint"
+    vescale_ckpt.save(directory, state(0))
+    for attempt in range(3):
+        numbers = Shared(1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _save_for_ever(directory, numbers)
+            finally:
+                os._exit(1)
+        wait_until(numbers, attempt, "saves")
+        time.sleep(0.013 * attempt)
+        kill(pid)
+        found = [k for k in (numbers[0], numbers[0] + 1) if loads(directory, k)]
+        assert len(found) == 1 and vescale_ckpt.verify(directory).ok
+    vescale_ckpt.save(directory, state(7))
+    assert loads(directory, 7)
+    # Files of killed saves are left where locks do not prove their writers dead, for a day.
+    for name in data_files(directory):
+        os.utime(directory / name, (time.time() - 2 * 86400,) * 2)
+    vescale_ckpt.save(directory, state(8))
+    assert loads(directory, 8) and len(data_files(directory)) == 1
+
+
+def test_files_that_are_open_are_removed_under_other_names(mount: Path) -> None:
+    """Silly renames: the name that an open file gets when it is removed keeps its folder from being removed."""
+    manager = CheckpointManager(mount, max_to_keep=1)
+    manager.save(1, state(1))
+    manager.wait()
+    with open(mount / "step-1" / data_files(mount / "step-1")[0], "rb") as reader:  # as a tool without locks does
+        for step in (2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+            assert manager.steps() == [step]
+            assert reader.read(10)
+    manager.save(4, state(4))
+    manager.close()
+    assert [name for name in os.listdir(mount) if name.startswith("step-")] == ["step-4"]
+    assert loads(mount / "step-4", 4)
