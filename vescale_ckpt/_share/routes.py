@@ -145,8 +145,8 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
     # All take part in each step, also a rank whose tables cannot be parted.
     last = exchange.together(lambda: _C.last_record(reads.rows), phase, LoadFailedError)
     not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
-    count = max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
-    segment = ~not_most_last // (_SEGMENTS_OF_A_PART * count) + 1
+    count = parts_of(table_bytes)
+    segment = segment_of(~not_most_last, count)
     parts = exchange.together(
         lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, segment), phase, LoadFailedError
     )
@@ -159,6 +159,16 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
         number, common = (number_of_part, objects) if part == 0 else (number, common)
         planned.append(packed)
     return Routes(int.from_bytes(number, "little"), planned, common)
+
+
+def parts_of(table_bytes: int) -> int:
+    """How many parts are planned, one at a time, if the tables of all ranks have so many bytes."""
+    return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
+
+
+def segment_of(last_record: int, parts: int) -> int:
+    """The bytes of a file's segments, which are dealt out to the parts."""
+    return last_record // (_SEGMENTS_OF_A_PART * parts) + 1
 
 
 def _plan_for(gathered: list[list[bytes]] | None, verify: bool, budget: int) -> list[bytes] | None:
