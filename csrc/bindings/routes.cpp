@@ -10,6 +10,7 @@
 #include "io/shared_map.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
+#include "share/split_reads.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -90,6 +91,18 @@ void bind_routes(py::module_& module) {
         return share::bytes_read_alone({table.values(), files}, verify);
       },
       py::arg("reads"), py::arg("files"), py::arg("verify"));
+  module.def("last_record", [](const py::buffer& reads) { return share::last_record(Table(reads).values()); });
+  module.def(
+      "split_reads",
+      [](const py::buffer& reads, const std::vector<std::string>& files, uint32_t parts, uint64_t segment) {
+        const Table table(reads);
+        std::vector<py::bytes> result;
+        for (const auto& part : share::split_reads(table.values(), files, parts, segment)) {
+          result.push_back(bytes_of(part));
+        }
+        return result;
+      },
+      py::arg("reads"), py::arg("files"), py::arg("parts"), py::arg("segment"));
   module.def(
       "staging_table",
       [](const py::buffer& staged, uintptr_t address, uint64_t bytes) {

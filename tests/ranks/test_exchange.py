@@ -25,6 +25,7 @@ from rank_pool import run_ranks
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections
+from vescale_ckpt._ranks import exchange as exchange_module
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.node import node_of_this_process
 
@@ -634,3 +635,29 @@ def test_node(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VESCALE_CKPT_NODE", text)
         with pytest.raises(ValueError, match="VESCALE_CKPT_NODE"):
             node_of_this_process()
+
+
+def _distinct() -> tuple[list[list[bytes]] | None, int, int]:
+    """What is gathered, how many objects that is, and the bytes that this rank sent."""
+    rank = dist.get_rank()
+    sent: list[int] = []
+    send = exchange_module._send
+
+    def counted(links: Any, peers: Any, data: bytes) -> None:
+        sent.append(len(data))
+        send(links, peers, data)
+
+    parts = [b"same" * 5000, f"of {rank // 2}".encode() * 5000, b"", b"same" * 5000]
+    with mock.patch.object(exchange_module, "_send", counted):
+        gathered = Exchange.of(timeout=FOREVER).gather_distinct(parts, "tables")
+    objects = 0 if gathered is None else len({id(part) for row in gathered for part in row})
+    return gathered, objects, sum(sent)
+
+
+def test_what_is_equal_on_ranks_travels_once() -> None:
+    (gathered, objects, _), *others = run_ranks(4, _distinct)
+    assert gathered == [[b"same" * 5000, f"of {rank // 2}".encode() * 5000, b"", b"same" * 5000] for rank in range(4)]
+    assert objects == 4
+    assert [of_rank[0] for of_rank in others] == [None] * 3
+    assert [of_rank[2] > 20000 for of_rank in others] == [False, True, False]
+    assert sum(of_rank[2] for of_rank in others) < 21000

@@ -105,7 +105,7 @@ def _state(fill: int) -> dict[str, Any]:
     return {"w": torch.full((1 << 18,), float(fill)), "step": fill}
 
 
-def _operation(name: str, directory: str) -> Callable[[int], Any]:
+def _operation(name: str, directory: str, timeout: float = TIMEOUT) -> Callable[[int], Any]:
     """What is done again and again; its argument is what is saved."""
     if name == "load":
         return lambda _: vescale_ckpt.load(directory, _state(0), timeout=TIMEOUT, broadcast_checkpoint=True)
@@ -115,15 +115,15 @@ def _operation(name: str, directory: str) -> Callable[[int], Any]:
         ).result()
     if name == "local":
         planner = vescale_ckpt.SavePlanner(placement="local")
-        return lambda number: vescale_ckpt.save(directory, _state(number), planner=planner, timeout=TIMEOUT)
-    return lambda number: vescale_ckpt.save(directory, _state(number), timeout=TIMEOUT)
+        return lambda number: vescale_ckpt.save(directory, _state(number), planner=planner, timeout=timeout)
+    return lambda number: vescale_ckpt.save(directory, _state(number), timeout=timeout)
 
 
 def _until_it_fails(rank: int, pipe: Connection, name: str, directory: str) -> None:
     """Tells the first error and after how many seconds it came; then whether the operation succeeds again."""
     operation = _operation(name, directory)
-    _operation("local" if name == "local" else "save", directory)(1)
-    operation(2)
+    _operation("local" if name == "local" else "save", directory, 60)(1)
+    _operation(name, directory, 60)(2)
     pipe.send("ready")
     for number in itertools.count(3):
         began = time.monotonic()
@@ -150,7 +150,7 @@ def _once_more(rank: int, name: str, directory: str) -> int:
     state = _state(0)
     vescale_ckpt.load(directory, state, timeout=60)
     assert torch.equal(state["w"], _state(state["step"])["w"])
-    _operation("local" if name == "local" else "save", directory)(5000)
+    _operation("local" if name == "local" else "save", directory, 60)(5000)
     new = _state(0)
     vescale_ckpt.load(directory, new, timeout=60)
     assert new["step"] == 5000

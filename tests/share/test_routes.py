@@ -160,6 +160,23 @@ def test_any_layout_arrives(checkpoint: Path, nodes: list[int]) -> None:
     run_ranks(4, _layouts, checkpoint, nodes)
 
 
+def _part_by_part(directory: Path, nodes: list[int]) -> list[int]:
+    """Plans of few tables at a time."""
+    with (
+        mock.patch.object(routes, "_MOST_GATHERED_BYTES", 500),
+        mock.patch.object(_C, "plan_routes", wraps=_C.plan_routes) as planned,
+    ):
+        _layouts(directory, nodes)
+    return [sum(map(len, call.args[0])) for call in planned.call_args_list]
+
+
+def test_plans_are_made_part_by_part(checkpoint: Path) -> None:
+    planned, *_ = run_ranks(4, _part_by_part, checkpoint, [1, 2, 1, 2])
+    loads_of_all = 3  # of different forms, and smaller ones
+    assert len(planned) > 5 * loads_of_all
+    assert max(planned) < sum(planned) / loads_of_all / 2, "no part has everything"
+
+
 # --- Memory
 
 

@@ -127,16 +127,16 @@ class CollectivePlan:
                 planned = planner.kept_plan(local.plan_id)
             return planner.accept(description, local), planned
 
-        def message() -> bytes:
+        def message() -> tuple[bytes, ...]:
             # A plan without inventory names a kept plan that other ranks do not have.
             full = planner.full_local_plan(description, self._on_devices) if local.inventory is None else local
             assert full.inventory is not None
-            return pack(full.inventory, full.paths, full.structure.encode(), full.digests, full.replicas)
+            return *_inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
 
-        gathered = steps.gather(message, "gather plans")
+        gathered = steps.gather_distinct(message, _MESSAGE_PARTS, "gather plans")
         answers = None
         if gathered is not None:
-            made = steps.take(lambda: planner.global_plan_of(list(map(_local_plan, gathered))))
+            made = steps.take(lambda: planner.global_plan_of(_local_plans(gathered)))
             if made is not None:
                 planned, _ = made
                 answers = [pack(planned.plan_id, planned.plan.local_plan(rank)) for rank in range(self._exchange.size)]
@@ -146,8 +146,28 @@ class CollectivePlan:
         return planner.accept(description, answer), planned
 
 
-def _local_plan(message: bytes) -> PackedSavePlan:
-    inventory, paths, structure, digests, replicas = unpack(message)
-    return PackedSavePlan(
-        [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
-    )
+_MESSAGE_PARTS = 7
+_INVENTORY_HEAD = 6 * 8  # bytes (csrc/state/inventory.h); the third word says how many words the rows have
+
+
+def _inventory_parts(inventory: bytes) -> tuple[bytes, bytes, bytes]:
+    """Head, rows and names. Replicas have equal rows, and most ranks have equal names; the head names the node."""
+    (row_words,) = struct.unpack_from("<q", inventory, 16)
+    names = _INVENTORY_HEAD + 8 * row_words
+    return inventory[:_INVENTORY_HEAD], inventory[_INVENTORY_HEAD:names], inventory[names:]
+
+
+def _local_plans(gathered: list[list[bytes]]) -> list[PackedSavePlan]:
+    """The plans of all ranks. Those of one node that hold the same share one inventory."""
+    inventories: dict[tuple[int, ...], bytes] = {}
+    plans = []
+    for head, rows, names, paths, structure, digests, replicas in gathered:
+        parts = (head, rows, names)
+        inventory = inventories.setdefault(tuple(map(id, parts)), b"") or b"".join(parts)
+        inventories[tuple(map(id, parts))] = inventory
+        plans.append(
+            PackedSavePlan(
+                [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
+            )
+        )
+    return plans

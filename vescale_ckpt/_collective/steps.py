@@ -43,6 +43,12 @@ class Steps:
         gathered = self.exchange.gather(self.take(step) or b"", self.phase(phase))
         return gathered if gathered is not None and all(gathered) else None
 
+    def gather_distinct(self, step: Callable[[], Sequence[bytes]], count: int, phase: str) -> list[list[bytes]] | None:
+        """The same for a step that returns `count` parts, of which the first must not be empty. Parts that are equal on
+        several ranks travel once."""
+        gathered = self.exchange.gather_distinct(self.take(step) or [b""] * count, self.phase(phase))
+        return gathered if gathered is not None and all(parts[0] for parts in gathered) else None
+
     def raise_together(self, phase: str, least: Sequence[int] = (), sums: Sequence[int] = ()) -> list[int]:
         """Raises on all ranks if one has an error. Returns the minima of `least` over all ranks and the sums of
         `sums`."""

@@ -19,7 +19,7 @@ from .routes import Reads, routes_of_all
 
 @dataclass(frozen=True)
 class BroadcastLoad:
-    """The wish of one load that ranks read for each other. `broadcast`: True always; "auto" by the rule of `_pays`.
+    """The wish of one load that ranks read for each other. `broadcast`: True always; "auto" by the rule of `pays`.
     `through_cache`: whether ranks of a node read each byte once anyway, because the node keeps it; no object store's
     bytes are kept."""
 
@@ -58,22 +58,28 @@ class BroadcastLoad:
         devices = self.exchange.device_group(device, self.phase) if device is not None and on_devices else None
         one_node = least_node == ~not_most_node and self.through_cache
 
-        def pays(alone_bytes: float, once_bytes: float) -> bool:
-            return self.broadcast is True or _pays(one_node, devices is not None, alone_bytes, once_bytes)
+        def pays_here(alone_bytes: float, once_bytes: float) -> bool:
+            return self.broadcast is True or pays(one_node, devices is not None, alone_bytes, once_bytes)
 
-        if not pays(math.inf, 1):
+        if not pays_here(math.inf, 1):
             return reads, None
         # Ranks that all need about as many bytes, in sum about the stored bytes, hardly need the same bytes. Then the
         # tables of needs, which are large on thousands of ranks, are not gathered. Objects are still read once.
         most_alone = ~not_most_wanted * self.exchange.size
-        own_only = most_alone >= 0.95 * least_stored and not pays(most_alone, least_stored)
+        own_only = reads_own_only(most_alone, least_stored, pays_here)
         needs = replace(needs, rows=b"") if own_only else needs
         routes = routes_of_all(self.exchange, needs, verify, self.phase, devices is not None)
-        own_only = own_only or not pays(routes.alone_bytes, routes.once_bytes)
+        own_only = own_only or not pays_here(routes.alone_bytes, routes.once_bytes)
         return reads, RoutedRead(self.exchange, routes, self.phase, devices, own_only)
 
 
-def _pays(one_node: bool, on_devices: bool, alone_bytes: float, once_bytes: float) -> bool:
+def reads_own_only(most_alone: float, stored: float, pays_here: Callable[[float, float], bool]) -> bool:
+    """Whether all ranks need about as many bytes (`most_alone` in sum, at most), in sum about the stored bytes, as
+    shards do: then each reads its own, and the tables of needs are not gathered."""
+    return most_alone >= 0.95 * stored and not pays_here(most_alone, stored)
+
+
+def pays(one_node: bool, on_devices: bool, alone_bytes: float, once_bytes: float) -> bool:
     """Decides `broadcast_checkpoint="auto"`, equally on all ranks: whether ranks read for each other.
 
     `alone_bytes`: what all ranks read in sum if each reads what it needs; `once_bytes`: the same with each byte counted

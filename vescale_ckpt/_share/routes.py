@@ -7,8 +7,9 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,6 +27,8 @@ _MOST_KEPT = 4
 _UNKNOWN = 0
 _HEAD = 5  # 64-bit words before the tables of packed routes
 _MOST_WHOLE_BYTES = 64 << 20  # of a shared record that can only be checked whole; each rank reads larger ones itself
+_MOST_GATHERED_BYTES = 128 << 20  # of tables that are planned at a time; a plan takes a few times as much memory
+_SEGMENTS_OF_A_PART = 4  # of each file: more make parts more even, and reads shorter
 _MOST_OBJECT_BYTES = 64 << 20  # of objects that the coordinator reads for all; each rank reads more than that itself
 
 
@@ -52,19 +55,25 @@ class Round:
 class Routes:
     """What one rank reads, sends and receives. `number`: the plan's, the same on its ranks and in no other plan."""
 
-    def __init__(self, number: int, packed: bytes, objects: bytes = b"") -> None:
+    def __init__(self, number: int, parts: Sequence[bytes], objects: bytes = b"") -> None:
         self.number = number
         self.objects: list[int] = words(objects).tolist()  #: rows of `Reads.objects` that all ranks need, in one order
-        self._words = words(packed)
-        self._rounds, self.shared_bytes, self.once_bytes, self.alone_bytes, own = self._words[:_HEAD]
-        self._first = _HEAD + own
-        self.own = bytes(self._words[_HEAD : _HEAD + own])  #: rows of `LoadPlan.reads` that only this rank needs
+        self._parts = [words(packed) for packed in parts]  # planned one after another
+        self.shared_bytes, self.once_bytes, self.alone_bytes = (
+            sum(table[column] for table in self._parts) for column in (1, 2, 3)
+        )
+        #: rows of `LoadPlan.reads` that only this rank needs
+        self.own = b"".join(bytes(table[_HEAD : _HEAD + table[_HEAD - 1]]) for table in self._parts)
 
     @cached_property
     def rounds(self) -> list[Round]:
         """All ranks have the same number of rounds."""
-        table, at, rounds = self._words, self._first, []
-        for _ in range(self._rounds):
+        return [round_ for table in self._parts for round_ in self._rounds_of(table)]
+
+    @staticmethod
+    def _rounds_of(table: memoryview) -> list[Round]:
+        at, rounds = _HEAD + table[_HEAD - 1], []
+        for _ in range(table[0]):
             memory_bytes, *lengths = table[at : at + 6]
             at += 6
             tables = []
@@ -85,6 +94,10 @@ class Reads:
     group: bytes  #: only ranks with the same group share reads
     domain: bytes  #: ranks with the same domain map each other's buffers
     budget: int  #: bytes of the rounds' memory on this rank
+
+    def tables(self, rows: bytes, objects: bytes) -> tuple[bytes, ...]:
+        """What the coordinator needs of these rows and objects, beside the domain."""
+        return rows, objects, self.files, self.group
 
     @classmethod
     def of(cls, plan: PlannedReads | None, rows: bytes, save: str) -> Reads:
@@ -109,7 +122,7 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     coordinator cannot plan.
     """
     domain = f"{exchange.rank} alone".encode() if through_devices else reads.domain
-    needs = pack(reads.rows, reads.objects, reads.files, domain, reads.group)
+    needs = pack(*reads.tables(reads.rows, reads.objects), domain)
     limits = f"{exchange.rank} {exchange.size} {verify} {reads.budget}".encode()
     form = blake2b(pack(needs, limits), digest_size=16).digest()
     with _kept_lock:
@@ -117,7 +130,7 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     number = _UNKNOWN if routes is None else routes.number
     least, not_most = exchange.agree((number, ~number), phase)
     if routes is None or not least == ~not_most != _UNKNOWN:
-        routes = _plan(exchange, needs, verify, reads.budget, phase)
+        routes = _plan(exchange, replace(reads, domain=domain), verify, phase)
     with _kept_lock:
         _kept[form] = routes
         _kept.move_to_end(form)
@@ -126,22 +139,46 @@ def routes_of_all(exchange: Exchange, reads: Reads, verify: bool, phase: str, th
     return routes
 
 
-def _plan(exchange: Exchange, needs: bytes, verify: bool, budget: int, phase: str) -> Routes:
-    gathered = exchange.gather(needs, phase)
-    planned = exchange.together(
-        lambda: None if gathered is None else _plan_for(gathered, verify, budget), phase, LoadFailedError
+def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
+    """Plans with all ranks, part of the records by part, so that the coordinator's memory is bounded: equal tables are
+    gathered once, and different ones at most `_MOST_GATHERED_BYTES` at a time."""
+    # All take part in each step, also a rank whose tables cannot be parted.
+    last = exchange.together(lambda: _C.last_record(reads.rows), phase, LoadFailedError)
+    not_most_last, table_bytes = exchange.agree([~last], phase, [len(reads.rows)])
+    count = parts_of(table_bytes)
+    segment = segment_of(~not_most_last, count)
+    parts = exchange.together(
+        lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, segment), phase, LoadFailedError
     )
-    number, packed, objects = unpack(exchange.scatter(planned, phase))
-    return Routes(int.from_bytes(number, "little"), packed, objects)
+    number, common, planned = b"", b"", []
+    for part, rows in enumerate(parts):
+        tables = reads.tables(rows, reads.objects if part == 0 else b"")
+        gathered = exchange.gather_distinct([*tables, reads.domain], phase)
+        answers = exchange.together(partial(_plan_for, gathered, verify, reads.budget), phase, LoadFailedError)
+        number_of_part, packed, objects = unpack(exchange.scatter(answers, phase))
+        number, common = (number_of_part, objects) if part == 0 else (number, common)
+        planned.append(packed)
+    return Routes(int.from_bytes(number, "little"), planned, common)
 
 
-def _plan_for(gathered: list[bytes], verify: bool, budget: int) -> list[bytes]:
-    needs = [unpack(message) for message in gathered]
-    rows, objects, names, domains, groups = ([need[column] for need in needs] for column in range(5))
-    files = [json.loads(of_rank) for of_rank in names]
+def parts_of(table_bytes: int) -> int:
+    """How many parts are planned, one at a time, if the tables of all ranks have so many bytes."""
+    return max(1, -(-table_bytes // _MOST_GATHERED_BYTES))
+
+
+def segment_of(last_record: int, parts: int) -> int:
+    """The bytes of a file's segments, which are dealt out to the parts."""
+    return last_record // (_SEGMENTS_OF_A_PART * parts) + 1
+
+
+def _plan_for(gathered: list[list[bytes]] | None, verify: bool, budget: int) -> list[bytes] | None:
+    if gathered is None:
+        return None
+    rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
+    files = {of_rank: json.loads(of_rank) for of_rank in set(names)}
     routes = _C.plan_routes(
         rows,
-        files,
+        [files[of_rank] for of_rank in names],
         _numbered(groups),
         _numbered(domains),
         verify,

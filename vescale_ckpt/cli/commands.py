@@ -234,7 +234,7 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "simulate planning a save on any number of ranks",
+        "simulate planning a save or a load on any number of ranks",
         "plan:run",
         (
             Value("model", "one of those below, a JSON file of names and shapes, or a checkpoint", metavar="MODEL"),
@@ -251,16 +251,37 @@ COMMANDS = (
             Value("--dtype", "of tensors that have none of their own", default="bfloat16"),
             Value("--placement", "who writes what", default="balanced", choices=("balanced", "lowest_rank", "local")),
             Value("--node-size", "ranks of a node", int, 8, metavar="N"),
+            Value("--load", "plan a load of all tensors into host memory: who reads what", bool),
+            Value(
+                "--saved-ranks", "with --load: how many ranks saved, fully sharded (default: as they load)",
+                int, metavar="N",
+            ),
+            Value(
+                "--broadcast", "with --load: whether ranks read for each other",
+                default="auto", choices=("auto", "always", "never"),
+            ),
+            Value(
+                "--storage", "with --load: GB a second that the storage gives to all ranks together",
+                float, metavar="GB/S",
+            ),
+            Value("--link", "with --load: GB a second of each node's link, each way", float, metavar="GB/S"),
             _JSON,
         ),
-        "Plans from shapes alone: how many bytes each rank would write, and what planning costs. Dimension 0 is cut by "
+        "Plans from shapes alone: how many bytes each rank would write, and what planning costs. With --load: how many "
+        "it would read, and what the links of nodes carry. Dimension 0 is cut by "
         "--fsdp, the dimension of a layer's role (known by the usual names) by --tp, stacked experts by --ep; what is "
         "left of --ranks are replicas.\n\nModels: llama-1b, llama-8b, llama-70b, llama-405b, mixtral-8x7b.",
-        ("vescale-ckpt plan llama-70b --fsdp 64", "vescale-ckpt plan checkpoints/step-1000 --ranks 512 --json"),
+        (
+            "vescale-ckpt plan llama-70b --fsdp 64",
+            "vescale-ckpt plan checkpoints/step-1000 --ranks 512 --json",
+            "vescale-ckpt plan llama-8b --ranks 1024 --fsdp 64 --load --storage 20 --link 12",
+        ),
         json=(
             "`ranks`, `items`, `pieces`, `bytes_least`, `bytes_most`, `bytes_mean`, `imbalance`, "
             "`planning_seconds`, `planning_memory`, `inventory_bytes`, `local_plan_bytes`, `metadata_seconds`, "
-            "`metadata_bytes`, `index_bytes`"
+            "`metadata_bytes`, `index_bytes`. With --load: `ranks`, `saved_ranks`, `broadcast`, `read_by_rank`, "
+            "`read`, `read_alone`, `nodes`, `node_read_most`, `node_received_most`, `node_sent_most`, `table_bytes`, "
+            "`gathered_bytes`, `planning_parts`, `planning_seconds`, `planning_memory`, `seconds`"
         ),
     ),
     Command(

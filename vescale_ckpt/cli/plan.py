@@ -1,15 +1,18 @@
-"""Runs `vescale-ckpt plan`, which plans a save for any number of simulated ranks."""
+"""Runs `vescale-ckpt plan`, which plans a save or a load for any number of simulated ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import torch
 
 from .._observe.texts import size
 from .._storage.directory import is_file, is_folder
+from ..settings import Broadcast
 from ..simulate import models
+from ..simulate.loading import simulate_load
 from ..simulate.models import MODELS, Entry
 from ..simulate.parallelism import Parallelism
 from ..simulate.simulation import Simulation, simulate
@@ -20,18 +23,54 @@ from .output import FINE
 def run(options: SimpleNamespace) -> int:
     """Simulates, prints the figures and returns the exit status. Raises `ValueError`, and `CheckpointError` for a
     checkpoint that cannot be read."""
-    for name in ("ranks", "fsdp", "tp", "ep", "replicas", "node_size"):
+    for name in ("ranks", "fsdp", "tp", "ep", "replicas", "node_size", "saved_ranks"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise ValueError(f"--{name.replace('_', '-')}: {number} is less than 1")
+    for name in ("storage", "link"):
+        if (rate := getattr(options, name)) is not None and not 0 < rate < math.inf:
+            raise ValueError(f"--{name}: {rate} is no bandwidth")
+    if not options.load and (options.saved_ranks or options.storage or options.link or options.broadcast != "auto"):
+        raise ValueError("--saved-ranks, --broadcast, --storage and --link take --load")
     parallelism = _parallelism(options)
     entries = _entries(options.model, models.dtype_named(options.dtype))
     if options.optimizer == "adam":
         entries = models.with_adam(entries)
+    if options.load:
+        return _load(options, entries, parallelism)
     found = simulate(entries, parallelism, options.placement, options.node_size)
     if options.json:
         output.print_json("plan/1", {**dataclasses.asdict(found), "imbalance": found.imbalance})
     else:
         output.print_facts(_facts(found))
+    return FINE
+
+
+def _load(options: SimpleNamespace, entries: list[Entry], parallelism: Parallelism) -> int:
+    saved = options.saved_ranks and Parallelism(options.saved_ranks, options.saved_ranks, 1, 1)
+    broadcast: dict[str, Broadcast] = {"auto": "auto", "always": True, "never": False}
+    storage, link = (rate and rate * 1e9 for rate in (options.storage, options.link))
+    found = simulate_load(entries, parallelism, saved, broadcast[options.broadcast], options.node_size, storage, link)
+    if options.json:
+        output.print_json("plan/1", {**dataclasses.asdict(found), "read": found.read})
+        return FINE
+    reads = found.read_by_rank
+    facts = [
+        ("ranks", f"{found.ranks:,} on {found.nodes:,} nodes; {found.saved_ranks:,} have saved"),
+        ("read for each other", "yes" if found.broadcast else "no"),
+        ("bytes read", f"{size(found.read)}; {size(found.read_alone)} if each rank reads what it needs"),
+        ("bytes a rank", f"{size(min(reads))} to {size(max(reads))}"),
+        ("a node, at most", f"reads {size(found.node_read_most)}, receives {size(found.node_received_most)}, "
+                            f"sends {size(found.node_sent_most)}"),
+        ("tables", f"{size(found.table_bytes)}, of which {size(found.gathered_bytes)} travel to the coordinator"),
+    ]  # fmt: skip
+    if found.planning_parts:
+        memory = "unknown" if found.planning_memory is None else size(found.planning_memory)
+        facts.append(
+            ("planning", f"{found.planning_seconds:.3f} s in {found.planning_parts} parts, peak memory {memory}")
+        )
+    if found.seconds is not None:
+        facts.append(("storage and links", f"{found.seconds:.3f} s at least"))
+    output.print_facts(facts)
     return FINE
 
 

@@ -298,8 +298,8 @@ class CheckpointManager:
         none."""
         if running.is_coordinator:
             for step in SavedOrder(self.directory).newest_first():
-                if step not in self._damaged:
-                    return path_of(self.directory, step)
+                if (path := path_of(self.directory, step)) not in self._damaged:
+                    return path
         return running.path
 
     def wait(self) -> None:

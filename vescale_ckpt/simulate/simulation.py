@@ -51,7 +51,7 @@ def simulate(
     inventories = [state.inventory(rank, rank // node_size) for rank in range(parallelism.ranks)]
     inventory_bytes = sum(map(len, inventories))
     start = time.perf_counter()
-    (plan, parts), peak = _with_peak_memory(lambda: planned(inventories, placement))
+    (plan, parts), peak = with_peak_memory(lambda: planned(inventories, placement))
     planning_seconds = time.perf_counter() - start
     item_count = sum(map(_item_count, inventories))
     by_rank = plan.bytes_by_rank()
@@ -118,7 +118,7 @@ def _record_locations(part: bytes, rank_bytes: int) -> bytes:
     return locations.tobytes()
 
 
-def _with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:
+def with_peak_memory(operation: Callable[[], _Result]) -> tuple[_Result, int | None]:
     """The result, and by how many bytes the peak of resident memory exceeded the value before. None: unknown."""
     try:
         Path("/proc/self/clear_refs").write_text("5\n")

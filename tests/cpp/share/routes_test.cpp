@@ -14,6 +14,8 @@
 #include "io/box_copy.h"
 #include "read/table.h"
 #include "share/route_tables.h"
+#include "share/split_reads.h"
+#include "share/words.h"
 #include "tensors.h"
 
 namespace vescale_ckpt::share {
@@ -657,6 +659,36 @@ TEST(Routes, MalformedReadsNameTheRank) {
   EXPECT_EQ(changed(8, -1), 1);
   EXPECT_EQ(changed(7, int64_t{1} << 62), 1);  // more bytes than there are
   EXPECT_EQ(rank_of_error({{1, 2, 3}, good}), 0);
+}
+
+TEST(SplitReads, RowsOfARecordStayTogetherOnAllRanks) {
+  const auto row = [](int64_t item, int64_t file, int64_t offset) {
+    return Words{item, file, offset, 900, 5, int64_t{dtype_code("int16")}, 1, 100, 10, 20, 0};
+  };
+  Words first, second;  // which number files differently
+  for (int64_t i = 0; i < 60; ++i) {
+    append(first, row(i, i % 2, 1000 * (i / 2)));
+    append(second, row(59 - i, 1 - i % 2, 1000 * (i / 2)));
+  }
+  const std::vector<std::string> ab{"a", "b"}, ba{"b", "a"};
+  EXPECT_EQ(last_record(first), 29000);
+  EXPECT_EQ(last_record({}), 0);
+  const auto of_first = split_reads(first, ab, 3, 2500), of_second = split_reads(second, ba, 3, 2500);
+  size_t words = 0;
+  for (size_t part = 0; part < 3; ++part) {
+    EXPECT_EQ(of_first[part].size(), of_second[part].size());
+    EXPECT_NEAR(static_cast<double>(of_first[part].size()), first.size() / 3.0, first.size() / 8.0);
+    for (size_t at = 0; at < of_first[part].size(); at += 11) {
+      EXPECT_EQ(ab[static_cast<size_t>(of_first[part][at + 1])], ba[static_cast<size_t>(of_second[part][at + 1])]);
+      EXPECT_EQ(of_first[part][at + 2], of_second[part][at + 2]);
+    }
+    words += of_first[part].size();
+  }
+  EXPECT_EQ(words, first.size());
+  EXPECT_EQ(split_reads(first, ab, 1, 1)[0], first);
+  EXPECT_THROW(split_reads(row(0, 2, 0), ab, 2, 10), Error);
+  EXPECT_THROW(split_reads(Words{0, 0, 0, 900, 5, 1, 1, 100}, ab, 2, 10), Error);
+  EXPECT_THROW(last_record(Words{1, 2, 3}), Error);
 }
 
 TEST(RouteTables, RowsThatLeaveTheMemoryAreRefused) {

@@ -1,0 +1,51 @@
+#include "share/split_reads.h"
+
+#include <algorithm>
+
+#include "base/crc32.h"
+#include "base/error.h"
+#include "share/route_pieces.h"
+#include "share/words.h"
+#include "state/inventory.h"
+
+namespace vescale_ckpt::share {
+namespace {
+
+// Calls `use` with each row, as a Need without rank and file.
+template <typename Use>
+void for_each_row(std::span<const int64_t> reads, const Use& use) {
+  while (!reads.empty()) {
+    const int64_t dims = reads.size() < Need::kHead ? -1 : reads[Need::kHead - 1];
+    const size_t words = Need::kHead + 4 * static_cast<size_t>(std::clamp<int64_t>(dims, 0, state::kMostDims));
+    if (dims < 0 || dims > state::kMostDims || reads.size() < words || reads[2] < 0) {
+      throw Error::invalid("a rank's reads are malformed");
+    }
+    use(Need{0, 0, reads.first(words)});
+    reads = reads.subspan(words);
+  }
+}
+
+}  // namespace
+
+int64_t last_record(std::span<const int64_t> reads) {
+  int64_t last = 0;
+  for_each_row(reads, [&](const Need& need) { last = std::max(last, need.record_offset()); });
+  return last;
+}
+
+std::vector<std::vector<int64_t>> split_reads(std::span<const int64_t> reads, std::span<const std::string> files,
+                                              uint32_t parts, uint64_t segment) {
+  if (parts == 0 || segment == 0) throw Error::invalid("reads are split into one part or more");
+  std::vector<uint64_t> first;  // part of each file: by its name, as ranks number files differently
+  for (const std::string& name : files) first.push_back(crc32(0, name.data(), name.size()));
+  std::vector<std::vector<int64_t>> result(parts);
+  for_each_row(reads, [&](const Need& need) {
+    const auto file = static_cast<uint64_t>(need.row[1]);
+    if (file >= first.size()) throw Error::invalid("a rank's reads are malformed");
+    const uint64_t number = first[file] + static_cast<uint64_t>(need.record_offset()) / segment;
+    append(result[number % parts], need.row);
+  });
+  return result;
+}
+
+}  // namespace vescale_ckpt::share
