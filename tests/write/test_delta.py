@@ -180,6 +180,25 @@ def test_tensors_that_the_engine_cannot_read_directly(tmp_path: Path) -> None:
     assert torch.equal(found["lazy"], values.conj().resolve_conj()) and torch.equal(found["plain"], values)
 
 
+class _OwnNames(vescale_ckpt.SavePlanner):
+    def create_local_plan(self) -> Any:
+        return super().create_local_plan()
+
+
+def test_plans_of_dcp_write_all(tmp_path: Path, warnings: Callable[[], str]) -> None:
+    base = chain(tmp_path, 1)[0]
+    assert saved(tmp_path / "b", lora(0), base, planner=_OwnNames()).reused_tensors == 0
+    assert "without the base: DCP planned the save" in warnings()
+    assert same(loaded(tmp_path / "b", lora(0)), lora(0))
+
+
+def test_the_log_says_what_was_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    base = chain(tmp_path, 1)[0]
+    stats = saved(tmp_path / "b", lora(1), base)
+    assert "668.25 KiB not written again" in caplog.text and stats.phases["compare"] > 0
+
+
 def test_what_cannot_have_a_base_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="base: a model in format='safetensors'"):
         vescale_ckpt.save(tmp_path / "a", {"x": torch.ones(3)}, base=tmp_path / "b", format="safetensors")

@@ -11,6 +11,7 @@ from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import LOCATION_ROW, int_table, words
 from .._native.delta_table import ID_BYTES, DeltaTable, Row
+from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile
 from .frozen import Content, FrozenTensors, table_rows
@@ -66,7 +67,9 @@ class Delta:
         sizes = words(_C.body_bytes(table))
         new, new_table, new_sizes, crcs = [], int_table(), array("q"), []
         placed: list[int] = [0] * (3 * len(entries))
-        for number, (blocks, crc) in enumerate(_C.hash_tensors(table, self._key, options)):
+        with phase("compare"):
+            hashes = _C.hash_tensors(table, self._key, options)
+        for number, (blocks, crc) in enumerate(hashes):
             row, entry = rows[number], entries[number]
             id = self._ids[row] = _id_of(entry, blocks)
             if self._frozen is not None:
