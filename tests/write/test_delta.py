@@ -655,6 +655,42 @@ def test_all_ranks_or_none_use_the_base(tmp_path: Path) -> None:
     assert same(vescale_ckpt.load(tmp_path / "b")["frozen"], lora(1)["frozen"])
 
 
+def _fail_on_one(root: str, killed: bool) -> str:
+    base, path = Path(root) / "a", Path(root) / "b"
+    saved(base, _sharded(0, 2), base)
+    saved(path, _sharded(1, 2), base)
+    hashed = _C.hash_tensors
+
+    def broken(*arguments: Any) -> Any:
+        if dist.get_rank() == 1 and killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 1:
+            raise OSError(5, "a tensor cannot be read")
+        return hashed(*arguments)
+
+    with mock.patch.object(_C, "hash_tensors", broken), pytest.raises(CheckpointError) as caught:
+        saved(path, _sharded(2, 2), base, timeout=15)
+    if not killed:
+        assert sum(of_rank.reused_bytes for of_rank in [saved(Path(root) / "c", _sharded(3, 2), path)]) > 0
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_that_fails_leaves_every_checkpoint_whole(tmp_path: Path, killed: bool) -> None:
+    found = run_ranks(2, _fail_on_one, str(tmp_path), killed, check=False)
+    if killed:
+        assert found[0].startswith("CheckpointTimeoutError") and "1" in found[0]
+    else:
+        assert all("a tensor cannot be read" in error for error in found)
+        assert same(vescale_ckpt.load(tmp_path / "c")["frozen"], lora(3)["frozen"])
+    for name, step in (("a", 0), ("b", 1)):
+        assert same(vescale_ckpt.load(tmp_path / name)["adapter"], lora(step)["adapter"])
+        assert vescale_ckpt.verify(tmp_path / name).ok
+    values = lora(4)
+    assert saved(tmp_path / "d", values, tmp_path / "b").reused_bytes >= 160_000  # by one process, whose boxes differ
+    assert same(loaded(tmp_path / "d", values), values)
+
+
 # --- Tensors that are not even read
 
 
