@@ -30,7 +30,7 @@ from vescale_ckpt.cli import main
 from vescale_ckpt.manager import step_directories
 
 State = dict[str, Any]
-EVERY = int(os.environ.get("VESCALE_CKPT_TEST_KILL_EVERY", "9"))  # 1: before each change of a directory
+EVERY = int(os.environ.get("VESCALE_CKPT_TEST_KILL_EVERY", "4"))  # 1: before each change of a directory
 
 
 def lora(step: int, frozen: int = 0) -> State:
