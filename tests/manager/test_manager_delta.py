@@ -193,11 +193,13 @@ def _killed_at(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def test_a_kill_at_any_step_of_save_and_clean_up_loses_nothing(tmp_path: Path) -> None:
-    """Step 3 is saved: 1 is removed whole, of 0 only files stay. Step 4 has another frozen part: then all goes."""
+    """Step 3 is saved: 1 is removed whole, of 0 one file stays. Steps 4 and 5 have another frozen part: all goes."""
     killed = 0
     for number in range(0, 1000, EVERY):
         root = tmp_path / str(number)
-        save_steps(root, range(3), max_to_keep=2, async_checkpoint=False)
+        with CheckpointManager(root, delta=True, async_checkpoint=False) as saver:
+            saver.save(0, lora(9))  # so that step 0 has two files, of which the others name one
+        save_steps(root, range(3), keep_period=1, async_checkpoint=False)
         (root / "step-2" / "config.json").write_text("{}")
 
         def body(root: Path = root, number: int = number) -> None:
