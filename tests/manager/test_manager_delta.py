@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import blank, data_files, fork, same
+from damage import blank, data_files, flip, fork, same
 from rank_pool import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, CorruptCheckpointError
 from vescale_ckpt._native.names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt._storage.locks import LOCK_NAME, share
@@ -162,6 +162,27 @@ def test_without_locks_a_young_mark_keeps_the_files(tmp_path: Path, monkeypatch:
         os.utime(path, (0, 0))
     assert step_directories.remove(str(tmp_path), [0, 1, 2]) == [0, 1, 2]
     assert steps_on_disk(tmp_path) == [0, 3] and loads(tmp_path, 3, lora(3))
+
+
+@pytest.mark.parametrize("found_by", ["restore", "latest"])
+def test_what_is_damaged_is_named_by_no_later_step(
+    tmp_path: Path, found_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, range(3))
+    flip(data_files(tmp_path / "step-0")[0], 8 * 100_000)  # in the frozen part
+    with CheckpointManager(tmp_path, delta=True) as saver:
+        if found_by == "restore":
+            with pytest.raises(CorruptCheckpointError, match="frozen"):
+                saver.restore(blank(lora(0)))
+        else:
+            assert saver.latest(full=True) is None
+        reused = []
+        for step in (3, 4, 5):
+            handle = saver.save(step, lora(step))
+            assert handle is not None
+            reused.append(handle.result().reused_bytes)
+    assert reused == [0, 0, 160_000] and "damage was found" in caplog.text
+    assert all(loads(tmp_path, step, lora(step)) for step in (3, 4, 5))
 
 
 # --- Kills
