@@ -46,8 +46,8 @@ class TransferStats:
     total_seconds: float = field(default=0.0, kw_only=True)  #: from the call until it is durable, or loaded
     #: until the call returned; in asynchronous saves less than `total_seconds`
     blocked_seconds: float = field(default=0.0, kw_only=True)
-    #: seconds by phase: previous save, plan, snapshot, write, sync, commit; metadata, plan, read, hand over; wait (for
-    #: other ranks)
+    #: seconds by phase: previous save, plan, snapshot, compare (with a base), write, sync, commit; metadata, plan,
+    #: read, hand over; wait (for other ranks)
     phases: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     job: JobStats | None = field(default=None, kw_only=True)  #: None where DCP's collectives do not tell
 

@@ -12,7 +12,7 @@ import pytest
 from rank_pool import in_fork
 
 from benchmarks import __main__ as one_process
-from benchmarks import background, convert, export, safetensors
+from benchmarks import background, convert, delta, export, safetensors
 from benchmarks.harness import CEILING, STOCK
 from benchmarks.loading import __main__ as loading
 from benchmarks.planning import __main__ as planning
@@ -49,6 +49,12 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert rows["load", "vescale"]["of_ceiling"] > 0 and rows["save", "vescale"]["of_baseline"] > 0
     assert rows["save", "vescale"]["calls"] > 0.9 and "direct" in rows["save", "vescale"]["path"]
     assert "x dcp-4" in capsys.readouterr().out
+
+
+def test_delta(tmp_path: Path) -> None:
+    rows = run(delta.main, tmp_path, "--mib=2")
+    assert steps(rows)["delta, unread"] == {"save", "blocked", "durable"}
+    assert rows["save", "delta"]["calls"] < rows["save", "full"]["calls"]
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import blank, data_files, fork, same
+from damage import blank, data_files, flip, fork, same
 from rank_pool import run_ranks
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointManager
+from vescale_ckpt import CheckpointManager, CorruptCheckpointError
 from vescale_ckpt._native.names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt._storage.locks import LOCK_NAME, share
@@ -30,7 +30,7 @@ from vescale_ckpt.cli import main
 from vescale_ckpt.manager import step_directories
 
 State = dict[str, Any]
-EVERY = int(os.environ.get("VESCALE_CKPT_TEST_KILL_EVERY", "9"))  # 1: before each change of a directory
+EVERY = int(os.environ.get("VESCALE_CKPT_TEST_KILL_EVERY", "4"))  # 1: before each change of a directory
 
 
 def lora(step: int, frozen: int = 0) -> State:
@@ -164,6 +164,27 @@ def test_without_locks_a_young_mark_keeps_the_files(tmp_path: Path, monkeypatch:
     assert steps_on_disk(tmp_path) == [0, 3] and loads(tmp_path, 3, lora(3))
 
 
+@pytest.mark.parametrize("found_by", ["restore", "latest"])
+def test_what_is_damaged_is_named_by_no_later_step(
+    tmp_path: Path, found_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, range(3))
+    flip(data_files(tmp_path / "step-0")[0], 8 * 100_000)  # in the frozen part
+    with CheckpointManager(tmp_path, delta=True) as saver:
+        if found_by == "restore":
+            with pytest.raises(CorruptCheckpointError, match="frozen"):
+                saver.restore(blank(lora(0)))
+        else:
+            assert saver.latest(full=True) is None
+        reused = []
+        for step in (3, 4, 5):
+            handle = saver.save(step, lora(step))
+            assert handle is not None
+            reused.append(handle.result().reused_bytes)
+    assert reused == [0, 0, 160_000] and "damage was found" in caplog.text
+    assert all(loads(tmp_path, step, lora(step)) for step in (3, 4, 5))
+
+
 # --- Kills
 
 
@@ -193,11 +214,13 @@ def _killed_at(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def test_a_kill_at_any_step_of_save_and_clean_up_loses_nothing(tmp_path: Path) -> None:
-    """Step 3 is saved: 1 is removed whole, of 0 only files stay. Step 4 has another frozen part: then all goes."""
+    """Step 3 is saved: 1 is removed whole, of 0 one file stays. Steps 4 and 5 have another frozen part: all goes."""
     killed = 0
     for number in range(0, 1000, EVERY):
         root = tmp_path / str(number)
-        save_steps(root, range(3), max_to_keep=2, async_checkpoint=False)
+        with CheckpointManager(root, delta=True, async_checkpoint=False) as saver:
+            saver.save(0, lora(9))  # so that step 0 has two files, of which the others name one
+        save_steps(root, range(3), keep_period=1, async_checkpoint=False)
         (root / "step-2" / "config.json").write_text("{}")
 
         def body(root: Path = root, number: int = number) -> None:

@@ -180,6 +180,25 @@ def test_tensors_that_the_engine_cannot_read_directly(tmp_path: Path) -> None:
     assert torch.equal(found["lazy"], values.conj().resolve_conj()) and torch.equal(found["plain"], values)
 
 
+class _OwnNames(vescale_ckpt.SavePlanner):
+    def create_local_plan(self) -> Any:
+        return super().create_local_plan()
+
+
+def test_plans_of_dcp_write_all(tmp_path: Path, warnings: Callable[[], str]) -> None:
+    base = chain(tmp_path, 1)[0]
+    assert saved(tmp_path / "b", lora(0), base, planner=_OwnNames()).reused_tensors == 0
+    assert "without the base: DCP planned the save" in warnings()
+    assert same(loaded(tmp_path / "b", lora(0)), lora(0))
+
+
+def test_the_log_says_what_was_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    base = chain(tmp_path, 1)[0]
+    stats = saved(tmp_path / "b", lora(1), base)
+    assert "668.25 KiB not written again" in caplog.text and stats.phases["compare"] > 0
+
+
 def test_what_cannot_have_a_base_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="base: a model in format='safetensors'"):
         vescale_ckpt.save(tmp_path / "a", {"x": torch.ones(3)}, base=tmp_path / "b", format="safetensors")
@@ -552,17 +571,17 @@ def test_a_name_beside_must_be_a_file_with_the_very_record(tmp_path: Path) -> No
         vescale_ckpt.load(path)
 
 
-def test_a_table_that_lies_is_refused_or_harmless(tmp_path: Path) -> None:
-    """Whoever can write a table can write tensors; it must not crash, or read without bound."""
-    table = delta_table.DeltaTable(bytes(16), ["x"], [delta_table.Row(bytes(16), 0, 1, 2, 3)])
+def test_a_table_finds_its_rows_and_notices_when_it_is_cut() -> None:
+    rows = [delta_table.Row(bytes([at]) * 16, 0, at, 2, 3) for at in (7, 1, 200, 3)]
+    table = delta_table.DeltaTable.of(bytes(16), ["x"], rows)
+    assert [table.find(row.id) for row in rows] == rows and list(table.rows()) == sorted(rows)
+    assert all(table.find(bytes([at]) * 16) is None for at in (0, 2, 8, 255))
+    assert delta_table.DeltaTable(bytes(16), [], b"").find(bytes(16)) is None
     content = table.pack(bytes(16))
     assert delta_table.DeltaTable.unpack(content) == table
     for cut in range(0, len(content), 7):
         with pytest.raises(ValueError):
             delta_table.DeltaTable.unpack(content[:cut])
-    wrong = delta_table.DeltaTable(bytes(16), ["x"], [delta_table.Row(bytes(16), 1, 1, 2, 3)])
-    with pytest.raises(ValueError, match="names a file"):
-        delta_table.DeltaTable.unpack(wrong.pack(bytes(16)))
 
 
 # --- Several ranks
@@ -634,6 +653,42 @@ def test_all_ranks_or_none_use_the_base(tmp_path: Path) -> None:
     errors = run_ranks(2, _save_with_broken_base, str(tmp_path))
     assert all("must be folders of the same directory" in error for error in errors)
     assert same(vescale_ckpt.load(tmp_path / "b")["frozen"], lora(1)["frozen"])
+
+
+def _fail_on_one(root: str, killed: bool) -> str:
+    base, path = Path(root) / "a", Path(root) / "b"
+    saved(base, _sharded(0, 2), base)
+    saved(path, _sharded(1, 2), base)
+    hashed = _C.hash_tensors
+
+    def broken(*arguments: Any) -> Any:
+        if dist.get_rank() == 1 and killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 1:
+            raise OSError(5, "a tensor cannot be read")
+        return hashed(*arguments)
+
+    with mock.patch.object(_C, "hash_tensors", broken), pytest.raises(CheckpointError) as caught:
+        saved(path, _sharded(2, 2), base, timeout=15)
+    if not killed:
+        assert sum(of_rank.reused_bytes for of_rank in [saved(Path(root) / "c", _sharded(3, 2), path)]) > 0
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_that_fails_leaves_every_checkpoint_whole(tmp_path: Path, killed: bool) -> None:
+    found = run_ranks(2, _fail_on_one, str(tmp_path), killed, check=False)
+    if killed:
+        assert found[0].startswith("CheckpointTimeoutError") and "1" in found[0]
+    else:
+        assert all("a tensor cannot be read" in error for error in found)
+        assert same(vescale_ckpt.load(tmp_path / "c")["frozen"], lora(3)["frozen"])
+    for name, step in (("a", 0), ("b", 1)):
+        assert same(vescale_ckpt.load(tmp_path / name)["adapter"], lora(step)["adapter"])
+        assert vescale_ckpt.verify(tmp_path / name).ok
+    values = lora(4)
+    assert saved(tmp_path / "d", values, tmp_path / "b").reused_bytes >= 160_000  # by one process, whose boxes differ
+    assert same(loaded(tmp_path / "d", values), values)
 
 
 # --- Tensors that are not even read

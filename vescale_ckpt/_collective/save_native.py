@@ -65,7 +65,7 @@ class CollectiveNativeSave(CollectiveSave):
         for locations, ids, _, *names in of_all:
             numbers = [files.setdefault(name.decode(), len(files)) for name in names]
             rows.update(dict.fromkeys(rows_of_rank(words(locations), ids, numbers, LEAST_RECORD_BYTES)))
-        return DeltaTable(self._table.seed, list(files), list(rows))
+        return DeltaTable.of(self._table.seed, list(files), rows)
 
     def _commit_on_nodes(self, messages: list[bytes] | None) -> None:
         """Commits on each node, by its first rank, a metadata that names the node's own files."""

@@ -437,7 +437,7 @@ class _SelfContained:
         try:
             table = delta_table.read(source)
         except CheckpointError:  # it cannot be a base, nor can the copy
-            table = DeltaTable(bytes(delta_table.SEED_BYTES), [], [])
+            table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
         return cls(content, replace(table, files=[*map(name_in_copy, table.files)]).pack(content))
 
     def written(self, folder: str) -> tuple[str, int, int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,13 +44,30 @@ class DeltaTable:
 
     seed: bytes  #: of the key of all ids
     files: Sequence[str]  #: relative to the checkpoint that the table is for
-    rows: Sequence[Row]
+    packed: bytes  #: the rows, rising by id
+
+    @classmethod
+    def of(cls, seed: bytes, files: Sequence[str], rows: Iterable[Row]) -> DeltaTable:
+        return cls(seed, files, b"".join([_ROW.pack(*row) for row in sorted(rows)]))
+
+    def rows(self) -> Iterator[Row]:
+        return map(Row._make, _ROW.iter_unpack(self.packed))
+
+    def find(self, id: bytes) -> Row | None:
+        """A record of that id. Every rank has the rows of all, and looks for few: nothing is made of the others."""
+        width = _ROW.size
+        at = width * bisect_left(
+            range(len(self.packed) // width), id, key=lambda row: self.packed[row * width : row * width + ID_BYTES]
+        )
+        return Row(*_ROW.unpack_from(self.packed, at)) if self.packed[at : at + ID_BYTES] == id else None
 
     def pack(self, metadata: bytes) -> bytes:
         """The content of the file for a `.metadata` of such content."""
-        head = _HEAD.pack(_MAGIC, len(metadata), metadata[-TRAILER_BYTES:], self.seed, len(self.files), len(self.rows))
+        head = _HEAD.pack(
+            _MAGIC, len(metadata), metadata[-TRAILER_BYTES:], self.seed, len(self.files), len(self.packed) // _ROW.size
+        )
         names = [name.encode() for name in self.files]
-        parts = [head, *(_NAME.pack(len(name)) + name for name in names), *(_ROW.pack(*row) for row in self.rows)]
+        parts = [head, *(_NAME.pack(len(name)) + name for name in names), self.packed]
         content = b"".join(parts)
         return content + hashlib.sha256(content).digest()
 
@@ -70,19 +88,16 @@ class DeltaTable:
                 found.append(body[at - length : at].decode())
             if len(body) - at != rows * _ROW.size:
                 raise ValueError("it has another length than it says")
-            of_rows = [Row(*row) for row in _ROW.iter_unpack(body[at:])]
         except (struct.error, UnicodeDecodeError) as error:
             raise ValueError(f"it is malformed: {error}") from error
-        if any(row.file >= files for row in of_rows):
-            raise ValueError("it is malformed: it names a file that it does not have")
-        return cls(seed, found, of_rows)
+        return cls(seed, found, body[at:])
 
 
 def read(directory: str) -> DeltaTable:
     """The table of the checkpoint in a directory. Raises `CheckpointError` if it has none that is sound."""
     path = os.path.join(directory, DELTA_NAME)
     try:
-        content = directory_at(directory).read(DELTA_NAME)
+        content = directory_at(directory).read(DELTA_NAME, lambda beginning, length: None)  # none with holes
         if not _matches(directory, content):
             raise ValueError(f"it belongs to another {METADATA_NAME}")
         return DeltaTable.unpack(content)

@@ -155,11 +155,16 @@ class Directory:
         os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def keep_mark(self, name: str) -> None:
-        """Makes an empty file durably unless it is there, and sets its time."""
+        """Makes an empty file unless it is there, sets its time, and makes it durable."""
+        path, made = self._at(name), False
         with contextlib.suppress(FileExistsError):
             self.leave_mark(name)
-        os.utime(self._at(name))
-        self.sync()
+            made = True
+        os.utime(path)
+        status = os.stat(path)
+        if made or (path, status.st_dev, status.st_ino) not in _durable_names:  # its maker may have died
+            self.sync()
+            _note_durable(path, status)
 
     def sees_mark(self, name: str) -> bool:
         """Whether the directory holds the file now, without what a client may have cached. Raises nothing."""
@@ -337,10 +342,13 @@ def _sync_name(directory: str) -> None:
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         _C.sync_directory(directory)
-    status = os.stat(directory)
+    _note_durable(directory, os.stat(directory))
+
+
+def _note_durable(path: str, status: os.stat_result) -> None:
     if len(_durable_names) >= _MOST_NAMES:
         _durable_names.clear()
-    _durable_names.add((directory, status.st_dev, status.st_ino))
+    _durable_names.add((path, status.st_dev, status.st_ino))
 
 
 def checkpoint_path(path: str | os.PathLike[str]) -> str:

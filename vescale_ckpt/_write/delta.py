@@ -11,6 +11,7 @@ from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import LOCATION_ROW, int_table, words
 from .._native.delta_table import ID_BYTES, DeltaTable, Row
+from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile
 from .frozen import Content, FrozenTensors, table_rows
@@ -29,8 +30,7 @@ class Delta:
         self._frozen = frozen
         self._seed = table.seed
         self._key = hashlib.shake_128(b"vescale_ckpt delta" + table.seed).digest(_C.HASH_KEY_BYTES)
-        self._files = table.files
-        self._known: dict[bytes, Row] = {row.id: row for row in table.rows}
+        self._table = table
         self._ids: dict[int, bytes] = {}  # by row of the rank's part
         self._older: dict[int, Row] = {}  # by row of the rank's part: the record that it has already
         self.reused_bytes = 0
@@ -44,7 +44,7 @@ class Delta:
         sizes = words(items.body_bytes())
         placed = {}
         for row, content in self._frozen.contents(items, self._seed).items():
-            older = self._known.get(content.id)
+            older = self._table.find(content.id)
             if older is not None and older.crc == content.crc:
                 self._ids[row] = content.id
                 placed[row] = self._reuse(row, older, sizes[row])
@@ -66,12 +66,14 @@ class Delta:
         sizes = words(_C.body_bytes(table))
         new, new_table, new_sizes, crcs = [], int_table(), array("q"), []
         placed: list[int] = [0] * (3 * len(entries))
-        for number, (blocks, crc) in enumerate(_C.hash_tensors(table, self._key, options)):
+        with phase("compare"):
+            hashes = _C.hash_tensors(table, self._key, options)
+        for number, (blocks, crc) in enumerate(hashes):
             row, entry = rows[number], entries[number]
             id = self._ids[row] = _id_of(entry, blocks)
             if self._frozen is not None:
                 self._frozen.was_read(row, self._seed, Content(id, crc))
-            older = self._known.get(id)
+            older = self._table.find(id)
             if older is not None and older.crc == crc:
                 placed[3 * number : 3 * number + 3] = self._reuse(row, older, sizes[number])
             else:
@@ -96,7 +98,7 @@ class Delta:
         for row, older in self._older.items():
             if older.file not in numbers:
                 numbers[older.file] = len(names)
-                names.append(self._files[older.file])
+                names.append(self._table.files[older.file])
             located[row * LOCATION_ROW] = numbers[older.file]
         return located.tobytes(), names
 

@@ -37,7 +37,7 @@ class DeltaBase:
     """
 
     def __init__(self, base: str, target: str) -> None:
-        self.table = DeltaTable(os.urandom(delta_table.SEED_BYTES), [], [])
+        self.table = DeltaTable(os.urandom(delta_table.SEED_BYTES), [], b"")
         self._target = target
         self._above, self._own = folder_above(target)
         self._locks: list[FileLock] = []
@@ -84,9 +84,9 @@ class DeltaBase:
         places = [in_sibling(name) or InSibling(folder, name) for name in table.files]
         older = {place.folder for place in places} - {folder}
         lost = {name for name in older if not self._protect(directory_at(os.path.join(self._above, name)), make=False)}
-        rows = [row for row in table.rows if places[row.file].folder not in lost]
+        rows = [row for row in table.rows() if row.file < len(places) and places[row.file].folder not in lost]
         rows = self._affordable(rows, places)
-        self.table = DeltaTable(table.seed, [self._name(place) for place in places], rows)
+        self.table = DeltaTable.of(table.seed, [self._name(place) for place in places], rows)
 
     def _protect(self, storage: Directory, *, make: bool) -> bool:
         """Keeps the files of a directory from being removed. `make`: gives it the mark. Returns False if it has none:

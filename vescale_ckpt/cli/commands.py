@@ -36,7 +36,8 @@ COMMANDS = (
             "`path`, `format`, `writer`, `save_id`, `bytes` (of tensors), `file_bytes`, `tensors` (by key: "
             "`shape`, `dtype`, `bytes`, `chunks`, each with `offsets`, `sizes`, `file`, `offset`, `bytes`), "
             "`objects` (by key: `file`, `offset`, `bytes`), `aliases` (other names of tensors), `files` (length "
-            "by name; -1: missing)"
+            "by name; -1: missing), `referred_files` (of these: of other checkpoints), `referred_bytes` (of records in "
+            "them)"
         ),
     ),
     Command(
@@ -123,7 +124,8 @@ COMMANDS = (
             Value("--dry-run", "remove nothing, print what would be removed", bool),
             _JSON,
         ),
-        "A checkpoint in use stays, and at least one sound one stays.",
+        "A checkpoint in use stays, and at least one sound one stays. Of a removed one, files stay that others name "
+        "(delta saves).",
         ("vescale-ckpt prune checkpoints --keep 3 --dry-run",),
         json=(
             "`removed`, `kept` (steps), `dry_run`"
@@ -159,7 +161,8 @@ COMMANDS = (
             _JSON,
         ),
         "What was written is read back and compared. DST appears whole or not at all. After a kill or Ctrl-C the same "
-        "command goes on with the files that are missing. Exit status 1 if SRC is damaged: then nothing is at DST.",
+        "command goes on with the files that are missing. The copy of a delta save has copies of the files of other "
+        "checkpoints that it names. Exit status 1 if SRC is damaged: then nothing is at DST.",
         ("vescale-ckpt copy checkpoints/step-1000 /backup/step-1000",),
         json=(
             "`path`, `seconds`, `files`, `bytes`, `resumed_files` and `resumed_bytes` (of these: complete when the "

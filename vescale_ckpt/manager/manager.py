@@ -117,6 +117,7 @@ class CheckpointManager:
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
+        self._found_damage = False  # since the last save that wrote everything
         self._branches = BranchTracker(self.directory, self.remote)  # used on the coordinator only
         self._uploads: Uploads | None = None
         if self._is_coordinator():
@@ -191,7 +192,9 @@ class CheckpointManager:
         text = json.dumps(numbers, sort_keys=True).encode()
         number = digest(text)
         ours = (step, ~step, number, ~number, exchange.size if wrong is None else exchange.rank)
-        least, not_most, low, not_high, missing_on = exchange.agree(ours, "beginning to save")
+        *agreed, undamaged = exchange.agree((*ours, int(not self._found_damage)), "beginning to save")
+        least, not_most, low, not_high, missing_on = agreed
+        self._found_damage = not undamaged
         if least != ~not_most:
             raise CheckpointError(f"ranks are at steps {least} to {~not_most}: all save the same step")
         error = wrong
@@ -273,15 +276,19 @@ class CheckpointManager:
                 gate=gate if async_checkpoint else None,
                 timeout=self.timeout,
                 extra_files=extra_files,
-                base=self._base(running) if self.delta else None,
+                base=self._base(running),
                 frozen=frozen,
             )
         except BaseException:
             running.end(None)
             raise
 
+        was_full = self._found_damage
+
         def committed() -> None:
             self._damaged -= {running.path}
+            if was_full:
+                self._found_damage = False
             if running.is_coordinator:
                 damaged = {
                     step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
@@ -293,14 +300,18 @@ class CheckpointManager:
         handle.add_done_callback(lambda handle: running.end(committed if handle.wait() is None else None))
         return handle
 
-    def _base(self, running: RunningSave) -> str:
+    def _base(self, running: RunningSave) -> str | None:
         """The checkpoint saved last, on the coordinator, which alone reads it; the path of the save itself if there is
-        none."""
-        if running.is_coordinator:
-            for step in SavedOrder(self.directory).newest_first():
-                if (path := path_of(self.directory, step)) not in self._damaged:
-                    return path
-        return running.path
+        none. None for a save that writes everything: without `delta`, and after damage was found, which may be in a
+        file that many checkpoints name."""
+        if not self.delta:
+            return None
+        if self._found_damage:
+            if running.is_coordinator:
+                logger.warning("step %d is saved without a base: damage was found in %s", running.step, self.directory)
+            return None
+        last = SavedOrder(self.directory).last if running.is_coordinator else None
+        return running.path if last is None else path_of(self.directory, last)
 
     def wait(self) -> None:
         """Waits until this manager's last save and its clean-up are done. Raises the error of that save, once."""
@@ -474,12 +485,17 @@ class CheckpointManager:
             logger.warning("the next save has to plan: %s", error)
 
     def _load(self, path: str, state: dict[str, Any], **options: Any) -> None:
-        api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
+        try:
+            api.load(path, state, process_group=self.process_group, timeout=self.timeout, **options)
+        except CorruptCheckpointError:
+            self._found_damage = True
+            raise
 
     def _newest_sound(self, *, quick: bool, but: AbstractSet[str] = frozenset()) -> tuple[int, str] | None:
         """The step, and the path of its checkpoint."""
 
         def warn(step: int, reason: str) -> None:
+            self._found_damage = True
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:

@@ -63,6 +63,17 @@ std::string all_of(const Index& index) {
   return said;
 }
 
+TEST(RecordLocations, NumberAFileOnceThatSeveralRanksName) {
+  const std::vector<int64_t> first = {0, 10, 1, -1, 1, 20, 2, -1}, second = {1, 30, 3, -1, 0, 40, 4, -1};
+  const RecordLocations locations({first, second}, {{"own", "../older/x"}, {"../older/x", "other"}});
+  EXPECT_EQ(locations.files(), (std::vector<std::string>{"own", "../older/x", "other"}));
+  const auto file = [&](uint32_t writer, uint32_t row) { return locations[Catalog::Chunk{0, writer, row}].file; };
+  EXPECT_EQ(file(0, 0), 0u);
+  EXPECT_EQ(file(0, 1), 1u);
+  EXPECT_EQ(file(1, 0), 2u);
+  EXPECT_EQ(file(1, 1), 1u);
+}
+
 TEST_F(IndexTest, GivesBackWhatWentIn) {
   const Checkpoint checkpoint = example();
   const Index index(written(checkpoint.image("the save")));
