@@ -196,15 +196,16 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
       std::vector<std::pair<uint64_t, uint64_t>> wanted;
       const bool cells_only = record.check == Record::Check::blocks;
       for (const uint32_t item : record.items) {
-        items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap, [&](uint64_t from, uint64_t to) {
-          from += record.body_offset;
-          to += record.body_offset;
-          if (cells_only) {
-            from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
-            to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
-          }
-          wanted.emplace_back(from, to);
-        });
+        items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap,
+                                [&](uint64_t from, uint64_t to) {
+                                  from += record.body_offset;
+                                  to += record.body_offset;
+                                  if (cells_only) {
+                                    from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
+                                    to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
+                                  }
+                                  wanted.emplace_back(from, to);
+                                });
       }
       std::sort(wanted.begin(), wanted.end());
       for (size_t i = 0; i < wanted.size();) {

@@ -142,7 +142,7 @@ def test_a_store_that_is_away_does_not_stop_training(
 ) -> None:
     from fault_proxy import Rule
 
-    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")
     manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
     fault_proxy.add(Rule("denied", kind="put", path="step-", times=100_000))
     manager.save(1, state(1))

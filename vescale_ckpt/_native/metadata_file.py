@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._engine import _C
+from .._engine.errors import of_system
 from .._engine.gc import gc_paused
 from .._engine.rows import MOST_BYTES
 from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
@@ -343,11 +344,18 @@ def metadata_mark(directory: str) -> str:
 
 
 def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
-    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound."""
+    """The index of the checkpoint in a directory, if it has one that belongs to its metadata and is sound. Raises
+    `CheckpointError` if an object store cannot be read: the metadata could not, either, and as long a wait later."""
     try:
         return _matching(open_index(directory, rank), directory, rank)
-    except (OSError, _C.EngineError):
+    except (OSError, _C.EngineError) as error:
+        _check_is_harmless(error, directory)
         return None
+
+
+def _check_is_harmless(error: OSError | _C.EngineError, directory: str) -> None:
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and directory_at(directory).is_remote:
+        raise of_system(error, directory) from error
 
 
 def open_index(directory: str, rank: int | None) -> _C.Index:
@@ -364,7 +372,8 @@ def index_bytes(directory: str) -> bytes | None:
         data = directory_at(directory).read(index_name(None))
         index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
         return None if _matching(index, directory, None) is None else data
-    except (OSError, _C.EngineError):
+    except (OSError, _C.EngineError) as error:
+        _check_is_harmless(error, directory)
         return None
 
 
