@@ -195,8 +195,12 @@ def test_bytes_that_change_on_their_way_up_are_found(
 
 @pytest.mark.parametrize("call", ["load", "verify", "manager"])
 def test_reads_with_passing_harm_are_right_or_raise(
-    fault_proxy: FaultProxy, bucket_url: str, call: str, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch,
+    fault_proxy: FaultProxy,
+    bucket_url: str,
+    call: str,
 ) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")  # stalls cost half of it
     manager = CheckpointManager(bucket_url)
     manager.save(1, state(1))
     manager.wait()
