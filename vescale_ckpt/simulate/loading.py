@@ -187,19 +187,22 @@ class _Load:
 
     def _add(self, rank: int, routes: Routes, files: list[str]) -> None:
         node = rank // self.node_size
-        self.read[rank] += _C.bytes_read_alone(routes.own, files, True)
+        if routes.own:
+            self.read[rank] += _C.bytes_read_alone(routes.own, files, True)
+        staged = b"".join(_reads_of(round_.staged) for round_ in routes.rounds if len(round_.staged))
+        if staged:
+            self.read[rank] += _C.bytes_read_alone(staged, [""], True)
         for round_ in routes.rounds:
-            self.read[rank] += _C.bytes_read_alone(_reads_of(round_.staged), files, True)
             self.received[node] += sum(size for _, _, size in round_.messages(round_.receives))
             self.sent[node] += sum(size for _, _, size in round_.messages(round_.sends))
 
 
 def _reads_of(staged: memoryview) -> bytes:
-    """Rows of `LoadPlan.reads` for the pieces that a rank reads in a round."""
+    """Rows of `LoadPlan.reads` for the pieces that a rank reads in a round, as if all were in one file."""
     reads, at = array("q"), 0
     while at < len(staged):
         dims = staged[at + 7]
-        reads.extend(staged[at + 1 : at + 8 + 3 * dims])
+        reads.extend((staged[at + 1], 0, *staged[at + 3 : at + 8 + 3 * dims]))
         reads.extend([0] * dims)
         at += 8 + 3 * dims
     return reads.tobytes()
