@@ -180,6 +180,27 @@ def test_tensors_that_the_engine_cannot_read_directly(tmp_path: Path) -> None:
     assert torch.equal(found["lazy"], values.conj().resolve_conj()) and torch.equal(found["plain"], values)
 
 
+def test_behind_a_gate(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 10))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    handles, wanted = [], []
+    for step in range(3):
+        model(torch.ones(2, 200)).sum().backward()
+        optimizer.step()
+        wanted.append({key: value.clone() for key, value in model.state_dict().items()})
+        base = tmp_path / f"step-{max(0, step - 1)}"
+        state = {"model": model, "optimizer": optimizer}
+        handles.append(
+            vescale_ckpt.save(tmp_path / f"step-{step}", state, base=base, async_checkpoint=True, gate=optimizer)
+        )
+    assert [handle.result().reused_bytes for handle in handles] == [0, 160_000, 160_000]
+    for step in range(3):
+        found = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 10))
+        vescale_ckpt.load(tmp_path / f"step-{step}", {"model": found})
+        assert same(dict(found.state_dict()), wanted[step])
+
+
 class _OwnNames(vescale_ckpt.SavePlanner):
     def create_local_plan(self) -> Any:
         return super().create_local_plan()
