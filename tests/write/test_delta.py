@@ -32,6 +32,7 @@ from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._native import commit, delta_table
 from vescale_ckpt._native.names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
+from vescale_ckpt._storage.siblings import data_path
 from vescale_ckpt._write import delta_base
 from vescale_ckpt._write.host_batches import write_table
 
@@ -571,6 +572,13 @@ def test_names_of_other_forms_stay_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UntrustedCheckpointError if "\\" not in name else CheckpointError):
         vescale_ckpt.load(path)
     assert not vescale_ckpt.verify(path).ok
+
+
+def test_names_become_paths_and_keys() -> None:
+    assert data_path("/run/step-3", "../step-0/x.distcp") == "/run/step-3/../step-0/x.distcp"
+    assert data_path("/run/step-3", "x.distcp") == "/run/step-3/x.distcp"
+    for root in ("s3://bucket/run/step-3", "s3://bucket/run/step-3/"):
+        assert data_path(root, "../step-0/x.distcp") == "s3://bucket/run/step-0/x.distcp"
 
 
 def test_a_name_beside_must_be_a_file_with_the_very_record(tmp_path: Path) -> None:

@@ -31,7 +31,11 @@ def data_path(root: str, name: str) -> str:
     """The path of a data file, whose name metadata in `root` gives and `check_relative` has checked.
 
     The system resolves `..`: of a link to a checkpoint the directory above the link's target counts, as for stock DCP.
+    Under a URL `..` is resolved here, because it means nothing in the keys of object stores.
     """
+    beside = in_sibling(name)
+    if beside is not None and "://" in root:
+        return "/".join((root.rstrip("/").rpartition("/")[0], *beside))
     return os.path.join(root, name)
 
 
