@@ -32,6 +32,7 @@ from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._native import commit, delta_table
 from vescale_ckpt._native.names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
+from vescale_ckpt._storage.siblings import data_path
 from vescale_ckpt._write import delta_base
 from vescale_ckpt._write.host_batches import write_table
 
@@ -178,6 +179,27 @@ def test_tensors_that_the_engine_cannot_read_directly(tmp_path: Path) -> None:
     assert stats.reused_tensors == 2
     found = vescale_ckpt.load(tmp_path / "b")
     assert torch.equal(found["lazy"], values.conj().resolve_conj()) and torch.equal(found["plain"], values)
+
+
+def test_behind_a_gate(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 10))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    handles, wanted = [], []
+    for step in range(3):
+        model(torch.ones(2, 200)).sum().backward()
+        optimizer.step()
+        wanted.append({key: value.clone() for key, value in model.state_dict().items()})
+        base = tmp_path / f"step-{max(0, step - 1)}"
+        state = {"model": model, "optimizer": optimizer}
+        handles.append(
+            vescale_ckpt.save(tmp_path / f"step-{step}", state, base=base, async_checkpoint=True, gate=optimizer)
+        )
+    assert [handle.result().reused_bytes for handle in handles] == [0, 160_000, 160_000]
+    for step in range(3):
+        found = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 10))
+        vescale_ckpt.load(tmp_path / f"step-{step}", {"model": found})
+        assert same(dict(found.state_dict()), wanted[step])
 
 
 class _OwnNames(vescale_ckpt.SavePlanner):
@@ -550,6 +572,13 @@ def test_names_of_other_forms_stay_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UntrustedCheckpointError if "\\" not in name else CheckpointError):
         vescale_ckpt.load(path)
     assert not vescale_ckpt.verify(path).ok
+
+
+def test_names_become_paths_and_keys() -> None:
+    assert data_path("/run/step-3", "../step-0/x.distcp") == "/run/step-3/../step-0/x.distcp"
+    assert data_path("/run/step-3", "x.distcp") == "/run/step-3/x.distcp"
+    for root in ("s3://bucket/run/step-3", "s3://bucket/run/step-3/"):
+        assert data_path(root, "../step-0/x.distcp") == "s3://bucket/run/step-0/x.distcp"
 
 
 def test_a_name_beside_must_be_a_file_with_the_very_record(tmp_path: Path) -> None:

@@ -59,7 +59,10 @@ def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[in
     gone = []
     for step in which:
         path = steps.path_of(root, step)
-        if is_marked(path) and not has_metadata(path, None) and not dry_run:
+        found = _names(path)
+        if found is None or names.METADATA_NAME in found:
+            continue
+        if names.MARK_NAME in found and not dry_run:
             _strip_again(path)
         if not _is_leftover(path):
             continue
