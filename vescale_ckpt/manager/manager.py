@@ -111,6 +111,10 @@ class CheckpointManager:
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
+        if delta and is_url(self.directory):
+            raise ValueError(
+                "delta: in an object store each checkpoint is whole; with local= saves to the disk may be delta"
+            )
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
         self.preempted = False  #: a signal came and the last save is durable: training should stop
