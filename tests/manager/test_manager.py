@@ -244,9 +244,10 @@ def test_the_last_good_one_is_not_removed_for_a_bad_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_steps(checkpoint, 1)
+    save = api.save
 
     def save_and_lose(path: str, *args: Any, **options: Any) -> SaveHandle:
-        handle = vescale_ckpt.save(path, *args, **options)
+        handle = save(path, *args, **options)
         handle.result()
         for file in data_files(Path(path)):
             file.unlink()
