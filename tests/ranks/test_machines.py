@@ -284,7 +284,7 @@ def _with_clocks_apart(rank: int, directory: str, days: list[int]) -> tuple[list
         return manager.steps(), [path.name for path in others if path.exists()]
 
 
-@pytest.mark.parametrize("days", [[100, 0], [-100, 3]])
+@pytest.mark.parametrize("days", [[100, 0], pytest.param([-100, 3], marks=pytest.mark.slow_integration)])
 def test_clocks_that_differ_do_no_harm(days: list[int], tmp_path: Path) -> None:
     with Machines(2, ranks=1) as machines:
         for steps, left in machines.run(_with_clocks_apart, str(tmp_path / "c"), days):
