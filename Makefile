@@ -79,11 +79,13 @@ soak: build
 	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 $(PY) -m pytest tests/collective/test_kill.py tests/collective/test_async_kill.py \
 		tests/api/test_async_save.py
 
-# The tests with real frameworks, in an environment of their own: 3 GB of packages.
+# The tests with real frameworks, in an environment of their own (3 GB of packages), and the slow ones with several
+# machines and object stores.
 INTEGRATIONS = .venv-integrations
 .PHONY: integrations
 integrations: build $(INTEGRATIONS)/.installed
 	PYTHONPATH=$(CURDIR) nice $(INTEGRATIONS)/bin/python -m pytest -n 2 --dist worksteal -m "" tests/integrations
+	nice $(PY) -m pytest -n 2 --dist worksteal -m slow_integration tests --ignore tests/integrations
 
 $(INTEGRATIONS)/.installed: requirements-integrations.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
