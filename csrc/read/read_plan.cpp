@@ -196,15 +196,16 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
       std::vector<std::pair<uint64_t, uint64_t>> wanted;
       const bool cells_only = record.check == Record::Check::blocks;
       for (const uint32_t item : record.items) {
-        items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap, [&](uint64_t from, uint64_t to) {
-          from += record.body_offset;
-          to += record.body_offset;
-          if (cells_only) {
-            from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
-            to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
-          }
-          wanted.emplace_back(from, to);
-        });
+        items_[item].box.ranges(cells_only ? format::kChecksumBlock : options_.read_gap,
+                                [&](uint64_t from, uint64_t to) {
+                                  from += record.body_offset;
+                                  to += record.body_offset;
+                                  if (cells_only) {
+                                    from = std::max(align_down(from, format::kChecksumBlock), record.body_offset);
+                                    to = std::min(align_up(to, format::kChecksumBlock), record.body_end());
+                                  }
+                                  wanted.emplace_back(from, to);
+                                });
       }
       std::sort(wanted.begin(), wanted.end());
       for (size_t i = 0; i < wanted.size();) {
@@ -248,6 +249,7 @@ std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, Dat
   end = std::min(end, record.body_offset + item.box.end());
   const bool direct = data.file->access() == io::Access::direct;
   const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
+  if (data.file->remote() != nullptr) return {0, 0};  // a slot holds several tensors and what lies between: one request
   if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
   // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
   const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
