@@ -249,6 +249,7 @@ std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, Dat
   end = std::min(end, record.body_offset + item.box.end());
   const bool direct = data.file->access() == io::Access::direct;
   const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
+  if (data.file->remote() != nullptr) return {0, 0};  // a slot holds several tensors and what lies between: one request
   if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
   // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
   const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
