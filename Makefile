@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PY = $(VENV)/bin/python
-PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow_integration"
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 STAMP = $(VENV)/.installed
 # Processes that run Python tests. These wait for others of theirs half of the time.
 JOBS ?= 4
@@ -11,7 +11,7 @@ export VESCALE_CKPT_WERROR = 1
 # Tests start a thousand processes: each would compile the package's modules anew where this is set.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup system build test test-python test-cpp test-cpp-all lint format sanitize fuzz demo bench soak matrix wheels clean
+.PHONY: setup system build test test-python test-slow test-cpp test-cpp-watched lint format sanitize fuzz demo bench soak matrix wheels clean
 
 setup: $(STAMP) build
 
@@ -28,15 +28,21 @@ $(STAMP): requirements-dev.txt
 build: $(STAMP) | system
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 
-# pip is one process, and Python's tests are many that keep each other waiting: the C++ tests take the time that these
-# leave. All run to their end, whichever fail.
+# pip is one process, and Python's tests are many that keep each other waiting: the C++ tests, under AddressSanitizer,
+# take the time that these leave. All run to their end, whichever fail.
 test: | system
-	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-all & behind=$$!; \
+	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-watched & behind=$$!; \
 	$(MAKE) -j2 --no-print-directory --output-sync build lint && $(PYTEST); ended=$$?; \
 	wait $$behind && exit $$ended
 
 test-python: build
 	$(PYTEST)
+
+# What `make test` leaves out, but frameworks: C++ tests with threads under ThreadSanitizer, commands of benchmarks, more
+# faults of object stores and machines. Half an hour.
+test-slow: build
+	@$(MAKE) -s -C tests/cpp run SANITIZER=thread
+	$(PY) -m pytest -n 2 --dist worksteal -m slow tests --ignore tests/integrations
 
 test-cpp: | system
 	@$(MAKE) -s -C tests/cpp run
@@ -50,8 +56,8 @@ FUZZ_SECONDS ?= 180
 fuzz: | system
 	VESCALE_CKPT_FUZZ_SECONDS=$(FUZZ_SECONDS) $(MAKE) -s -C tests/cpp run SANITIZER=address FILTER='*Fuzz*'
 
-test-cpp-all: | system
-	@$(MAKE) -s -C tests/cpp run-all
+test-cpp-watched: | system
+	@$(MAKE) -s -C tests/cpp run SANITIZER=address
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -79,13 +85,11 @@ soak: build
 	VESCALE_CKPT_TEST_KILLS=1000 VESCALE_CKPT_TEST_ASYNC_SAVES=1000 $(PY) -m pytest tests/collective/test_kill.py tests/collective/test_async_kill.py \
 		tests/api/test_async_save.py
 
-# The tests with real frameworks, in an environment of their own (3 GB of packages), and the slow ones with several
-# machines and object stores.
+# The tests with real frameworks, in an environment of their own: 3 GB of packages.
 INTEGRATIONS = .venv-integrations
 .PHONY: integrations
 integrations: build $(INTEGRATIONS)/.installed
 	PYTHONPATH=$(CURDIR) nice $(INTEGRATIONS)/bin/python -m pytest -n 2 --dist worksteal -m "" tests/integrations
-	nice $(PY) -m pytest -n 2 --dist worksteal -m slow_integration tests --ignore tests/integrations
 
 $(INTEGRATIONS)/.installed: requirements-integrations.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)

@@ -18,7 +18,7 @@ from benchmarks.loading import __main__ as loading
 from benchmarks.planning import __main__ as planning
 from vescale_ckpt.simulate.parallelism import Parallelism
 
-pytestmark = pytest.mark.smoke
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

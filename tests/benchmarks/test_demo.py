@@ -51,7 +51,6 @@ class Ranks:
             rank.kill()
 
 
-@pytest.mark.smoke
 def test_demo_passes_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

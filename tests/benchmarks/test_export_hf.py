@@ -31,7 +31,7 @@ def _checkpoint(directory: Path) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_transformers_loads_what_it_exports(tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     weights = _checkpoint(tmp_path / "checkpoint")

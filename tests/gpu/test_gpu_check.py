@@ -45,6 +45,7 @@ def run(out: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     return result.returncode, report, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_gpu_its_steps_say_so_and_the_others_run(tmp_path: Path) -> None:
     status, report, text = run(tmp_path, "--only", "machine,tests,copies,train")
     assert status == 0, text

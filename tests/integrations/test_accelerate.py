@@ -20,7 +20,7 @@ from accelerate import Accelerator
 import vescale_ckpt
 from vescale_ckpt.integrations import _versions, accelerate
 
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_GPU = Path(__file__).with_name("without_gpu.py")
 TRAIN = str(ROOT / "examples" / "integrations" / "accelerate_train.py")

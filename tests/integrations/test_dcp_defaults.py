@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_process_that_torch_starts_for_a_save_uses_this_package(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(_IN_A_PROCESS)

@@ -10,7 +10,7 @@ import pytest
 import vescale_ckpt
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-pytestmark = pytest.mark.slow_integration  # several jobs under torchrun
+pytestmark = pytest.mark.slow  # several jobs under torchrun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "elastic.py"
 SECONDS = 240.0
 Losses = list[tuple[int, str]]

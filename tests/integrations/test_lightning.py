@@ -38,7 +38,7 @@ from vescale_ckpt import CheckpointError, MissingKeysError, SaveFailedError, Unt
 from vescale_ckpt._collective.save import CollectiveSave
 from vescale_ckpt.integrations import lightning as ours
 
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "train_lightning.py"
 JOB = Path(__file__).with_name("lightning_job.py")
 

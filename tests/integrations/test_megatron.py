@@ -12,7 +12,7 @@ import pytest
 import vescale_ckpt
 
 pytest.importorskip("megatron.core", reason="megatron-core")
-pytestmark = pytest.mark.slow_integration  # its import takes longer than the test
+pytestmark = pytest.mark.slow  # its import takes longer than the test
 
 JOB = Path(__file__).parent / "megatron_job.py"
 

@@ -22,7 +22,7 @@ import vescale_ckpt
 from vescale_ckpt.integrations import _versions
 from vescale_ckpt.integrations.peft import Adapter, save_adapter
 
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 LORA = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "peft_lora.py"
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

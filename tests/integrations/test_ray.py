@@ -13,7 +13,7 @@ import pytest
 import vescale_ckpt
 
 pytest.importorskip("ray.train")
-pytestmark = pytest.mark.slow_integration  # Ray takes its time to start
+pytestmark = pytest.mark.slow  # Ray takes its time to start
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "train_ray.py"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}

@@ -16,7 +16,7 @@ import jobs
 
 import vescale_ckpt
 
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 JOB = Path(__file__).with_name("torchtitan_job.py")
 
 

@@ -25,7 +25,7 @@ from vescale_ckpt.integrations import _versions
 from vescale_ckpt.integrations import dcp as ours
 from vescale_ckpt.integrations.transformers import VescaleCallback, last_sound_checkpoint, save_pretrained
 
-pytestmark = pytest.mark.slow_integration
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 WITHOUT_GPU = HERE / "without_gpu.py"

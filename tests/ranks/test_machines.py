@@ -213,7 +213,7 @@ def test_the_others_name_a_machine_in_trouble(name: str, trouble: Trouble, machi
         _trouble(tmp_path, name, trouble, machine, machines)
 
 
-@pytest.mark.slow_integration
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [1, 0])
 @pytest.mark.parametrize("trouble", ["frozen", "power", "lost", "deaf", "down"])
 @pytest.mark.parametrize("name", ["save", "async", "load", "local"])
@@ -284,7 +284,7 @@ def _with_clocks_apart(rank: int, directory: str, days: list[int]) -> tuple[list
         return manager.steps(), [path.name for path in others if path.exists()]
 
 
-@pytest.mark.parametrize("days", [[100, 0], pytest.param([-100, 3], marks=pytest.mark.slow_integration)])
+@pytest.mark.parametrize("days", [[100, 0], pytest.param([-100, 3], marks=pytest.mark.slow)])
 def test_clocks_that_differ_do_no_harm(days: list[int], tmp_path: Path) -> None:
     with Machines(2, ranks=1) as machines:
         for steps, left in machines.run(_with_clocks_apart, str(tmp_path / "c"), days):

@@ -28,7 +28,7 @@ pytest.importorskip("obstore", reason="object stores need obstore")
 
 KiB, MiB = 1 << 10, 1 << 20
 FOR_GOOD = 10**6
-SLOW = pytest.mark.slow_integration
+SLOW = pytest.mark.slow
 BOUND = 120.0  # seconds after which a call counts as hung
 #: What a client may outlive, and what it may not.
 PASSING: tuple[Action, ...] = ("error", "slow_down", "reset", "reset_middle", "lost_answer", "late_error", "delay")

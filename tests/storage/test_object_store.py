@@ -308,7 +308,7 @@ vescale_ckpt.save(sys.argv[1], {"w": torch.full((10 << 20,), 2.0)})
 """
 
 
-@pytest.mark.slow_integration
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_checkpoint(fault_proxy: Any, bucket_url: str) -> None:
     from fault_proxy import Rule
 
@@ -472,9 +472,9 @@ def test_reads_through_faults_are_right_or_raise(fault_proxy: Any, bucket_url: s
         ("no_bucket", "no such bucket"),
         ("redirect", "another region"),
         # These are tried again as long as the setting says.
-        pytest.param("slow_down", "throttles", marks=pytest.mark.slow_integration),
-        pytest.param("error", "the store failed", marks=pytest.mark.slow_integration),
-        pytest.param("stall", "did not answer in time", marks=pytest.mark.slow_integration),
+        pytest.param("slow_down", "throttles", marks=pytest.mark.slow),
+        pytest.param("error", "the store failed", marks=pytest.mark.slow),
+        pytest.param("stall", "did not answer in time", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("way", ["save", "load"])

@@ -43,7 +43,7 @@ def data_path(root: str, name: str) -> str:
 def folder_above(directory: str) -> tuple[str, str]:
     """The directory above a checkpoint, and the checkpoint's name in it. Links are followed."""
     if urls.is_url(directory):
-        above, _, name = directory.rpartition("/")
+        above, _, name = directory.rstrip("/").rpartition("/")
         return above, name
     above, name = os.path.split(os.path.realpath(directory))
     return above, name
