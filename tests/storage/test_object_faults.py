@@ -35,11 +35,13 @@ PASSING: tuple[Action, ...] = ("error", "slow_down", "reset", "reset_middle", "l
 LASTING: tuple[Action, ...] = ("error", "slow_down", "reset", "expired", "denied", "skewed", "no_bucket", "stall")
 
 
+IMPATIENCE = ("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+
+
 @pytest.fixture
 def impatient() -> Iterator[pytest.MonkeyPatch]:
-    """For harm that lasts: requests are given up after 2 seconds, until this is undone."""
+    """For harm that lasts: `setenv(*IMPATIENCE)` gives requests up after 2 seconds, until this is undone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
         yield patch
 
 
@@ -145,6 +147,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     action: Action,
 ) -> None:
     vescale_ckpt.save(bucket_url, state(1))
+    impatient.setenv(*IMPATIENCE)
     fault_proxy.add(Rule(action, kind=kind, times=FOR_GOOD))
     error = outcome(saves(bucket_url, way, 2))
     hit = any(request.action for request in fault_proxy.of())
@@ -164,6 +167,7 @@ def test_a_commit_that_arrives_late_is_whole(
 ) -> None:
     """The client gave the request up, and the store does it afterwards: the data must still be there."""
     vescale_ckpt.save(bucket_url, state(1))
+    impatient.setenv(*IMPATIENCE)
     fault_proxy.add(Rule("late", kind="put", path=r"/\.metadata$", times=FOR_GOOD, value=3.0))
     error = outcome(saves(bucket_url, way, 2))
     assert error is not None
@@ -279,7 +283,7 @@ def _on_two_ranks(environment: dict[str, str], url: str, k: int, asynchronous: b
     rank = torch.distributed.get_rank()
     values = {f"tensor of {rank}": torch.full((3 * MiB,), float(k)), "common": torch.full((100,), k)}
     try:
-        vescale_ckpt.save(url, values, async_checkpoint=asynchronous, timeout=30).result()
+        vescale_ckpt.save(url, values, async_checkpoint=asynchronous, timeout=60).result()
         return ""
     except CheckpointError as error:
         return str(error)
@@ -312,17 +316,18 @@ def test_ranks_fail_together(
     action: Action,
     times: int,
 ) -> None:
-    environment = {**object_server.environment(fault_proxy.endpoint), "VESCALE_CKPT_OBJECT_STORE_TIMEOUT": "10"}
-    assert run_ranks(2, _on_two_ranks, environment, bucket_url, 1, False) == ["", ""]
+    patient = {**object_server.environment(fault_proxy.endpoint), "VESCALE_CKPT_OBJECT_STORE_TIMEOUT": "60"}
+    impatient = {**patient, "VESCALE_CKPT_OBJECT_STORE_TIMEOUT": "10"}
+    assert run_ranks(2, _on_two_ranks, patient, bucket_url, 1, False) == ["", ""]
     for asynchronous in (False, True):
         fault_proxy.add(Rule(action, kind=kind, times=times))
-        texts = run_ranks(2, _on_two_ranks, environment, bucket_url, 2, asynchronous)
+        texts = run_ranks(2, _on_two_ranks, impatient, bucket_url, 2, asynchronous)
         fault_proxy.clear()
         assert bool(texts[0]) == bool(texts[1]), texts
         wanted = [[1.0] if texts[0] else [2.0]] * 2
-        assert run_ranks(2, _load_on_two_ranks, environment, bucket_url) == wanted, texts
+        assert run_ranks(2, _load_on_two_ranks, patient, bucket_url) == wanted, texts
         assert not uploads(object_server, bucket_url)
-        assert run_ranks(2, _on_two_ranks, environment, bucket_url, 1, False) == ["", ""]
+        assert run_ranks(2, _on_two_ranks, patient, bucket_url, 1, False) == ["", ""]
 
 
 def test_ranks_read_each_byte_once(fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer) -> None:
