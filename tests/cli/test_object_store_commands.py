@@ -23,7 +23,7 @@ pytest.importorskip("obstore", reason="object stores need obstore")
 MiB = 1 << 20
 
 
-@pytest.fixture(params=["memory", "server"])
+@pytest.fixture(params=["memory", pytest.param("server", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest) -> str:
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/run"
