@@ -1,12 +1,18 @@
-"""Children that are killed at a moment that they tell their parent of."""
+"""Processes that are killed: children at a moment that they tell their parent of, or before a call that is counted."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import mmap
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 BOUND = 120.0  # seconds
 
@@ -36,3 +42,23 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"it ended before: {status}"
+
+
+@contextmanager
+def killed_before(number: int, calls: Sequence[tuple[object, str]]) -> Iterator[None]:
+    """Within it, this process is killed before its `number`th call, from 0, of any of the functions: owner and name."""
+    count = itertools.count()
+
+    def before(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if next(count) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments, **options)
+
+        return counted
+
+    with ExitStack() as patches:
+        for owner, name in calls:
+            patches.enter_context(mock.patch.object(owner, name, before(getattr(owner, name))))
+        yield

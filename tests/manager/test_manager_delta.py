@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import os
 import random
 import shutil
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import blank, data_files, flip, fork, same
+from kills import killed_before
 from rank_pool import run_ranks
 
 import vescale_ckpt
@@ -188,29 +183,11 @@ def test_what_is_damaged_is_named_by_no_later_step(
 # --- Kills
 
 
-def _killed_at(number: int) -> contextlib.AbstractContextManager[None]:
-    """Kills this process before its `number`th change of a directory."""
-    calls = itertools.count()
-
-    def before(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(*arguments, **options)
-
-        return counted
-
-    @contextlib.contextmanager
-    def killing() -> Iterator[None]:
-        with contextlib.ExitStack() as patches:
-            for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside"):
-                patches.enter_context(mock.patch.object(Directory, name, before(getattr(Directory, name))))
-            for where, name in ((step_directories, "remove_entry"), (os, "unlink"), (os, "rmdir")):
-                patches.enter_context(mock.patch.object(where, name, before(getattr(where, name))))
-            yield
-
-    return killing()
+#: what changes a directory in a save or a clean-up
+CHANGES = [
+    *((Directory, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside")),
+    *((step_directories, "remove_entry"), (os, "unlink"), (os, "rmdir")),
+]
 
 
 def test_a_kill_at_any_step_of_save_and_clean_up_loses_nothing(tmp_path: Path) -> None:
@@ -225,7 +202,7 @@ def test_a_kill_at_any_step_of_save_and_clean_up_loses_nothing(tmp_path: Path) -
 
         def body(root: Path = root, number: int = number) -> None:
             saver = CheckpointManager(root, delta=True, max_to_keep=2, async_checkpoint=False)
-            with _killed_at(number):
+            with killed_before(number, CHANGES):
                 saver.save(3, lora(3))
                 saver.save(4, lora(4, 1))
                 saver.save(5, lora(5, 1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import logging
 import os
 import random
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import blank, data_files, flip, fork, in_child, read_metadata, rewrite_metadata, same
+from kills import killed_before
 from rank_pool import run_ranks
 from states import KiB, random_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -499,31 +498,8 @@ def _overwrite(base: Path) -> list[str]:
     return sorted(before - {file.name for file in data_files(base)})
 
 
-class _Killed(BaseException):
-    pass
-
-
-def _kill_at(number: int) -> Callable[..., Iterator[None]]:
-    """Kills this process before the `number`th change of a directory by a save."""
-    calls = itertools.count()
-
-    def before(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def counted(*arguments: Any, **options: Any) -> Any:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(*arguments, **options)
-
-        return counted
-
-    @contextlib.contextmanager
-    def killing() -> Iterator[None]:
-        with contextlib.ExitStack() as patches:
-            for name in ("write", "remove", "keep_mark", "leave_mark", "sync"):
-                patches.enter_context(mock.patch.object(Directory, name, before(getattr(Directory, name))))
-            yield
-
-    return killing
+#: what changes a directory in a save
+CHANGES = [(Directory, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync")]
 
 
 def test_a_kill_before_any_step_leaves_every_checkpoint_whole(tmp_path: Path) -> None:
@@ -533,7 +509,7 @@ def test_a_kill_before_any_step_leaves_every_checkpoint_whole(tmp_path: Path) ->
         first, second = chain(root, 2)
 
         def body(second: Path = second, number: int = number) -> None:
-            with _kill_at(number)():
+            with killed_before(number, CHANGES):
                 saved(second, lora(5), second)  # replaces a checkpoint, whose base is the first one
 
         _, status = os.waitpid(fork(body), 0)

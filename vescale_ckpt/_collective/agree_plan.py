@@ -163,8 +163,9 @@ def _local_plans(gathered: list[list[bytes]]) -> list[PackedSavePlan]:
     plans = []
     for head, rows, names, paths, structure, digests, replicas in gathered:
         parts = (head, rows, names)
-        inventory = inventories.setdefault(tuple(map(id, parts)), b"") or b"".join(parts)
-        inventories[tuple(map(id, parts))] = inventory
+        same = tuple(map(id, parts))  # equal parts came once
+        if (inventory := inventories.get(same)) is None:
+            inventory = inventories[same] = b"".join(parts)
         plans.append(
             PackedSavePlan(
                 [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
