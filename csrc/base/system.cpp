@@ -150,13 +150,12 @@ int exchange(const char* first, const char* second) {
   }));
 }
 
-int space(const char* path, Space& space) {
+int free_bytes(const char* path, std::optional<uint64_t>& bytes) {
   return static_cast<int>(guarded(Call::space, [&] {
     struct statvfs answer{};
     const int result = ::statvfs(path, &answer);
-    if (result == 0) {
-      space = {uint64_t{answer.f_bavail} * answer.f_frsize, uint64_t{answer.f_blocks} * answer.f_frsize};
-    }
+    bytes.reset();
+    if (result == 0 && answer.f_blocks > 1) bytes = uint64_t{answer.f_bavail} * answer.f_frsize;
     return result;
   }));
 }

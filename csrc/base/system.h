@@ -34,11 +34,6 @@ enum class Call {
   close,
 };
 
-struct Space {
-  uint64_t free_bytes;  // available to this user
-  uint64_t total_bytes;
-};
-
 // What statx tells of direct I/O on a file; zeros where the file system refuses it.
 struct DirectRules {
   uint32_t memory_alignment = 0;  // bytes
@@ -66,7 +61,9 @@ int unlink(const char* path);
 int link(const char* from, const char* to);
 // Two names change places in one step; -EINVAL, -ENOSYS or -EOPNOTSUPP where the file system cannot.
 int exchange(const char* first, const char* second);
-int space(const char* path, Space& space);
+// The bytes that are free for this user; nullopt where the file system does not tell: it says that it has no block, or
+// one. Mounts of remote storage do so, some only until their server has answered.
+int free_bytes(const char* path, std::optional<uint64_t>& bytes);
 // -EINVAL for what is not a regular file.
 int64_t file_size(int fd);
 DirectRules direct_rules(int fd);

@@ -377,7 +377,7 @@ def test_a_full_disk_at_the_commit_keeps_the_old_checkpoint(small_disk: Path) ->
     for free in range(0, 600_000, 40_000):
         ballast = small_disk / "ballast"
         with ballast.open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, _C.free_bytes(str(small_disk)) - free)
+            os.posix_fallocate(file.fileno(), 0, (_C.free_bytes(str(small_disk)) or 0) - free)
         failure = failed_save(directory, long_names)
         ballast.unlink()
         if failure is None:

@@ -317,6 +317,13 @@ def test_a_full_disk_is_known_before_anything_is_written(checkpoint: Path) -> No
     assert same(read(checkpoint), model(0)) and nothing_left(checkpoint)
 
 
+def test_a_file_system_that_does_not_tell_what_is_free_is_not_full(checkpoint: Path) -> None:
+    assert _C.free_bytes("/proc") is None
+    with mock.patch.object(_C, "free_bytes", return_value=None):
+        save(checkpoint, model(0))
+    assert same(read(checkpoint), model(0))
+
+
 def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     going_on = _folder(checkpoint)
     dead = _folder(checkpoint)

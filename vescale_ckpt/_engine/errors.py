@@ -32,9 +32,10 @@ def named_system_errors(path: str, needed: int = 0) -> Iterator[None]:
 
 
 def check_space(directory: str, needed: int) -> None:
-    """Raises `StorageFullError` if there is no room for `needed` bytes. Call it within `named_errors`."""
+    """Raises `StorageFullError` if there is no room for `needed` bytes, as far as the file system tells. Call it within
+    `named_errors`."""
     free = _C.free_bytes(directory)
-    if free < needed:
+    if free is not None and free < needed:
         raise StorageFullError(directory, needed, free)
 
 
