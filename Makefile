@@ -32,8 +32,13 @@ build: $(STAMP) | system
 # take the time that these leave. All run to their end, whichever fail.
 test: | system
 	@nice -n 19 $(MAKE) -j2 --no-print-directory --output-sync=recurse test-cpp-watched & behind=$$!; \
-	$(MAKE) -j2 --no-print-directory --output-sync build lint && $(PYTEST); ended=$$?; \
+	$(MAKE) -j2 --no-print-directory --output-sync build lint collected && $(PYTEST); ended=$$?; \
 	wait $$behind && exit $$ended
+
+# Compiles what the tests import, once: each of pytest's processes would do it for itself.
+.PHONY: collected
+collected: build
+	@$(PY) -m pytest -q -m "not slow" --collect-only > build/collected.txt || { cat build/collected.txt; exit 1; }
 
 test-python: build
 	$(PYTEST)

@@ -20,6 +20,13 @@ from vescale_ckpt import settings
 from vescale_ckpt._engine import _C
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files whose tests are all slow where slow ones do not run: each would import its framework."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return True if "\npytestmark = pytest.mark.slow" in collection_path.read_text() else None
+    return None
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Iterator[Path]:
     """Where a test may save: not there yet, on a real disk, removed at once (checkpoints are large)."""

@@ -37,11 +37,11 @@ class FileLock:
     def __init__(self, directory: str | None, descriptor: int) -> None:
         self.directory = directory
         self._descriptor = descriptor
-        _held.add(self)
+        _held[id(self)] = self
 
     def release(self) -> None:
         """May be called again."""
-        _held.discard(self)
+        _held.pop(id(self), None)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -49,11 +49,16 @@ class FileLock:
     __del__ = release
 
 
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()  # by this process
+# By this process. Other threads lock while one looks: a WeakSet could not be iterated then.
+_held: weakref.WeakValueDictionary[int, FileLock] = weakref.WeakValueDictionary()
+
+
+def _held_now() -> list[FileLock]:
+    return [lock for reference in _held.valuerefs() if (lock := reference()) is not None]
 
 
 def _release_after_fork() -> None:
-    for held in list(_held):  # the locks are the parent's, and must end with it
+    for held in _held_now():  # the locks are the parent's, and must end with it
         held.release()
 
 
@@ -90,7 +95,7 @@ def lock(path: str) -> FileLock | None:
 def drop_dead_locks(directory: str) -> None:
     """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
     keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
-    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in list(_held)):
+    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in _held_now()):
         gc.collect()
 
 

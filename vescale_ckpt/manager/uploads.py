@@ -50,7 +50,7 @@ class Uploads:
         self._step: int | None = None  # that is being copied
         self._cancel: Callable[[], None] | None = None  # ends that
         self._sent: dict[int, str] = {}  # marks of metadata that is in the store, by step
-        _running.add(self)
+        _running[id(self)] = self
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
@@ -157,14 +157,14 @@ class Uploads:
         clean_up(self.remote, self.retention, step, frozenset())
 
 
-_running: weakref.WeakSet[Uploads] = weakref.WeakSet()
+_running: weakref.WeakValueDictionary[int, Uploads] = weakref.WeakValueDictionary()
 
 
 def _finish_at_exit() -> None:
     until = time.monotonic() + settings.number("exit_timeout")
-    for uploads in list(_running):
+    for running in _running.valuerefs():
         with contextlib.suppress(Exception):
-            if not uploads.wait(max(0.0, until - time.monotonic())):
+            if (uploads := running()) is not None and not uploads.wait(max(0.0, until - time.monotonic())):
                 logger.warning("%s is not uploaded yet: the next manager goes on with it", uploads.local)
                 uploads.stop()
 
