@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 
@@ -72,6 +73,23 @@ def test_a_step_with_a_closure_waits(checkpoint: Path) -> None:
         handle.result(BOUND)
     assert seen and all(seen) and not weight.eq(1).any()
     assert stored(checkpoint).eq(1).all()
+
+
+def test_a_step_that_was_interrupted_waits_again(checkpoint: Path) -> None:
+    weight = ones()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(SIZE)
+    with late_copies() as ready:
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert not handle.staged.done()
+        threading.Timer(0.3, ready.set).start()
+        optimizer.step()
+        assert handle.staged.done()
+        handle.result(BOUND)
+    assert weight.eq(0).all() and stored(checkpoint).eq(1).all()
 
 
 @pytest.mark.parametrize("overflow", [False, True])

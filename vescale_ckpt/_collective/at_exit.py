@@ -40,8 +40,9 @@ def register(finish: Callable[[], None]) -> None:
 def add_save(notice: Notice, finish: Callable[[], None]) -> None:
     """Watches a save that is about to run in the background. `finish` is that of `register`."""
     global _child
-    for known in [known for known in _notices if known.raised or known.asked]:
-        _notices.discard(known)
+    for known in list(_notices):  # at once: threads of other saves discard theirs meanwhile
+        if known.raised or known.asked:
+            _notices.discard(known)
     _notices.add(notice)
     if multiprocessing.parent_process() is not None and _child != os.getpid():
         _child = os.getpid()

@@ -149,9 +149,10 @@ def wait_until_copied(phase: str, timeout: float) -> None:
 
 
 def _wait(optimizer: Optimizer, *_: Any) -> None:
-    for staged in _waited_for.pop(optimizer, []):
-        staged.exception()  # waits; the save's handle reports the error, not the step
-    _waited_for[optimizer] = []
+    waiting = _waited_for.get(optimizer, [])
+    while waiting:  # removed one by one: Ctrl-C may end the wait, and the next step has to wait again
+        waiting[0].exception()  # waits; the save's handle reports the error, not the step
+        del waiting[0]
 
 
 def _forget_after_fork() -> None:
