@@ -210,26 +210,33 @@ def test_adapters_pass_the_figures_on(checkpoint: Path, tmp_path: Path) -> None:
 
 
 class _Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self, told: Path) -> None:
         super().__init__()
         self.lines: list[tuple[int, str]] = []
+        self._told = told  # is made when a line says for whom a rank waits
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append((record.levelno, record.getMessage()))
+        if "waits for" in record.getMessage():
+            self._told.touch()
 
 
 def _late_save(directory: str, late: int) -> tuple[list[tuple[int, str]], JobStats | None]:
     """A save to which one rank comes late. Returns what this rank logs, and the job's statistics."""
     rank = dist.get_rank()
     os.environ["VESCALE_CKPT_REPORT_SECONDS"] = "1"
-    lines, logger = _Lines(), logging.getLogger("vescale_ckpt")
+    told = Path(f"{directory}.told")
+    lines, logger = _Lines(told), logging.getLogger("vescale_ckpt")
     logger.addHandler(lines)
     logger.setLevel(logging.DEBUG)
     try:
         state = {"all": torch.arange(4096.0), f"of {rank}": torch.ones(1 << 20 if rank == 1 else 8)}
         vescale_ckpt.save(directory, state)  # connects
         if rank == late:
-            time.sleep(2.5)
+            deadline = time.monotonic() + 60
+            time.sleep(1.5)
+            while not told.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
         stats = vescale_ckpt.save(directory, state).stats
     finally:
         logger.removeHandler(lines)
@@ -247,7 +254,7 @@ def test_a_rank_that_waits_says_for_whom(checkpoint: Path) -> None:
     told = [text for level, text in answers[0][0] if level == logging.WARNING]
     assert any("last to come: rank 2" in text for _, text in answers[0][0])
     assert any("is in 'wait'" in text and "waits for rank 2 of 3" in text for text in told), told
-    assert not any(level >= logging.WARNING for lines, _ in answers[1:] for level, _ in lines)
+    assert not any("waits for" in text for lines, _ in answers[1:] for level, text in lines if level >= logging.WARNING)
     ends = [text for level, text in answers[0][0] if level == logging.INFO and "slowest: rank" in text]
     assert len(ends) == 2
 

@@ -206,10 +206,10 @@ def test_reads_with_passing_harm_are_right_or_raise(
     bucket_url: str,
     call: str,
 ) -> None:
-    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")  # stalls cost half of it
     manager = CheckpointManager(bucket_url)
     manager.save(1, state(1))
     manager.wait()
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")  # stalls cost half of it
     url = f"{bucket_url}/step-1"
     rng = random.Random(3)
     actions: tuple[Action, ...] = (*PASSING, "truncate", "flip", "shorten", "stall_middle")
