@@ -22,7 +22,7 @@ from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Stager, StorageWriter
-from vescale_ckpt._engine import _C
+from vescale_ckpt._engine import _C, device_streams
 from vescale_ckpt._state.tensor_table import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
 from vescale_ckpt._write import snapshot
 
@@ -50,13 +50,19 @@ def moved(tensors: list[torch.Tensor], table: bytes) -> bytes:
     return words.tobytes()
 
 
+def _on_host(function: Any, arguments: int) -> Any:
+    return lambda *given: function(*given[:arguments])
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     asked = Pretended()
     read = _C.tensor_table
 
     class Snapshot(_C.Snapshot):
-        def __init__(self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = ()) -> None:
+        def __init__(
+            self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = (), pack_bytes: int = 0
+        ) -> None:
             super().__init__(table, budget, threads)
             asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
             asked.most_in_use = max(asked.most_in_use, _C.snapshot_memory()["in_use_bytes"])
@@ -64,7 +70,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))
     monkeypatch.setattr(_C, "copies_from_cuda", lambda: True)
     monkeypatch.setattr(_C, "Snapshot", Snapshot)
+    for name, arguments in (("read_tensors", 4), ("copy_boxes", 2)):  # loads fill that memory as the host's
+        monkeypatch.setattr(_C, name, _on_host(getattr(_C, name), arguments))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
+    monkeypatch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
     yield asked
     assert no_snapshot_is_left()
 
@@ -232,7 +241,7 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
 
 def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(_C, "page_lock_snapshots", locked.append)
+    monkeypatch.setattr(_C, "page_lock_snapshots", lambda device, pack_bytes: locked.append(device))
     vescale_ckpt.prepare({"a": torch.ones(3)})
     assert locked == []
     vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})
