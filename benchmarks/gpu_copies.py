@@ -90,8 +90,9 @@ def pack_sizes(device: str, gib: float) -> None:
 
 def odd_tensors(device: str, large: int) -> dict[str, torch.Tensor]:
     """Tensors of rare dtypes and forms, and some whose offset or strides exceed `large` bytes (4 GiB on a device)."""
-    base = torch.empty(large + 64 * MiB, dtype=torch.uint8, device=device)
-    base[large:] = torch.arange(64 * MiB, device=device) % 251
+    tail = min(64 * MiB, large)
+    base = torch.empty(large + tail, dtype=torch.uint8, device=device)
+    base[large:] = torch.arange(tail, device=device) % 251
     base[:MiB] = torch.arange(MiB, device=device) % 241
     values = torch.randn(300, 257, device=device)
     found = {
@@ -118,7 +119,7 @@ def odd(device: str, directory: str, large: int = 4 * GiB) -> None:
             if asynchronous:
                 handle.result()
             for place in (device, "cpu"):
-                loaded = {name: torch.zeros(t.shape, dtype=t.dtype, device=place) for name, t in state.items()}
+                loaded = {name: torch.empty(t.shape, dtype=t.dtype, device=place) for name, t in state.items()}
                 vescale_ckpt.load(folder, loaded)
                 wrong += [name for name in state if not same_bytes(state[name], loaded[name])]
     record(odd_equal=int(not wrong), odd_tensors=len(state), odd_wrong=", ".join(wrong))
@@ -127,7 +128,9 @@ def odd(device: str, directory: str, large: int = 4 * GiB) -> None:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    one, other = (
-        t.detach().to("cpu").resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8) for t in (a, b)
-    )
-    return torch.equal(one, other)
+    def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = plain.view(torch.uint8) if plain.itemsize == 1 else plain
+        return plain.contiguous().to("cpu").flatten().view(torch.uint8)
+
+    return torch.equal(bytes_in(a), bytes_in(b))

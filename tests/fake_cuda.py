@@ -103,4 +103,5 @@ def _loaded() -> ctypes.CDLL:
                 soname = f"-Wl,-soname,{path.name}"
                 subprocess.run([compiler, "-shared", soname, str(compiled), "-pthread", "-o", str(made)], check=True)
                 made.replace(path)  # by whichever process is last
-    return [ctypes.CDLL(str(path), ctypes.RTLD_LOCAL) for path in libraries][0]
+    runtime, _ = (ctypes.CDLL(str(path), ctypes.RTLD_LOCAL) for path in libraries)
+    return runtime

@@ -45,8 +45,8 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
 }
 
 std::tuple<py::bytes, py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
-                                                       const py::buffer& sources, const py::buffer& tensors,
-                                                       const py::bytes& ready, const py::buffer& memories) {
+                                                                   const py::buffer& sources, const py::buffer& tensors,
+                                                                   const py::bytes& ready, const py::buffer& memories) {
   const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
   const state::Inventory items(view(inventory));
   state::FillTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},

@@ -36,8 +36,9 @@ void CudaEvent::record(StreamHandle producer) {
   check(device_.api, device_.api.stream_is_captured(stream, &status),
         [&] { return "ask whether a stream of " + device_.name + " is captured"; });
   if (status != cuda::kNotCaptured) {
-    throw Error::device("copy tensors of " + device_.name,
-                        "the current stream is being captured into a CUDA graph: save and load before or after the capture", 0);
+    throw Error::device(
+        "copy tensors of " + device_.name,
+        "the current stream is being captured into a CUDA graph: save and load before or after the capture", 0);
   }
   check(device_.api, device_.api.event_record(handle_, reinterpret_cast<cuda::Stream>(producer)),
         [&] { return "record an event on a stream of " + device_.name; });
@@ -94,11 +95,10 @@ void CudaStream::copy_flat(std::span<const FlatCopy> copies, int kind) {
   const bool to_host = kind == cuda::kToHost;
   for (const FlatCopy& copy : copies) {
     auto* const device = reinterpret_cast<void*>(copy.device);
-    check(api_,
-          api_.copy(to_host ? copy.host : device, to_host ? device : copy.host, copy.bytes, kind, handle_), [&] {
-            return "copy " + std::to_string(copy.bytes) + " bytes from " +
-                   (to_host ? device_.name + " to the host" : "the host to " + device_.name);
-          });
+    check(api_, api_.copy(to_host ? copy.host : device, to_host ? device : copy.host, copy.bytes, kind, handle_), [&] {
+      return "copy " + std::to_string(copy.bytes) + " bytes from " +
+             (to_host ? device_.name + " to the host" : "the host to " + device_.name);
+    });
   }
 }
 

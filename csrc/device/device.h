@@ -73,9 +73,9 @@ class Accelerator {
   virtual std::unique_ptr<Event> make_event() = 0;
   // nullptr where there is no kernel to pack with, or no device memory to spare.
   virtual std::unique_ptr<Slab> make_slab(uint64_t bytes) = 0;
-  // Copies are fast and really asynchronous only from and to locked memory. Locks it for all accelerators of the runtime;
-  // slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is not
-  // locked.
+  // Copies are fast and really asynchronous only from and to locked memory. Locks it for all accelerators of the
+  // runtime; slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is
+  // not locked.
   virtual void page_lock(std::span<std::byte> memory) = 0;
   virtual void page_unlock(std::byte* memory) = 0;  // the start of a locked range
 };

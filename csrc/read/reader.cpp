@@ -300,8 +300,8 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
 }
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify,
-                                         const io::EngineOptions& options, DeviceSink* sink) {
+                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
+                                         DeviceSink* sink) {
   if (sink == nullptr && std::ranges::any_of(items, [](const ReadItem& item) { return item.device >= 0; })) {
     throw Error::invalid("rows on a device, but nothing to copy them there");
   }

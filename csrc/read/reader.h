@@ -80,8 +80,8 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std
 using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
 // The same of files that `open` gives; their paths are for errors.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify,
-                                         const io::EngineOptions& options, DeviceSink* sink = nullptr);
+                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
+                                         DeviceSink* sink = nullptr);
 
 // Reads whole tensors and only checks them: `memory` is not used. Damage is reported in `damaged` and not thrown; an
 // I/O error, or a missing file, is damage of each item that it affects. Takes slots for memory, whatever the tensors'

@@ -1,5 +1,5 @@
-// Copies what one load reads to accelerators while it reads on: out of page-locked slots, in batches, on a stream of its
-// own for each accelerator.
+// Copies what one load reads to accelerators while it reads on: out of page-locked slots, in batches, on a stream of
+// its own for each accelerator.
 #pragma once
 
 #include <condition_variable>
@@ -33,8 +33,9 @@ class DeviceLoad final : public read::DeviceSink {
   void prepare(std::span<std::byte> slot) override;
   std::unique_ptr<Batch> begin() override;
 
-  // Copies boxes out of any memory of the host, each to its device, on up to `threads` threads; those with device -1 are
-  // left out. They are read when this returns. Throws Error(device or invalid), with the number of the copy as item.
+  // Copies boxes out of any memory of the host, each to its device, on up to `threads` threads; those with device -1
+  // are left out. They are read when this returns. Throws Error(device or invalid), with the number of the copy as
+  // item.
   void copy(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices, unsigned threads);
 
   // Returns when all is copied. Nothing may be added from then on. Throws the first error of a copy.

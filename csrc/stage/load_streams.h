@@ -36,8 +36,8 @@ class LoadStreams {
   void give_back(std::unique_ptr<LoadStream> stream);     // nothing is queued on it
   std::unique_ptr<device::Event> make_event(int device);  // throws Error(device)
 
-  // Page-locks memory that stays mapped, for all accelerators and for good; at the first call for it only. Where that is
-  // refused, copies from it are slower.
+  // Page-locks memory that stays mapped, for all accelerators and for good; at the first call for it only. Where that
+  // is refused, copies from it are slower.
   void lock(int device, std::span<std::byte> memory);
   // Slots that small and strided parts are packed in.
   Arena& slots() { return slots_; }
@@ -47,8 +47,8 @@ class LoadStreams {
   Arena slots_;
   std::mutex mutex_;  // guards all below
   std::multimap<int, std::unique_ptr<LoadStream>> idle_;
-  std::set<std::byte*> tried_;               // to lock
-  std::map<std::byte*, int> locked_;         // the device by which
+  std::set<std::byte*> tried_;        // to lock
+  std::map<std::byte*, int> locked_;  // the device by which
 };
 
 // CUDA's, made at the first call. Throws Error(invalid) with the reason where there is no CUDA.

@@ -95,9 +95,10 @@ FillTable make_read_table(const StateTables& state, std::span<const int64_t> rea
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
                    int64_t row);
 
-// The engine's copy table (io/box_copy.h) for RouteRound::places (share/routes.h), given the memories that they are in: rows of peer (-1: this rank), address,
-// bytes. The rest: also rows whose tensor is not of the stored dtype. Throws as above, also for rows that leave a memory.
+// The engine's copy table (io/box_copy.h) for RouteRound::places (share/routes.h), given the memories that they are in:
+// rows of peer (-1: this rank), address, bytes. The rest: also rows whose tensor is not of the stored dtype. Throws as
+// above, also for rows that leave a memory.
 FillTable make_place_table(const StateTables& state, std::span<const int64_t> places,
-                            std::span<const int64_t> memories);
+                           std::span<const int64_t> memories);
 
 }  // namespace vescale_ckpt::state

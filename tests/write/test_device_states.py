@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from damage import load, no_snapshot_is_left, same
+from late_copies import late_copies
 from torch import nn
 
 import vescale_ckpt
@@ -223,6 +224,52 @@ def test_a_change_past_the_gate_is_refused_on_devices_too(
     handle = vescale_ckpt.save(checkpoint, values, async_checkpoint=True, gate=optimizer)
     with pytest.raises(CheckpointError, match="weight was changed while it was copied"):
         handle.result(BOUND)
+
+
+def _free(weight: nn.Parameter) -> torch.Tensor:
+    weight.untyped_storage().resize_(0)
+    return torch.full((20_000,), 9.0)  # gets the block that was freed, as on a device, whose allocator keeps it mapped
+
+
+def _give_other_memory(weight: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        weight.set_(torch.full((20_000,), 9.0))  # type: ignore[call-overload]
+    return torch.full((20_000,), 9.0)
+
+
+def _change(weight: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        return weight.fill_(9.0)
+
+
+@pytest.mark.parametrize("change", [_free, _give_other_memory, _change])
+def test_a_block_that_goes_to_the_next_tensor_is_not_saved(
+    checkpoint: Path, pretended: Pretended, change: Callable[[nn.Parameter], torch.Tensor]
+) -> None:
+    weight = nn.Parameter(torch.ones(20_000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    vescale_ckpt.save(checkpoint, {"weight": weight})
+    with late_copies() as copy_now:
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        assert pretended.snapshots[-1][0] == [0], "it lies on a device"
+        other = change(weight)
+        copy_now.set()
+        with pytest.raises(CheckpointError, match=r"weight.*(changed|given back)"):
+            handle.result(BOUND)
+    assert other.eq(9).all()
+    assert load(checkpoint, {"weight": torch.zeros(20_000)})["weight"].eq(1).all(), "the old checkpoint is whole"
+
+
+def test_a_parameter_that_was_given_other_memory_is_saved_as_it_was(checkpoint: Path, pretended: Pretended) -> None:
+    weight = nn.Parameter(torch.ones(20_000))
+    with late_copies() as copy_now:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        weight.data = torch.full((20_000,), 9.0)
+        others = [torch.full((20_000,), 9.0) for _ in range(20)]  # none of them gets the old block, which is kept
+        copy_now.set()
+        handle.result(BOUND)
+    assert load(checkpoint, {"weight": torch.zeros(20_000)})["weight"].eq(1).all() and len(others) == 20
 
 
 def test_staging_for_dcp(pretended: Pretended) -> None:

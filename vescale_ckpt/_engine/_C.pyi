@@ -56,6 +56,7 @@ class Snapshot:
         threads: int,
         devices: Any = b"",
         producers: Sequence[tuple[int, int]] = (),
+        pack_bytes: int = ...,
     ) -> None: ...
     @property
     def rows(self) -> int: ...

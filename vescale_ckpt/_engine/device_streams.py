@@ -22,6 +22,8 @@ def current_streams() -> Streams:
 def producers(streams: Streams, devices: Any) -> list[tuple[int, int]]:
     """For the engine: the device and the stream of each device that occurs in `devices`, the table of a device for each
     row; -1 is host memory."""
+    if not bytes(devices).strip(b"\xff"):  # all are -1
+        return []
     numbers = {device for device in memoryview(devices).cast("B").cast("q") if device >= 0}
     return [(number, int(streams[number].cuda_stream)) for number in sorted(numbers)]
 

@@ -32,7 +32,7 @@ struct Seen {
   std::vector<cuda::Context> contexts;  // pushed
   std::vector<std::string> without_device;
   size_t batched = 0;
-  std::vector<int> priorities;  // of streams, as they were made
+  std::vector<int> priorities;                                      // of streams, as they were made
   std::vector<std::byte> device = std::vector<std::byte>(1 << 20);  // "device memory" of the tests
 };
 Seen seen;
@@ -321,9 +321,10 @@ TEST_F(Cuda, AStreamThatIsCapturedIsRefused) {
     pipeline.start(rows(host), producers);
     FAIL() << "it copies";
   } catch (const Error& error) {
-    EXPECT_STREQ(error.what(),
-                 "copy tensors of device 0: the current stream is being captured into a CUDA graph: save and load before "
-                 "after the capture");
+    EXPECT_STREQ(
+        error.what(),
+        "copy tensors of device 0: the current stream is being captured into a CUDA graph: save and load before or "
+        "after the capture");
   }
   seen.captured.clear();
   pipeline.start(rows(host), producers);  // it can go on

@@ -164,7 +164,9 @@ void fake_delay(int microseconds) {
   const std::lock_guard lock(state.mutex);
   state.delay_us = microseconds;
 }
-void* fake_stream() { return new Stream; }
+void* fake_stream() {
+  return new Stream;
+}
 // Queues, on a stream of a trainer, that memory is filled, after a while.
 void fake_fill(void* stream, void* memory, int value, size_t bytes, int delay_ms) {
   static_cast<Stream*>(stream)->push([=] {
@@ -172,23 +174,43 @@ void fake_fill(void* stream, void* memory, int value, size_t bytes, int delay_ms
     std::memset(memory, value, bytes);
   });
 }
-void fake_drain(void* stream) { static_cast<Stream*>(stream)->drain(); }
+void fake_drain(void* stream) {
+  static_cast<Stream*>(stream)->drain();
+}
 
 // --- CUDA's runtime
 
-int cudaGetDeviceCount(int* count) { return *count = 2, called(__func__); }
-int cudaDeviceGetAttribute(int* value, int, int) { return *value = 1, called(__func__); }
-int cudaRuntimeGetVersion(int* version) { return *version = 13000, 0; }
-int cudaDriverGetVersion(int* version) { return *version = 13000, 0; }
-int cudaGetLastError() { return std::exchange(last_error, 0); }
-const char* cudaGetErrorName(int code) { return code == kFailure ? "cudaErrorFakeDevice" : "cudaErrorFakeCall"; }
-const char* cudaGetErrorString(int code) { return code == kFailure ? "the fake device failed" : "a fake refusal"; }
-int cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) { return *lowest = 0, *highest = -5, 0; }
+int cudaGetDeviceCount(int* count) {
+  return *count = 2, called(__func__);
+}
+int cudaDeviceGetAttribute(int* value, int, int) {
+  return *value = 1, called(__func__);
+}
+int cudaRuntimeGetVersion(int* version) {
+  return *version = 13000, 0;
+}
+int cudaDriverGetVersion(int* version) {
+  return *version = 13000, 0;
+}
+int cudaGetLastError() {
+  return std::exchange(last_error, 0);
+}
+const char* cudaGetErrorName(int code) {
+  return code == kFailure ? "cudaErrorFakeDevice" : "cudaErrorFakeCall";
+}
+const char* cudaGetErrorString(int code) {
+  return code == kFailure ? "the fake device failed" : "a fake refusal";
+}
+int cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
+  return *lowest = 0, *highest = -5, 0;
+}
 int cudaStreamCreateWithPriority(void** stream, unsigned, int) {
   *stream = new Stream;
   return called(__func__);
 }
-int cudaStreamDestroy(void*) { return called(__func__); }
+int cudaStreamDestroy(void*) {
+  return called(__func__);
+}
 int cudaStreamSynchronize(void* stream) {
   static_cast<Stream*>(stream)->drain();
   return called(__func__);
@@ -203,13 +225,19 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   static_cast<Stream*>(stream)->push([=] { of->wait(number); });
   return called(__func__);
 }
-int cudaStreamIsCapturing(void*, int* status) { return *status = called("captured") != 0 ? 1 : 0, last_error = 0; }
-int cudaThreadExchangeStreamCaptureMode(int* mode) { return *mode = 0; }
+int cudaStreamIsCapturing(void*, int* status) {
+  return *status = called("captured") != 0 ? 1 : 0, last_error = 0;
+}
+int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  return *mode = 0;
+}
 int cudaEventCreateWithFlags(void** event, unsigned) {
   *event = new Event;  // never deleted: streams may still wait for it
   return called(__func__);
 }
-int cudaEventDestroy(void*) { return called(__func__); }
+int cudaEventDestroy(void*) {
+  return called(__func__);
+}
 int cudaEventRecord(void* event, void* stream) {
   auto* of = static_cast<Event*>(event);
   uint64_t number = 0;
@@ -261,10 +289,18 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
   }
   return 0;
 }
-int cudaMalloc(void** memory, size_t bytes) { return *memory = new char[bytes], called(__func__); }
-int cudaFree(void* memory) { return delete[] static_cast<char*>(memory), called(__func__); }
-int cudaHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = new char[bytes], called(__func__); }
-int cudaFreeHost(void* memory) { return delete[] static_cast<char*>(memory), called(__func__); }
+int cudaMalloc(void** memory, size_t bytes) {
+  return *memory = new char[bytes], called(__func__);
+}
+int cudaFree(void* memory) {
+  return delete[] static_cast<char*>(memory), called(__func__);
+}
+int cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  return *memory = new char[bytes], called(__func__);
+}
+int cudaFreeHost(void* memory) {
+  return delete[] static_cast<char*>(memory), called(__func__);
+}
 int cudaHostRegister(void* memory, size_t bytes, unsigned) {
   if (const int code = called(__func__); code != 0) return code;
   if (crosses(memory, bytes) || is_locked(memory)) return last_error = 1;
@@ -279,17 +315,33 @@ int cudaHostUnregister(void* memory) {
 
 // --- CUDA's driver
 
-int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
-int cuDeviceGetName(char* name, int, int) { return std::strcpy(name, "Fake"), 0; }
+int cuDeviceGet(int* device, int ordinal) {
+  return *device = ordinal, 0;
+}
+int cuDeviceGetName(char* name, int, int) {
+  return std::strcpy(name, "Fake"), 0;
+}
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = reinterpret_cast<void*>(intptr_t{256} + device), 0;
 }
-int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxPushCurrent_v2(void*) { return 0; }
-int cuCtxPopCurrent_v2(void** context) { return *context = nullptr, 0; }
-int cuModuleLoadData(void**, const void*) { return called(__func__), 209; }  // no kernel image is for this device
-int cuModuleGetFunction(void**, void*, const char*) { return 1; }
-int cuModuleUnload(void*) { return 0; }
+int cuDevicePrimaryCtxRelease_v2(int) {
+  return 0;
+}
+int cuCtxPushCurrent_v2(void*) {
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** context) {
+  return *context = nullptr, 0;
+}
+int cuModuleLoadData(void**, const void*) {
+  return called(__func__), 209;
+}  // no kernel image is for this device
+int cuModuleGetFunction(void**, void*, const char*) {
+  return 1;
+}
+int cuModuleUnload(void*) {
+  return 0;
+}
 int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) {
   return 1;
 }

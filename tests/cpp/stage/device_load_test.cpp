@@ -35,9 +35,14 @@ struct Machine {
   void load(DeviceLoad& load, int device, device::DeviceAddress target, uint64_t bytes, int64_t run) {
     const auto rows = static_cast<int64_t>(bytes) / (2 * run);
     const std::vector<int64_t> sizes = {rows, 2 * run}, none = {0, 0}, box = {rows, run}, strides = {run, 1};
-    const read::ReadItem item{
-        .file = 0, .record_offset = 0, .record_length = bytes, .dtype = 0, .chunk_sizes = sizes,
-        .box = io::Box(1, sizes, none, box, strides), .memory = at(target), .device = device};
+    const read::ReadItem item{.file = 0,
+                              .record_offset = 0,
+                              .record_length = bytes,
+                              .dtype = 0,
+                              .chunk_sizes = sizes,
+                              .box = io::Box(1, sizes, none, box, strides),
+                              .memory = at(target),
+                              .device = device};
     for (uint64_t from = 0; from < bytes; from += kSlot) {
       const uint64_t to = std::min(bytes, from + kSlot);
       Slot slot = slots.acquire();
@@ -120,9 +125,8 @@ TEST(DeviceLoad, CopiesBoxesFromAnyMemory) {
 }
 
 TEST(DeviceLoad, TellsOfEveryFailureAndLeavesNothingUnderWay) {
-  for (const Fault fault :
-       {Fault::make_stream, Fault::make_event, Fault::record_producer, Fault::after, Fault::record, Fault::copy,
-        Fault::wait, Fault::on_device}) {
+  for (const Fault fault : {Fault::make_stream, Fault::make_event, Fault::record_producer, Fault::after, Fault::record,
+                            Fault::copy, Fault::wait, Fault::on_device}) {
     Machine machine;
     const auto target = machine.runtime.allocate(0, 8 * kSlot);
     machine.runtime.fail(fault, fault == Fault::copy || fault == Fault::on_device ? 3 : 0);

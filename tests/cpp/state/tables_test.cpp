@@ -291,9 +291,9 @@ TEST(MakeReadTable, FindsBoxes) {
 TEST(MakeReadTable, LeavesOutWhatTheEngineCannotFillFast) {
   State state;
   const int64_t int16 = code_of("int16");
-  const Words rows = {0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
-                      0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 1, 3, 1, 0,
-                      2, 0, 64,   500,  -1, code_of("float64"), 0};
+  const Words rows = {0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 2, 1, 1, 2,  //
+                      0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 1, 3, 1, 0, 2, 0, 64, 500, -1, code_of("float64"),
+                      0};
   state.tensors[2] = kCudaDevice + (int64_t{3} << 32);
   state.ready[0] = std::byte{kOnDevice + 3};
   FillTable made = state.read(rows);
@@ -365,7 +365,7 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
   const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);
   EXPECT_EQ(make(places).copies.rows, (Words{int16, address(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
-                                        float64, address(of_peer) + 40, 0, 5000}));
+                                             float64, address(of_peer) + 40, 0, 5000}));
   EXPECT_TRUE(make(places).rest.empty());
 
   Words other = places;
