@@ -19,7 +19,7 @@ from .._engine.errors import named_errors
 from .._engine.options import engine_options, threads_of, used_paths
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
-from .._engine.tensor_checks import can_be_filled, holds_any, overlapping
+from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, overlapping
 from .._engine.torch_private import bump_versions
 from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
@@ -243,9 +243,11 @@ class Load:
         tensor: torch.Tensor,
         commit: Callable[[torch.Tensor], object] | None = None,
     ) -> Target:
-        place = place_of(tensor)
-        if tensor.dtype == record.dtype and (place == ON_HOST or (place > ON_HOST and is_fast_to_fill(tensor))):
-            return Target(record, storage_offset, tensor, tensor, device_number(place), commit)
+        if tensor.dtype == record.dtype:
+            if is_host_memory(tensor):
+                return Target(record, storage_offset, tensor, tensor, -1, commit)
+            if (place := place_of(tensor)) > ON_HOST and is_fast_to_fill(tensor):
+                return Target(record, storage_offset, tensor, tensor, device_number(place), commit)
         if not can_be_filled(tensor):
             raise CheckpointError(
                 f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"

@@ -19,7 +19,7 @@ using device::Fault;
 
 constexpr uint64_t kSlot = 1 << 20;
 
-std::byte* at(device::DeviceAddress address) {
+std::byte* pointer_to(device::DeviceAddress address) {
   return reinterpret_cast<std::byte*>(static_cast<uintptr_t>(address));
 }
 
@@ -41,7 +41,7 @@ struct Machine {
                               .dtype = 0,
                               .chunk_sizes = sizes,
                               .box = io::Box(1, sizes, none, box, strides),
-                              .memory = at(target),
+                              .memory = pointer_to(target),
                               .device = device};
     for (uint64_t from = 0; from < bytes; from += kSlot) {
       const uint64_t to = std::min(bytes, from + kSlot);
@@ -107,7 +107,7 @@ TEST(DeviceLoad, CopiesBoxesFromAnyMemory) {
   for (int64_t i = 0; i < kPieces; ++i) {
     devices.push_back(i % 3 - 1);  // -1: left out
     targets.push_back(devices.back() < 0 ? 0 : machine.runtime.allocate(static_cast<int>(devices.back()), 200 * 100));
-    copies.push_back({io::Box(1, sizes, offsets, box, strides), piece.data(), at(targets.back())});
+    copies.push_back({io::Box(1, sizes, offsets, box, strides), piece.data(), pointer_to(targets.back())});
   }
   DeviceLoad load(machine.streams, machine.producers);
   load.copy(copies, devices, 4);
