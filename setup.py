@@ -48,7 +48,8 @@ if COMPILER is None:
 def pack_kernels() -> Path | None:
     """The kernels of csrc/device/gather.cu, compiled and written as a list of bytes to include; None without nvcc.
 
-    One image for Ampere, Hopper and, compiled by the driver when it is loaded, everything later.
+    One image for Ampere, Hopper and Blackwell, as far as this nvcc has them, and for all else since Ampere in a form
+    that the driver compiles when it is loaded.
     """
     found = shutil.which(
         "nvcc",
@@ -67,8 +68,11 @@ def pack_kernels() -> Path | None:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "pack.fatbin"
         command = [found, "-fatbin", "-O3", "-std=c++17", "-I", str(ROOT / "csrc"), str(sources[0]), "-o", str(binary)]
-        for target in ("arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_80,code=compute_80"):
-            command += ["-gencode", target]
+        known = subprocess.run([found, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+        for number in ("80", "90", "100", "120"):
+            if f"sm_{number}" in known:
+                command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        command += ["-gencode", "arch=compute_80,code=compute_80"]
         if os.environ.get("VESCALE_CKPT_WERROR"):
             command += ["-Werror", "all-warnings"]
         result = subprocess.run(command, capture_output=True, text=True)

@@ -12,23 +12,22 @@ import shutil
 import statistics
 import tempfile
 import time
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_saves
+from benchmarks import gpu_copies, gpu_saves
 from benchmarks.background import Saves
 from benchmarks.candidates import REGISTRY
 from benchmarks.figures import record
 from benchmarks.gpu_saves import timed
 from benchmarks.harness import STOCK, Row, Steps, Turn, alternate, summarize, table, working_directory
 from benchmarks.one_process import SavesAndLoads
+from vescale_ckpt import settings
 from vescale_ckpt._bench.raw_file import RawFile
-from vescale_ckpt._engine import _C
 
 GiB = 1 << 30
 
@@ -73,15 +72,16 @@ def ceilings(rounds: int, size: int) -> None:
         "pageable_to_device": lambda: taken(lambda: device[0].copy_(pageable)),
     }
     record(**{f"{row.candidate}_gb_s": size / row.seconds / 1e9 for row in shown("copies", ways, rounds)})
+    runtime = torch.cuda.cudart()
     seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
-        lock = _C.PageLock(0, pageable.data_ptr() // 4096 * 4096, size // 4096 * 4096, 64 << 20)
+        status = int(runtime.cudaHostRegister(pageable.data_ptr(), size, 0))
         seconds.append(time.perf_counter() - started)
-        if lock.refusal:
-            record(page_lock=f"refused: {lock.refusal}")
+        if status != 0:
+            record(page_lock=f"refused: cudaHostRegister returned {status}")
             return
-        del lock
+        runtime.cudaHostUnregister(pageable.data_ptr())
     record(page_lock_gb_s=size / statistics.median(seconds) / 1e9)
 
 
@@ -93,58 +93,21 @@ def peak(rounds: int, *, to_host: bool = True) -> float:
     return GiB / median_of(lambda: target.copy_(source, non_blocking=True), rounds)
 
 
-def copy_ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
-    """Name → a copy of all tensors to the host. Ours and the plain ones copy into the same pinned memory."""
-    offsets = [0]
-    for tensor in tensors:
-        offsets.append(offsets[-1] + -(-tensor.nbytes // 64) * 64)
-    pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-    places = [pinned[o : o + t.nbytes].view(t.dtype).view(t.shape) for o, t in zip(offsets, tensors, strict=False)]
-    rows = array("q")
-    for tensor, place in zip(tensors, places, strict=True):
-        rows.extend([tensor.data_ptr(), place.data_ptr(), tensor.itemsize, tensor.dim()])
-        rows.extend([*tensor.shape, *tensor.stride()])
-    packing, plain = _C.DeviceCopies(0, True), _C.DeviceCopies(0, True, slab_bytes=0)
-
-    def ours(copies: _C.DeviceCopies) -> None:
-        copies.start(rows, [torch.cuda.current_stream().cuda_stream], alignment=64)
-        copies.wait(600)
-
-    def non_blocking() -> None:
-        for tensor, place in zip(tensors, places, strict=True):
-            place.copy_(tensor, non_blocking=True)
-
-    return {
-        "vescale": lambda: ours(packing),
-        "vescale, no slab": lambda: ours(plain),
-        "pinned, non_blocking": non_blocking,
-        "tensor.cpu()": lambda: [tensor.cpu() for tensor in tensors],
-    }
-
-
-def copies(rounds: int) -> None:
-    """Copies to the host of a few large, many small, and strided tensors."""
-    ceiling = peak(rounds)
+def copies(device: str, rounds: int, scale: float, only: Sequence[str] = ()) -> None:
+    """Copies to the host of a few large, many small, and strided tensors, of the bus's peak. `only`: of these kinds,
+    and ours alone."""
+    ceiling = peak(rounds) if device == "cuda" else 1e9
+    prefix = f"pack_{settings.number('pack_bytes') >> 10}k_" if only else ""
     record(pinned_peak_gb_s=ceiling / 1e9)
-    kinds: dict[str, Callable[[], list[torch.Tensor]]] = {
-        "16 x 128 MiB": lambda: [torch.randn(32 << 20, device="cuda") for _ in range(16)],
-        "2000 x 1 MiB": lambda: [torch.randn(256 << 10, device="cuda") for _ in range(2000)],
-        "2000 x 256 KiB": lambda: [torch.randn(64 << 10, device="cuda") for _ in range(2000)],
-        "20000 x 64 KiB": lambda: [torch.randn(16 << 10, device="cuda") for _ in range(20000)],
-        "20000 x 4 KiB": lambda: [torch.randn(1 << 10, device="cuda") for _ in range(20000)],
-        "8 x 64 MiB, columns": lambda: [torch.randn(8192, 4096, device="cuda")[:, :2048] for _ in range(8)],
-        "8 x 64 MiB, transposed": lambda: [torch.randn(4096, 4096, device="cuda").t() for _ in range(8)],
-    }
-    figure = {
-        "20000 x 4 KiB": "4k", "20000 x 64 KiB": "64k", "2000 x 256 KiB": "256k", "2000 x 1 MiB": "1m",
-        "8 x 64 MiB, columns": "columns", "8 x 64 MiB, transposed": "transposed",
-    }  # fmt: skip
-    for kind, make in kinds.items():
+    for kind, make in gpu_copies.kinds(device, scale).items():
+        if only and kind not in only:
+            continue
         tensors = make()
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        for row in shown(kind, {name: partial(taken, copy) for name, copy in copy_ways(tensors).items()}, rounds):
-            if row.candidate == "vescale" and kind in figure:
-                record(**{f"copy_{figure[kind]}_of_peak": nbytes / row.seconds / ceiling})
+        turns = {name: partial(taken, copy) for name, copy in gpu_copies.ways(tensors).items()}
+        for row in shown(kind, {"vescale": turns["vescale"]} if only else turns, rounds):
+            name = {"vescale": "copy", gpu_copies.STOCK: "stock_copy"}.get(row.candidate, "plain_copy")
+            record(**{f"{prefix}{name}_{kind}_of_peak": nbytes / row.seconds / ceiling})
 
 
 def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
@@ -176,7 +139,11 @@ def room(wanted: int, directory: str, device: str) -> int:
     return max(1 << 20, min(wanted, *free))
 
 
-SECTIONS = ("disk", "ceilings", "copies", "first", "prepared", "gated", "both-ways", "growth", "stock")
+SECTIONS = (
+    "disk", "ceilings", "copies", "pack-sizes", "odd", "first", "prepared", "gated", "both-ways", "small-loads",
+    "growth", "stock",
+)  # fmt: skip
+PART = "small-copies"  # a section, for processes that `pack-sizes` starts
 
 
 def main() -> None:
@@ -190,19 +157,26 @@ def main() -> None:
     arguments = parser.parse_args()
     device, directory, rounds = arguments.device, arguments.dir, arguments.rounds
     sections = arguments.sections.split(",")
-    if unknown := set(sections) - set(SECTIONS):
+    if unknown := set(sections) - {*SECTIONS, PART}:
         parser.error(f"no section is named {', '.join(sorted(unknown))}")
     on_gpu = device == "cuda"
     size = room(int(arguments.gib * GiB), directory, device if set(sections) - {"disk"} else "cpu")
+    scale = min(1.0, arguments.gib / 4)
     run: dict[str, Callable[[], None]] = {
         "disk": lambda: disk(directory, rounds, min(size, GiB)),
         "ceilings": lambda: ceilings(rounds, min(size, GiB)),
-        "copies": lambda: copies(rounds),
+        "copies": lambda: copies(device, rounds, scale),
+        PART: lambda: copies(device, rounds, scale, ("4k", "64k", "256k", "1m")),
+        "pack-sizes": lambda: gpu_copies.pack_sizes(device, arguments.gib),
+        "odd": lambda: gpu_copies.odd(device, directory, min(4 * GiB, size)),
         "first": lambda: gpu_saves.first(device, directory, rounds, size, peak(rounds) if on_gpu else None),
         "prepared": lambda: gpu_saves.prepared(device, directory, rounds, size),
         "gated": lambda: gpu_saves.gated(device, directory, rounds, size),
         "both-ways": lambda: gpu_saves.both_ways(
             device, directory, rounds, size, peak(rounds, to_host=False) if on_gpu else None
+        ),
+        "small-loads": lambda: gpu_saves.small_loads(
+            device, directory, rounds, scale, peak(rounds, to_host=False) if on_gpu else None
         ),
         "growth": lambda: gpu_saves.growth(device, directory, arguments.saves),
         "stock": lambda: beside_stock(device, rounds, directory, min(size, 2 * GiB)),

@@ -79,7 +79,7 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
     state = make_state(device, size)
     optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
     small = torch.zeros(64, device=device)
-    seconds, beside = [], []
+    seconds, beside, cold = [], [], []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for number in range(rounds + 1):
             synchronize()
@@ -90,13 +90,17 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
             while not handle.staged.done():
                 launches.append(launch(small))
             handle.result()
-            if number:  # the first one takes memory
+            if number == 0:  # it takes memory
+                cold += launches
+            else:
                 seconds.append(stall)
                 beside += launches
     synchronize()
     alone = [launch(small) for _ in range(max(1000, min(len(beside), 100_000)))]
     record(gate_stall_ms=statistics.median(seconds) * 1e3, gate_launches=len(beside))
-    record(gate_launch_p99_ratio=percentile(beside, 0.99) / percentile(alone, 0.99))
+    usual = percentile(alone, 0.99)
+    record(gate_launch_p99_ratio=percentile(beside, 0.99) / usual)
+    record(gate_launch_p99_cold_ratio=percentile(cold, 0.99) / usual, gate_launches_cold=len(cold))
 
 
 def launch(small: torch.Tensor) -> float:
@@ -136,6 +140,28 @@ def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_devic
     if peak_to_device is not None:
         record(load_of_lesser=rates["device", "load"] / min(peak_to_device, rates["host", "load"]))
         record(own_device_mib=most / MiB)
+
+
+def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_device: float | None) -> None:
+    """Loads of 20,000 x 64 KiB from the page cache, to the device and to the host."""
+    count = max(20, int(20_000 * scale))
+    state = {f"t.{i}": torch.randn(16 << 10, device=device) for i in range(count)}
+    targets = {
+        "device": {name: torch.zeros_like(value) for name, value in state.items()},
+        "host": {name: torch.zeros(value.shape) for name, value in state.items()},
+    }
+    seconds: dict[str, list[float]] = {"device": [], "host": []}
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        vescale_ckpt.save(folder, state)
+        for _ in range(rounds + 1):
+            for kind, target in targets.items():
+                seconds[kind].append(timed(lambda: vescale_ckpt.load(folder, target)))  # noqa: B023
+    if not all(torch.equal(state[name], value) for name, value in targets["device"].items()):
+        raise SystemExit("small tensors came back wrong")
+    rates = {kind: bytes_of(state) / statistics.median(times[1:]) for kind, times in seconds.items()}
+    record(**{f"small_load_{kind}_gb_s": rate / 1e9 for kind, rate in rates.items()})
+    if peak_to_device is not None:
+        record(small_load_of_lesser=rates["device"] / min(peak_to_device, rates["host"]))
 
 
 def own_device_bytes() -> int:

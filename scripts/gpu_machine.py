@@ -37,8 +37,7 @@ def on_gpu(machine: Machine) -> str:
 
 
 def with_two_gpus(machine: Machine) -> str:
-    # Two ranks on one device need tricks with NCCL that are not made here.
-    return machine.no_gpu or (f"{machine.devices} device: NCCL wants one a rank" if machine.devices < 2 else "")
+    return machine.no_gpu or (f"{machine.devices} device: two are wanted" if machine.devices < 2 else "")
 
 
 def with_sanitizer(machine: Machine) -> str:

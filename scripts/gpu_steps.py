@@ -18,7 +18,7 @@ from gpu_machine import cuda_home, sanitizer
 from benchmarks.figures import record
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "tests/gpu/test_gpu.py::test_copies_to_the_host_and_back"
+KERNELS = "tests/gpu/test_gpu.py::test_snapshots_hold_tensors_of_all_kinds"
 PROBE = (
     "import json; from vescale_ckpt._engine import _C; "
     "print(json.dumps([_C.capabilities(), _C.device_info()], default=str))"

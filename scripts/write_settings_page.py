@@ -46,6 +46,7 @@ MORE = {
     "direct_io": "`on`: fail where files cannot bypass it; `off`: never try. Argument: `direct_io=`.",
     "snapshot_bytes": "Free is what is free at the first one (the control group's limit counts), divided by "
     "`LOCAL_WORLD_SIZE`. Tensors that exceed it are written before the save returns.",
+    "pack_bytes": "It is read at the first save of such tensors in a process.",
     "background_bytes_per_second": "In each process.",
     "exit_timeout": "These are asynchronous saves.",
     "alone": "Without it that is an error where `WORLD_SIZE` is above 1. Each process then needs its own directory.",

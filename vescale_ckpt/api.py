@@ -353,7 +353,7 @@ def prepare(
                 needed = sum(words(items.body_bytes()))
                 device = device_number(max(items.description.ready, default=NOT_READY))
                 if device >= 0:
-                    _C.page_lock_snapshots(device)
+                    _C.page_lock_snapshots(device, settings.number("pack_bytes"))
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

@@ -68,6 +68,9 @@ SETTINGS = {
         Setting("convert_bytes", 256 * MiB, "most memory for tensors under way in a conversion", least=MiB),
         Setting("direct_io", "auto", "whether files bypass the page cache", choices=("auto", "on", "off")),
         Setting("snapshot_bytes", 0, "most memory for snapshots in a process; 0: half of what is free, a rank"),
+        Setting(
+            "pack_bytes", 64 * 1024, "largest tensor of a CUDA device that saves copy together with others", most=MiB
+        ),
         Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
         Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
         Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),

@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/trace.h"
 #include "bindings/bindings.h"
+#include "bindings/device_load.h"
 #include "format/checksum_table.h"
 #include "format/pickle_check.h"
 #include "format/torch_record.h"
@@ -158,12 +159,15 @@ py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>&
 }
 
 py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
-                    const io::EngineOptions& options) {
-  const Table table(buffer);
+                    const io::EngineOptions& options, const py::buffer& device_buffer, const Producers& producers) {
+  const Table table(buffer), devices(device_buffer);
   std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = read::read_tensors(paths, read::parse_read_table(table.values()), verify, options);
+    const auto to_devices = device_load(devices.values(), producers);
+    report = read::read_tensors(paths, read::parse_read_table(table.values(), devices.values()), verify, options,
+                                to_devices.get());
+    if (to_devices) to_devices->finish();
   }
   return read_dict(*report);
 }
@@ -315,7 +319,8 @@ void bind_engine(py::module_& module) {
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");
-  module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"));
+  module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"),
+             py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
   module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");

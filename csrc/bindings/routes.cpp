@@ -2,10 +2,12 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/device_load.h"
 #include "io/box_copy.h"
 #include "io/shared_map.h"
 #include "share/route_tables.h"
@@ -42,14 +44,30 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
   return result;
 }
 
-std::pair<py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
-                                                       const py::buffer& sources, const py::buffer& tensors,
-                                                       const py::bytes& ready, const py::buffer& memories) {
+std::tuple<py::bytes, py::bytes, std::vector<int64_t>> place_table(const py::bytes& inventory, const py::buffer& rows,
+                                                                   const py::buffer& sources, const py::buffer& tensors,
+                                                                   const py::bytes& ready, const py::buffer& memories) {
   const Table row_words(rows), source_words(sources), tensor_words(tensors), memory_words(memories);
   const state::Inventory items(view(inventory));
-  state::PlaceTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
-                                                    row_words.values(), memory_words.values());
-  return {bytes_of(table.copies), std::move(table.rest)};
+  state::FillTable table = state::make_place_table({items, source_words.values(), tensor_words.values(), view(ready)},
+                                                   row_words.values(), memory_words.values());
+  return {bytes_of(table.copies.rows), bytes_of(table.copies.devices), std::move(table.rest)};
+}
+
+void copy_boxes(const py::buffer& buffer, unsigned threads, const py::buffer& device_buffer,
+                const Producers& producers) {
+  const Table table(buffer), devices(device_buffer);
+  const py::gil_scoped_release release;
+  const std::vector<io::BoxCopy> copies = io::parse_copy_table(table.values());
+  const auto to_devices = device_load(devices.values(), producers);
+  if (!to_devices) return io::copy_boxes(copies, threads);
+  to_devices->copy(copies, devices.values(), threads);
+  std::vector<io::BoxCopy> on_host;
+  for (size_t row = 0; row < copies.size(); ++row) {
+    if (devices.values()[row] < 0) on_host.push_back(copies[row]);
+  }
+  io::copy_boxes(on_host, threads);
+  to_devices->finish();
 }
 
 struct Unmap {
@@ -117,15 +135,9 @@ void bind_routes(py::module_& module) {
       py::arg("packs"), py::arg("address"), py::arg("bytes"));
   module.def("place_table", &place_table, py::arg("inventory"), py::arg("placements"), py::arg("sources"),
              py::arg("tensors"), py::arg("ready"), py::arg("memories"),
-             "the table of copies, and the numbers of rows that are not in it");
-  module.def(
-      "copy_boxes",
-      [](const py::buffer& buffer, unsigned threads) {
-        const Table table(buffer);
-        const py::gil_scoped_release release;
-        io::copy_boxes(io::parse_copy_table(table.values()), threads);
-      },
-      py::arg("table"), py::arg("threads"));
+             "the table of copies, their devices, and the numbers of rows that are not in it");
+  module.def("copy_boxes", &copy_boxes, py::arg("table"), py::arg("threads"), py::arg("devices") = py::bytes(),
+             py::arg("producers") = Producers());
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/device_load.h"
 #include "format/torch_record.h"
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
@@ -86,14 +87,6 @@ py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool ver
 
 using Paths = std::vector<std::string>;
 
-std::unique_ptr<read::ReadReport> called(hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table,
-                                         std::unique_ptr<read::ReadReport> (hf::SafetensorsReads::*call)(
-                                             std::span<const std::string>, std::span<const int64_t>)) {
-  const Table words(table);
-  const py::gil_scoped_release release;
-  return (reads.*call)(paths, words.values());
-}
-
 }  // namespace
 
 void bind_safetensors(py::module_& module) {
@@ -138,14 +131,29 @@ void bind_safetensors(py::module_& module) {
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))
       .def(
           "read_tensors",
-          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
-            return read_dict(*called(reads, paths, table, &hf::SafetensorsReads::read));
+          [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table, const py::buffer& device_buffer,
+             const Producers& producers) {
+            const Table words(table), devices(device_buffer);
+            std::unique_ptr<read::ReadReport> report;
+            {
+              const py::gil_scoped_release release;
+              const auto to_devices = device_load(devices.values(), producers);
+              report = reads.read(paths, words.values(), devices.values(), to_devices.get());
+              if (to_devices) to_devices->finish();
+            }
+            return read_dict(*report);
           },
-          py::arg("paths"), py::arg("table"))
+          py::arg("paths"), py::arg("table"), py::arg("devices") = py::bytes(), py::arg("producers") = Producers())
       .def(
           "check_tensors",
           [](hf::SafetensorsReads& reads, const Paths& paths, const py::buffer& table) {
-            return check_tuple(*called(reads, paths, table, &hf::SafetensorsReads::check));
+            const Table words(table);
+            std::unique_ptr<read::ReadReport> report;
+            {
+              const py::gil_scoped_release release;
+              report = reads.check(paths, words.values());
+            }
+            return check_tuple(*report);
           },
           py::arg("paths"), py::arg("table"));
 

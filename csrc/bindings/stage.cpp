@@ -16,13 +16,13 @@ namespace {
 class HeldSnapshot {
  public:
   HeldSnapshot(const py::buffer& buffer, uint64_t budget_bytes, unsigned threads, const py::buffer& device_buffer,
-               const std::vector<std::pair<int, device::StreamHandle>>& producers)
+               const std::vector<std::pair<int, device::StreamHandle>>& producers, uint64_t pack_bytes)
       : threads_(threads) {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
     stage::SnapshotDevices of_devices{devices.values(), {}, nullptr};
     for (const auto& [device, stream] : producers) of_devices.producers.push_back({device, stream});
-    if (!producers.empty()) of_devices.pipelines = &stage::cuda_pipelines(producers.front().first);
+    if (!producers.empty()) of_devices.pipelines = &stage::cuda_pipelines(producers.front().first, pack_bytes);
     snapshot_ =
         std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);
   }
@@ -86,9 +86,10 @@ void bind_stage(py::module_& module) {
   // As a buffer it is its memory, which must not be used after release().
   py::class_<HeldSnapshot>(module, "Snapshot", py::buffer_protocol())
       .def(py::init<const py::buffer&, uint64_t, unsigned, const py::buffer&,
-                    const std::vector<std::pair<int, device::StreamHandle>>&>(),
+                    const std::vector<std::pair<int, device::StreamHandle>>&, uint64_t>(),
            py::arg("table"), py::arg("budget_bytes"), py::arg("threads"), py::arg("devices") = py::bytes(),
-           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>())
+           py::arg("producers") = std::vector<std::pair<int, device::StreamHandle>>(),
+           py::arg("pack_bytes") = device::CopyLimits().small_bytes)
       .def_property_readonly("rows", [](const HeldSnapshot& held) { return held.get()->rows(); })
       .def_property_readonly("first", [](const HeldSnapshot& held) { return held.get()->first(); })
       .def_property_readonly("bytes", [](const HeldSnapshot& held) { return held.get()->bytes(); })
@@ -109,7 +110,8 @@ void bind_stage(py::module_& module) {
       [](uint64_t bytes, unsigned threads) { return stage::snapshot_arena().prepare(bytes, threads); },
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "page_lock_snapshots", [](int device) { stage::cuda_pipelines(device); }, py::arg("device"),
+      "page_lock_snapshots", [](int device, uint64_t pack_bytes) { stage::cuda_pipelines(device, pack_bytes); },
+      py::arg("device"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
       "lets memory of snapshots be locked in the background, for all CUDA devices",
       py::call_guard<py::gil_scoped_release>());
   module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());

@@ -224,6 +224,15 @@ py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const p
   return py::make_tuple(packed(table.rows), packed(table.devices));
 }
 
+py::tuple read_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
+                     const py::bytes& tensors, const py::bytes& ready) {
+  const Words row_words(rows), source_words(sources), tensor_words(tensors);
+  const state::Inventory items(view(inventory));
+  const state::FillTable table =
+      state::make_read_table({items, source_words.values(), tensor_words.values(), view(ready)}, row_words.values());
+  return py::make_tuple(packed(table.copies.rows), packed(table.copies.devices), table.rest);
+}
+
 template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
@@ -273,8 +282,8 @@ void bind_tensors(py::module_& module) {
              py::arg("tensors"), py::arg("ready"), "a write table of rows wherever they are, and their devices");
   module.def("ready_rows", &engine_table<&state::ready_rows>, py::arg("inventory"), py::arg("local_plan"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));
-  module.def("read_table", &engine_table<&state::make_read_table>, py::arg("inventory"), py::arg("reads"),
-             py::arg("sources"), py::arg("tensors"), py::arg("ready"));
+  module.def("read_table", &read_table, py::arg("inventory"), py::arg("reads"), py::arg("sources"), py::arg("tensors"),
+             py::arg("ready"), "a read table, the device of each row, and the numbers of rows that are not in it");
 }
 
 }  // namespace vescale_ckpt::bindings

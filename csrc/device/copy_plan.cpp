@@ -45,9 +45,9 @@ bool CopyPlan::is_packed(size_t index) const {
   const DeviceRow& row = rows_[index];
   if (limits_.slab_bytes == 0) return false;
   if (!row.dims.empty()) {
-    return row.run < limits_.pitched_run || row.run * row.dims.back().count < limits_.small_bytes;
+    return row.run < limits_.pitched_run || row.run * row.dims.back().count <= limits_.small_bytes;
   }
-  return row.bytes < limits_.small_bytes &&
+  return row.bytes <= limits_.small_bytes &&
          ((index > 0 && joins(rows_[index - 1], row)) || (index + 1 < rows_.size() && joins(row, rows_[index + 1])));
 }
 

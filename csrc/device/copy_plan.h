@@ -19,9 +19,9 @@ struct HostLayout {
 };
 
 struct CopyLimits {
-  uint64_t slab_bytes = 8 << 20;  // 0: nothing is packed
-  uint64_t small_bytes = 64 << 10;
-  uint64_t pitched_run = 4 << 10;  // the shortest runs that 2-D copies are used for if there is a slab instead
+  uint64_t slab_bytes = 8 << 20;    // 0: nothing is packed
+  uint64_t small_bytes = 64 << 10;  // rows of up to so many are packed
+  uint64_t pitched_run = 4 << 10;   // the shortest runs that 2-D copies are used for if there is a slab instead
   uint64_t group_bytes = 64 << 20;
   uint64_t group_copies = 4096;
 };

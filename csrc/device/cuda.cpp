@@ -46,7 +46,9 @@ class CudaAccelerator final : public Accelerator {
     return load_kernel();
   }
 
-  std::unique_ptr<CopyStream> make_stream() override { return std::make_unique<CudaStream>(device_); }
+  std::unique_ptr<CopyStream> make_stream(Priority priority) override {
+    return std::make_unique<CudaStream>(device_, priority);
+  }
   std::unique_ptr<Event> make_event() override { return std::make_unique<CudaEvent>(device_); }
 
   std::unique_ptr<Slab> make_slab(uint64_t bytes) override {

@@ -60,7 +60,8 @@ bool load(Api& api, std::string& reason) {
   need("cudaGetLastError", api.get_last_error);
   need("cudaGetErrorName", api.error_name);
   need("cudaGetErrorString", api.error_string);
-  need("cudaStreamCreateWithFlags", api.stream_create);
+  need("cudaDeviceGetStreamPriorityRange", api.stream_priorities);
+  need("cudaStreamCreateWithPriority", api.stream_create);
   need("cudaStreamDestroy", api.stream_destroy);
   need("cudaStreamSynchronize", api.stream_synchronize);
   need("cudaStreamWaitEvent", api.stream_wait_event);

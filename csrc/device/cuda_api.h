@@ -45,7 +45,8 @@ struct Api {
   int (*get_last_error)();
   const char* (*error_name)(int code);
   const char* (*error_string)(int code);
-  int (*stream_create)(Stream* stream, unsigned flags);
+  int (*stream_priorities)(int* lowest, int* highest);
+  int (*stream_create)(Stream* stream, unsigned flags, int priority);
   int (*stream_destroy)(Stream stream);
   int (*stream_synchronize)(Stream stream);
   int (*stream_wait_event)(Stream stream, EventHandle event, unsigned flags);

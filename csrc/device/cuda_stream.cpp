@@ -3,6 +3,7 @@
 #include <array>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "device/notes.h"
@@ -35,8 +36,9 @@ void CudaEvent::record(StreamHandle producer) {
   check(device_.api, device_.api.stream_is_captured(stream, &status),
         [&] { return "ask whether a stream of " + device_.name + " is captured"; });
   if (status != cuda::kNotCaptured) {
-    throw Error::device("copy tensors of " + device_.name,
-                        "the current stream is being captured into a CUDA graph: save before or after the capture", 0);
+    throw Error::device(
+        "copy tensors of " + device_.name,
+        "the current stream is being captured into a CUDA graph: save and load before or after the capture", 0);
   }
   check(device_.api, device_.api.event_record(handle_, reinterpret_cast<cuda::Stream>(producer)),
         [&] { return "record an event on a stream of " + device_.name; });
@@ -54,9 +56,11 @@ CudaSlab::~CudaSlab() {
   });
 }
 
-CudaStream::CudaStream(cuda::Device& device) : device_(device), api_(device.api) {
+CudaStream::CudaStream(cuda::Device& device, Priority priority) : device_(device), api_(device.api) {
   const Current current(device);
-  check(api_, api_.stream_create(&handle_, cuda::kStreamNonBlocking),
+  int lowest = 0, highest = 0;  // numerically lower is more urgent
+  check(api_, api_.stream_priorities(&lowest, &highest), [&] { return "ask for priorities of " + device.name; });
+  check(api_, api_.stream_create(&handle_, cuda::kStreamNonBlocking, priority == Priority::highest ? highest : 0),
         [&] { return "make a stream on " + device.name; });
 }
 
@@ -78,25 +82,39 @@ void CudaStream::record(Event& event) {
 }
 
 void CudaStream::copy(std::span<const FlatCopy> copies) {
+  copy_flat(copies, cuda::kToHost);
+}
+
+void CudaStream::copy_to_device(std::span<const FlatCopy> copies) {
+  copy_flat(copies, cuda::kToDevice);
+}
+
+void CudaStream::copy_flat(std::span<const FlatCopy> copies, int kind) {
   const Current current(device_);
-  if (device_.batches && copies.size() > 1 && copy_batch(copies)) return;
+  if (device_.batches && copies.size() > 1 && copy_batch(copies, kind)) return;
+  const bool to_host = kind == cuda::kToHost;
   for (const FlatCopy& copy : copies) {
-    check(api_, api_.copy(copy.host, reinterpret_cast<const void*>(copy.device), copy.bytes, cuda::kToHost, handle_),
-          [&] { return "copy " + std::to_string(copy.bytes) + " bytes from " + device_.name + " to the host"; });
+    auto* const device = reinterpret_cast<void*>(copy.device);
+    check(api_, api_.copy(to_host ? copy.host : device, to_host ? device : copy.host, copy.bytes, kind, handle_), [&] {
+      return "copy " + std::to_string(copy.bytes) + " bytes from " +
+             (to_host ? device_.name + " to the host" : "the host to " + device_.name);
+    });
   }
 }
 
 // False where the driver is too old for batches, or refuses this one: made one by one, its copies say which it was.
-bool CudaStream::copy_batch(std::span<const FlatCopy> copies) {
+bool CudaStream::copy_batch(std::span<const FlatCopy> copies, int kind) {
   std::vector<void*> from(copies.size()), to(copies.size());
   std::vector<size_t> bytes(copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
     from[i] = reinterpret_cast<void*>(copies[i].device);
     to[i] = copies[i].host;
+    if (kind == cuda::kToDevice) std::swap(from[i], to[i]);
     bytes[i] = copies[i].bytes;
   }
   const cuda::Location on_device{cuda::kLocationDevice, device_.index}, on_host{cuda::kLocationHost, 0};
   cuda::CopyAttributes attributes{cuda::kAccessInStreamOrder, on_device, on_host, cuda::kPreferOverlapWithCompute};
+  if (kind == cuda::kToDevice) std::swap(attributes.source, attributes.destination);
   size_t start = 0, failed = 0;
   const int code =
       api_.copy_batch_13 != nullptr

@@ -49,7 +49,7 @@ class CudaSlab final : public Slab {
 
 class CudaStream final : public CopyStream {
  public:
-  explicit CudaStream(cuda::Device& device);
+  CudaStream(cuda::Device& device, Priority priority);
   ~CudaStream() override;
   CudaStream(const CudaStream&) = delete;
   CudaStream& operator=(const CudaStream&) = delete;
@@ -58,11 +58,13 @@ class CudaStream final : public CopyStream {
   void record(Event& event) override;
   void copy(std::span<const FlatCopy> copies) override;
   void copy(const PitchedCopy& copy) override;
+  void copy_to_device(std::span<const FlatCopy> copies) override;
   void pack(Slab& slab, const PackTable& table) override;
   void drain() override;
 
  private:
-  bool copy_batch(std::span<const FlatCopy> copies);
+  void copy_flat(std::span<const FlatCopy> copies, int kind);
+  bool copy_batch(std::span<const FlatCopy> copies, int kind);
 
   cuda::Device& device_;
   const cuda::Api& api_;

@@ -56,23 +56,26 @@ class CopyStream {
   // From the device to the host.
   virtual void copy(std::span<const FlatCopy> copies) = 0;  // in any order among themselves
   virtual void copy(const PitchedCopy& copy) = 0;
+  virtual void copy_to_device(std::span<const FlatCopy> copies) = 0;  // in any order among themselves
   // From the places in the table into the slab. Copies the table.
   virtual void pack(Slab& slab, const PackTable& table) = 0;
   virtual void drain() = 0;  // returns when nothing is queued, also where it throws
 };
+
+enum class Priority { normal, highest };  // of a stream's kernels among those that wait for the device
 
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
   virtual std::string name() const = 0;
   virtual bool has_kernel() = 0;  // to pack small ranges with
-  virtual std::unique_ptr<CopyStream> make_stream() = 0;
+  virtual std::unique_ptr<CopyStream> make_stream(Priority priority) = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
   // nullptr where there is no kernel to pack with, or no device memory to spare.
   virtual std::unique_ptr<Slab> make_slab(uint64_t bytes) = 0;
-  // Copies are fast and really asynchronous only into locked memory. Locks it for all accelerators of the runtime;
-  // slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is not
-  // locked.
+  // Copies are fast and really asynchronous only from and to locked memory. Locks it for all accelerators of the
+  // runtime; slow: a second for a few GiB. No copy may cross from one locked range into another, or into memory that is
+  // not locked.
   virtual void page_lock(std::span<std::byte> memory) = 0;
   virtual void page_unlock(std::byte* memory) = 0;  // the start of a locked range
 };

@@ -9,8 +9,8 @@ namespace vescale_ckpt::device {
 Pipeline::Pipeline(Accelerator& accelerator, const CopyLimits& limits)
     : accelerator_(accelerator),
       limits_(limits),
-      copies_(accelerator.make_stream()),
-      packs_(accelerator.make_stream()),
+      copies_(accelerator.make_stream(Priority::normal)),
+      packs_(accelerator.make_stream(Priority::highest)),  // a kernel of training must not hold up the copies
       produced_(accelerator.make_event()) {
   if (limits.group_bytes == 0 || limits.group_copies == 0 || limits.slab_bytes % 16 != 0 ||
       limits.slab_bytes * turns_.size() > kMaxSlabBytes) {

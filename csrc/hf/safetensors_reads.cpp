@@ -104,10 +104,11 @@ read::OpenFile SafetensorsReads::prepare(std::span<const std::string> paths, std
 }
 
 std::unique_ptr<read::ReadReport> SafetensorsReads::read(std::span<const std::string> paths,
-                                                         std::span<const int64_t> table) {
-  std::vector<read::ReadItem> items = read::parse_read_table(table);
+                                                         std::span<const int64_t> table,
+                                                         std::span<const int64_t> devices, read::DeviceSink* sink) {
+  std::vector<read::ReadItem> items = read::parse_read_table(table, devices);
   const read::OpenFile open = prepare(paths, items);
-  return read::read_tensors(paths, open, items, verify_, options_);
+  return read::read_tensors(paths, open, items, verify_, options_, sink);
 }
 
 std::unique_ptr<read::ReadReport> SafetensorsReads::check(std::span<const std::string> paths,

@@ -29,7 +29,9 @@ class SafetensorsReads {
 
   // `table`: rows as of parse_read_table. Throws Error: corrupt (with the row as item; also if a file has another head
   // than its rows say), io, invalid.
-  std::unique_ptr<read::ReadReport> read(std::span<const std::string> paths, std::span<const int64_t> table);
+  // `devices` and `sink`: as for parse_read_table and read_tensors.
+  std::unique_ptr<read::ReadReport> read(std::span<const std::string> paths, std::span<const int64_t> table,
+                                         std::span<const int64_t> devices = {}, read::DeviceSink* sink = nullptr);
   // `table`: rows as of parse_check_table. Damage is reported in ReadReport::damaged, but damage of a head is thrown.
   std::unique_ptr<read::ReadReport> check(std::span<const std::string> paths, std::span<const int64_t> table);
 

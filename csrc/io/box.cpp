@@ -172,6 +172,13 @@ void Box::runs(uint64_t begin, uint64_t end, const std::function<void(uint64_t, 
   if (from != to) emit(from, memory, to - from);
 }
 
+void Box::runs_in_memory(uint64_t begin, uint64_t end,
+                         const std::function<void(uint64_t, int64_t, uint64_t)>& emit) const {
+  visit(begin, end, [&](uint64_t at, int64_t memory, uint64_t run, uint64_t count, uint64_t stride, int64_t step) {
+    for (uint64_t i = 0; i < count; ++i, at += stride, memory += step) emit(at, memory, run);
+  });
+}
+
 void Box::ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& emit) const {
   if (bytes_ == 0) return;
   // Dimensions whose repeats leave only small gaps are taken in one range.

@@ -38,6 +38,10 @@ class Box {
   // run_bytes(), of which the first and the last may be cut. `memory` is only right where runs_are_dense().
   void runs(uint64_t begin, uint64_t end, const std::function<void(uint64_t, int64_t, uint64_t)>& emit) const;
 
+  // Calls `emit(begin, memory, bytes)` for what lies in the body range [begin, end), in rising order: runs that lie
+  // together in the body and in memory, of which the first and the last may be cut.
+  void runs_in_memory(uint64_t begin, uint64_t end, const std::function<void(uint64_t, int64_t, uint64_t)>& emit) const;
+
   // Calls `emit(begin, end)` for body ranges in rising order that cover the box; gaps of up to `gap` bytes are closed.
   void ranges(uint64_t gap, const std::function<void(uint64_t, uint64_t)>& emit) const;
 

@@ -244,7 +244,7 @@ void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile&
 std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, DataFile& data, uint64_t begin,
                                                        uint64_t end) const {
   const ReadItem& item = items_[record.items[0]];
-  if (check_only_ || record.items.size() != 1 || !item.box.dense()) return {0, 0};
+  if (check_only_ || record.items.size() != 1 || !item.box.dense() || item.device >= 0) return {0, 0};
   begin = std::max(begin, record.body_offset + item.box.begin());
   end = std::min(end, record.body_offset + item.box.end());
   const bool direct = data.file->access() == io::Access::direct;

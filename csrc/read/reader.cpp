@@ -21,13 +21,15 @@ constexpr unsigned kOpenFiles = 128;
 class ReadJob {
  public:
   ReadJob(std::span<const std::string> paths, const OpenFile& open, std::span<const ReadItem> items,
-          std::span<const uint32_t> rows, Purpose purpose, const io::EngineOptions& options, ReadReport& report)
+          std::span<const uint32_t> rows, Purpose purpose, const io::EngineOptions& options, ReadReport& report,
+          DeviceSink* sink = nullptr)
       : paths_(paths),
         items_(items),
         verify_(purpose != Purpose::deliver),
         check_only_(purpose == Purpose::check),
         options_(options),
         report_(report),
+        sink_(sink),
         plan_(open, items, rows, purpose, options, report) {}
 
   void run() {
@@ -100,26 +102,35 @@ class ReadJob {
     flight.transfer.size =
         segment.in_place != nullptr ? flight.transfer.needed : align_up(segment.end, kBlock) - segment.begin;
     flight.item = &segment;
+    if (sink_ != nullptr && flight.slot) sink_->prepare({flight.slot->data(), options_.slot_bytes});
   }
 
   void complete(io::Flight& flight) {
     const Segment& segment = *static_cast<const Segment*>(flight.item);
     report_.stats.count(flight, segment.end - segment.begin);
+    const auto batch = sink_ != nullptr && flight.slot ? sink_->begin() : nullptr;
     for (const Part& part : segment.parts) {
       const std::byte* data = flight.transfer.data + (part.begin - segment.begin);
       if (!check_only_) {
-        take(part, data, segment.in_place == nullptr);
+        take(part, data, segment.in_place == nullptr, batch.get());
         continue;
       }
       try {
-        take(part, data, false);
+        take(part, data, false, nullptr);
       } catch (const Error& error) {
         add_damage(plan_.records[part.record], error);
       }
     }
+    if (batch == nullptr) return;
+    try {
+      batch->send(std::move(*flight.slot));
+    } catch (const Error& error) {
+      throw Error(error.kind, error.what(), error.path, error.offset, error.code,
+                  plan_.records[segment.parts[0].record].items[0]);
+    }
   }
 
-  void take(const Part& part, const std::byte* data, bool scatter) {
+  void take(const Part& part, const std::byte* data, bool scatter, DeviceSink::Batch* batch) {
     Record& record = plan_.records[part.record];
     const uint64_t body = record.body_offset, body_end = record.body_end();
     const uint64_t from = std::max(part.begin, body), to = std::min(part.end, body_end);
@@ -132,7 +143,11 @@ class ReadJob {
       }
       if (scatter) {
         for (const uint32_t item : record.items) {
-          items_[item].box.scatter(bytes, from - body, to - body, items_[item].memory);
+          if (items_[item].device >= 0) {
+            batch->add(items_[item], bytes, from - body, to - body);
+          } else {
+            items_[item].box.scatter(bytes, from - body, to - body, items_[item].memory);
+          }
         }
       }
     }
@@ -234,6 +249,7 @@ class ReadJob {
   const bool check_only_;
   const io::EngineOptions& options_;
   ReadReport& report_;
+  DeviceSink* const sink_;  // nullptr: all items are in the host's memory
   ReadPlan plan_;
   WorkQueue<size_t> queue_;
   std::mutex keep_mutex_;  // guards what several workers may touch in conclude(), keep() and add_damage()
@@ -279,17 +295,20 @@ OpenFile by_path(std::span<const std::string> paths, const io::EngineOptions& op
 }  // namespace
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                         bool verify, const io::EngineOptions& options) {
-  return read_tensors(paths, by_path(paths, options), items, verify, options);
+                                         bool verify, const io::EngineOptions& options, DeviceSink* sink) {
+  return read_tensors(paths, by_path(paths, options), items, verify, options, sink);
 }
 
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify,
-                                         const io::EngineOptions& options) {
+                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
+                                         DeviceSink* sink) {
+  if (sink == nullptr && std::ranges::any_of(items, [](const ReadItem& item) { return item.device >= 0; })) {
+    throw Error::invalid("rows on a device, but nothing to copy them there");
+  }
   auto report = std::make_unique<ReadReport>();
   const Purpose purpose = verify ? Purpose::deliver_verified : Purpose::deliver;
   for_each_batch(items, [&](std::span<const uint32_t> rows) {
-    ReadJob(paths, open, items, rows, purpose, options, *report).run();
+    ReadJob(paths, open, items, rows, purpose, options, *report, sink).run();
   });
   std::sort(report->unread.begin(), report->unread.end());
   return report;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/memory.h"
 #include "format/torch_record.h"
 #include "io/box.h"
 #include "io/transfer_loop.h"
@@ -36,6 +37,25 @@ struct ReadItem {
   // (format/checksum_table.h); without them it cannot be verified.
   bool bare = false;
   std::span<const uint32_t> blocks = {};
+
+  int device = -1;  // the accelerator that `memory` is on; -1: the host's memory
+};
+
+// Takes what is read for items on accelerators. Thread-safe, but for its batches, each of which belongs to one thread.
+class DeviceSink {
+ public:
+  // What one slot holds for accelerators.
+  class Batch {
+   public:
+    virtual ~Batch() = default;
+    // What lies in the body range [begin, end) of the item's box; `body` points at body offset `begin`, in the slot.
+    virtual void add(const ReadItem& item, const std::byte* body, uint64_t begin, uint64_t end) = 0;
+    virtual void send(Slot slot) = 0;  // begins the copies, and gives the slot back when they are done
+  };
+
+  virtual ~DeviceSink() = default;
+  virtual void prepare(std::span<std::byte> slot) = 0;  // called before each use of a slot
+  virtual std::unique_ptr<Batch> begin() = 0;
 };
 
 struct DamagedItem {
@@ -52,15 +72,16 @@ struct ReadReport {
   io::TransferStats stats;
 };
 
-// Throws Error: corrupt (with the item), io, invalid. The items' memory is undefined then.
+// Throws Error: corrupt (with the item), io, invalid, device. The items' memory is undefined then. What is read for
+// items on accelerators goes to `sink`, whose copies may be under way when this returns or throws.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
-                                         bool verify, const io::EngineOptions& options);
+                                         bool verify, const io::EngineOptions& options, DeviceSink* sink = nullptr);
 // Gives a file by its number, to be held while it is read from. Throws Error. Called from the thread of the read.
 using OpenFile = std::function<std::shared_ptr<io::File>(uint32_t file)>;
 // The same of files that `open` gives; their paths are for errors.
 std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, const OpenFile& open,
-                                         std::span<const ReadItem> items, bool verify,
-                                         const io::EngineOptions& options);
+                                         std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
+                                         DeviceSink* sink = nullptr);
 
 // Reads whole tensors and only checks them: `memory` is not used. Damage is reported in `damaged` and not thrown; an
 // I/O error, or a missing file, is damage of each item that it affects. Takes slots for memory, whatever the tensors'

@@ -40,12 +40,16 @@ std::vector<ReadItem> parse(std::span<const int64_t> table, const TakeTarget& ta
 
 }  // namespace
 
-std::vector<ReadItem> parse_read_table(std::span<const int64_t> table) {
-  return parse(table, [](io::TableCursor& cursor, std::span<const int64_t> chunk) -> Target {
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table, std::span<const int64_t> devices) {
+  std::vector<ReadItem> items = parse(table, [](io::TableCursor& cursor, std::span<const int64_t> chunk) -> Target {
     const auto offsets = cursor.take(chunk.size()), sizes = cursor.take(chunk.size());
     std::byte* memory = cursor.address();
     return {offsets, sizes, memory, cursor.take(chunk.size())};
   });
+  if (devices.empty()) return items;
+  if (devices.size() != items.size()) throw Error::invalid("not a device for each row of the table");
+  for (size_t row = 0; row < items.size(); ++row) items[row].device = static_cast<int>(devices[row]);
+  return items;
 }
 
 std::vector<ReadItem> parse_check_table(std::span<const int64_t> table) {

@@ -11,8 +11,9 @@
 namespace vescale_ckpt::read {
 
 // Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n chunk sizes, n box
-// offsets, n box sizes, address of the box's first element, n strides (elements). Throws Error(invalid, row).
-std::vector<ReadItem> parse_read_table(std::span<const int64_t> table);
+// offsets, n box sizes, address of the box's first element, n strides (elements). `devices`: for each row its device,
+// or -1 for host memory; empty: all are there. Throws Error(invalid, row).
+std::vector<ReadItem> parse_read_table(std::span<const int64_t> table, std::span<const int64_t> devices = {});
 
 // Rows: file, record offset, record length, CRC-32 of the tensor or -1, dtype, dimensions n, n sizes. For
 // check_tensors: whole tensors without memory. Throws Error(invalid, row).

@@ -69,7 +69,7 @@ MemoryRegistrar page_locking(device::Accelerator& accelerator) {
           }};
 }
 
-DevicePipelines& cuda_pipelines(int device) {
+DevicePipelines& cuda_pipelines(int device, uint64_t pack_bytes) {
   static std::mutex mutex;
   static DevicePipelines* pipelines = nullptr;  // leaked on purpose: threads may copy while static destructors run
   const std::lock_guard lock(mutex);
@@ -78,7 +78,7 @@ DevicePipelines& cuda_pipelines(int device) {
   device::CudaRuntime* const runtime = device::cuda_runtime(reason);
   if (runtime == nullptr) throw Error::invalid(reason);
   snapshot_arena().set_registrar(page_locking(runtime->accelerator(device)));
-  return *(pipelines = new DevicePipelines(*runtime));
+  return *(pipelines = new DevicePipelines(*runtime, {.small_bytes = pack_bytes}));
 }
 
 }  // namespace vescale_ckpt::stage

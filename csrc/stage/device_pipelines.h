@@ -66,7 +66,8 @@ class DevicePipelines {
 MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
 // CUDA's, made at the first call, which also lets the process's arena lock its memory. `device`: one that will be used.
-// Throws Error(invalid) with the reason where there is no CUDA.
-DevicePipelines& cuda_pipelines(int device);
+// Tensors of up to `pack_bytes`, as the first call has them, are packed. Throws Error(invalid) with the reason where
+// there is no CUDA.
+DevicePipelines& cuda_pipelines(int device, uint64_t pack_bytes);
 
 }  // namespace vescale_ckpt::stage

@@ -53,7 +53,6 @@ class LocalBox {
     usable_ = readable_ && ready == kOnHost;
   }
 
-  bool usable() const { return usable_; }
   void expect_usable() const { expect(usable_); }
   void expect_readable() const { expect(readable_); }
 
@@ -74,6 +73,21 @@ class LocalBox {
     }
     empty_ = empty_ || length == 0;
     if (!multiply_add(at, tensor_.strides[dim], &first_)) malformed("an item's place overflows", row_);
+  }
+
+  // Whether the engine may fill so much of it, and, on a device, has not to do it in runs of a few bytes.
+  bool fast_to_fill(std::span<const int64_t> lengths) const {
+    constexpr int64_t kLeastRun = 4 << 10;
+    if (!readable_ || device_ < 0) return readable_;
+    const int64_t item_bytes = format::dtypes()[static_cast<size_t>(tensor_.dtype)].item_bytes;
+    int64_t run = 1;  // elements that lie together
+    for (size_t dim = lengths.size(); dim-- > 0;) {
+      if (lengths[dim] == 0) return true;
+      if (lengths[dim] == 1) continue;
+      if (tensor_.strides[dim] != run) return run >= kLeastRun / item_bytes;
+      if (__builtin_mul_overflow(run, lengths[dim], &run)) return true;
+    }
+    return true;
   }
 
   // Of the first element; that of an empty one is never used.
@@ -258,8 +272,9 @@ std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_
   return ready;
 }
 
-std::vector<int64_t> make_read_table(const StateTables& state, std::span<const int64_t> reads) {
-  std::vector<int64_t> table;
+FillTable make_read_table(const StateTables& state, std::span<const int64_t> reads) {
+  FillTable made;
+  std::vector<int64_t>& table = made.copies.rows;
   table.reserve(reads.size());
   int64_t row = 0;
   for (size_t at = 0; at < reads.size(); ++row) {
@@ -267,17 +282,21 @@ std::vector<int64_t> make_read_table(const StateTables& state, std::span<const i
     const auto head = reads.subspan(at, kReadHead), boxes = reads.subspan(at + kReadHead, 4 * dims);
     const auto lengths = boxes.subspan(2 * dims, dims), offsets = boxes.subspan(3 * dims, dims);
     LocalBox local(state, head[0], row);
-    local.expect_usable();
+    at += kReadHead + 4 * dims;
     if (local.box().size() != dims) malformed("an item and its read differ in dimensions", row);
-    if (local.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
     for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
+    if (!local.fast_to_fill(lengths)) {
+      made.rest.push_back(row);
+      continue;
+    }
+    if (local.dtype() != head[5]) malformed("a tensor is not of the stored dtype", row);
     append(table, head.subspan(1));
     append(table, boxes.first(3 * dims));
     table.push_back(local.address());
     append(table, local.strides());
-    at += kReadHead + 4 * dims;
+    made.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
   }
-  return table;
+  return made;
 }
 
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
@@ -291,16 +310,17 @@ int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dt
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()) + begin);
 }
 
-PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
-                            std::span<const int64_t> memories) {
+FillTable make_place_table(const StateTables& state, std::span<const int64_t> places,
+                           std::span<const int64_t> memories) {
   std::map<int64_t, std::span<const std::byte>> memory_of;
   if (memories.size() % kMemoryRow != 0) malformed("a table of memories is malformed");
   for (size_t at = 0; at < memories.size(); at += kMemoryRow) {
     const auto* address = reinterpret_cast<const std::byte*>(static_cast<uintptr_t>(memories[at + 1]));
     memory_of[memories[at]] = {address, static_cast<size_t>(memories[at + 2])};
   }
-  PlaceTable table;
-  table.copies.reserve(places.size());
+  FillTable table;
+  std::vector<int64_t>& copies = table.copies.rows;
+  copies.reserve(places.size());
   int64_t row = 0;
   for (size_t at = 0; at < places.size(); ++row) {
     const size_t dims = dims_of(places, at, kPlaceHead, 4, "a table of places is malformed");
@@ -312,16 +332,17 @@ PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> p
     LocalBox local(state, head[2], row);
     if (local.box().size() != dims) malformed("an item and its place differ in dimensions", row);
     for (size_t dim = 0; dim < dims; ++dim) local.narrow(dim, offsets[dim], lengths[dim]);
-    if (!local.usable() || local.dtype() != head[3]) {
+    if (!local.fast_to_fill(lengths) || local.dtype() != head[3]) {
       table.rest.push_back(row);
       continue;
     }
-    table.copies.push_back(local.dtype());
-    table.copies.push_back(address_in(memory->second, head[1], local.dtype(), boxes.first(dims), row));
-    table.copies.push_back(static_cast<int64_t>(dims));
-    append(table.copies, boxes.first(3 * dims));
-    table.copies.push_back(local.address());
-    append(table.copies, local.strides());
+    copies.push_back(local.dtype());
+    copies.push_back(address_in(memory->second, head[1], local.dtype(), boxes.first(dims), row));
+    copies.push_back(static_cast<int64_t>(dims));
+    append(copies, boxes.first(3 * dims));
+    copies.push_back(local.address());
+    append(copies, local.strides());
+    table.copies.devices.push_back(local.device() < 0 ? -1 : local.device());
   }
   return table;
 }

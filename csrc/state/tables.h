@@ -85,20 +85,20 @@ std::vector<uint8_t> ready_rows(const StateTables& state, std::span<const int64_
 // The engine's read table for rows: item, file, record offset, record length, CRC-32 or -1, stored dtype, dimensions n,
 // n chunk sizes, n offsets in the chunk, n lengths, n offsets in the item's box. Throws as above; what concerns the
 // chunk is left to the engine to check.
-std::vector<int64_t> make_read_table(const StateTables& state, std::span<const int64_t> reads);
-
-struct PlaceTable {
-  std::vector<int64_t> copies;  // the engine's copy table (io/box_copy.h)
-  std::vector<int64_t> rest;    // numbers of rows whose tensor is not of the stored dtype, or not the engine's to fill
+struct FillTable {
+  CopyTable copies;           // the engine's table, and the device of each row
+  std::vector<int64_t> rest;  // numbers of rows that the engine cannot fill, or not fast: on a device, in short runs
 };
+FillTable make_read_table(const StateTables& state, std::span<const int64_t> reads);
 
 // The address of a contiguous piece at an offset in the memory. Throws Error (invalid, row) if it leaves the memory.
 int64_t address_in(std::span<const std::byte> memory, int64_t offset, int64_t dtype, std::span<const int64_t> sizes,
                    int64_t row);
 
-// For RouteRound::places (share/routes.h), given the memories that they are in: rows of peer (-1: this rank), address,
-// bytes. Throws as above, also for rows that leave a memory.
-PlaceTable make_place_table(const StateTables& state, std::span<const int64_t> places,
-                            std::span<const int64_t> memories);
+// The engine's copy table (io/box_copy.h) for RouteRound::places (share/routes.h), given the memories that they are in:
+// rows of peer (-1: this rank), address, bytes. The rest: also rows whose tensor is not of the stored dtype. Throws as
+// above, also for rows that leave a memory.
+FillTable make_place_table(const StateTables& state, std::span<const int64_t> places,
+                           std::span<const int64_t> memories);
 
 }  // namespace vescale_ckpt::state

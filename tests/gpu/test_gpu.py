@@ -69,6 +69,46 @@ def test_a_checkpoint_of_device_tensors_loads_on_the_host(tmp_path: Path) -> Non
         assert torch.equal(loaded[key], value.cpu()), key
 
 
+def test_loads_come_after_what_the_current_stream_has_queued(tmp_path: Path) -> None:
+    wanted = model_state(1)
+    vescale_ckpt.save(tmp_path, wanted)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            values = model_state(2)
+            torch.cuda._sleep(200_000_000)  # cycles
+            change_all(values)
+            vescale_ckpt.load(tmp_path, values)
+            found = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+        torch.cuda.synchronize()
+        for key, value in found.items():
+            assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_loads_cast_on_the_device(tmp_path: Path, dtype: torch.dtype) -> None:
+    wanted = {key: value for key, value in state(1).items() if value.is_floating_point()}
+    vescale_ckpt.save(tmp_path, wanted)
+    found = {key: torch.zeros_like(value, dtype=dtype) for key, value in wanted.items()}
+    vescale_ckpt.load(tmp_path, found, allow_cast=True)
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value.to(dtype)), key
+
+
+def test_a_load_while_a_graph_is_captured_is_refused(tmp_path: Path) -> None:
+    values = {"a": torch.ones(1 << 20, device="cuda")}
+    vescale_ckpt.save(tmp_path, values)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        with pytest.raises(vescale_ckpt.CheckpointError, match="is being captured"):
+            vescale_ckpt.load(tmp_path, values)
+        values["a"].add_(1)
+        graph.capture_end()
+    vescale_ckpt.load(tmp_path, values)
+    assert values["a"].eq(1).all()
+
+
 # --- Asynchronous saves
 
 

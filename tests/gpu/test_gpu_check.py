@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from python_forks import run_python
 
-from benchmarks import gpu_train
+from benchmarks import gpu, gpu_train
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -142,14 +142,45 @@ def test_a_failed_step_is_the_exit_status_and_stops_no_other(tmp_path: Path) -> 
 
 def test_saves_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device=cpu", "--gib=0.005", "--rounds=1", "--saves=12"]
-    sections = f"--sections=first,prepared,gated,both-ways,growth --dir={tmp_path}".split()
+    sections = f"--sections=copies,odd,first,prepared,gated,both-ways,small-loads,growth --dir={tmp_path}".split()
     run = run_python([*command, *sections], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     figures: dict[str, Any] = {}
     for line in run.stdout.splitlines():
-        figures |= json.loads(line)
+        figures |= json.loads(line) if line.startswith("{") else {}  # tables are printed, too
     wanted = {"first_save_of_steady", "prepared_save_of_steady", "gate_stall_ms", "gate_launch_p99_ratio"}
     assert figures.keys() >= wanted | {"save_of_host", "load_of_host", "growth_host_mib", "growth_handles"}
+    assert figures.keys() >= {"copy_4k_of_peak", "stock_copy_4k_of_peak", "gate_launch_p99_cold_ratio"}
+    assert figures["odd_equal"] == 1 and figures["small_load_device_gb_s"] > 0
+
+
+def test_step_times_are_measured(tmp_path: Path) -> None:
+    small = "--device=cpu --width=16 --layers=2 --rows=8 --steps=4 --every=2 --rounds=1"
+    run = run_python([sys.executable, "-m", "benchmarks.gpu_step_time", *small.split(), f"--dir={tmp_path}"], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    figures: dict[str, Any] = {}
+    for line in run.stdout.splitlines():
+        figures |= json.loads(line)
+    for name in ("ours", "ours_gate", "stock"):
+        assert isinstance(figures[f"step_time_{name}_slower_percent"], float)
+    assert figures["step_time_parameters"] > 0
+
+
+def test_every_test_and_section_that_steps_name_is_there(check: Any) -> None:
+    tests = (ROOT / "tests/gpu/test_gpu.py").read_text()
+    for word in check.SUBSET.split(" or "):
+        assert word in tests, word
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import gpu_steps
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    assert gpu_steps.KERNELS.split("::")[1] in tests
+    for found in check.STEPS:
+        if "benchmarks.gpu" in found.command:
+            assert set(found.command[-1].split(",")) <= set(gpu.SECTIONS), found.name
+        for word in found.command:
+            assert not word.endswith(".py") or (ROOT / word).exists(), word
 
 
 def test_training_that_is_killed_goes_on_bit_for_bit(

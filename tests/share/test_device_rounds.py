@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -67,6 +68,7 @@ class _Gloo:
         self.group: dist.ProcessGroupGloo | None = None
         self.swaps = 0
         self.bytes = 0
+        self.aborts = 0
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
         if self.group is None:
@@ -88,6 +90,7 @@ class _Gloo:
         return mock.Mock()
 
     def abort(self) -> None:
+        self.aborts += 1
         self.group = None
 
 
@@ -131,16 +134,18 @@ def _all_ways(directory: Path) -> list[tuple[int, int, int]]:
         with _devices() as (host, made):
             for wanted in (None, 1, 0):
                 state = {name: _sharded(torch.zeros_like(tensor), wanted) for name, tensor in full.items()}
-                begun = host.begun + (not made)  # once for the connecting
+                begun = host.begun
                 stats = _load(path, state)
-                assert host.begun - begun == (stats.shared_bytes > 0), "memory is taken where something is shared"
+                shares = stats.shared_bytes > 0
+                assert host.begun - begun == 1 + shares, "memory is taken where something is shared, after connecting"
                 for name, tensor in full.items():
                     assert_same(state[name].to_local(), _sharded(tensor, wanted).to_local())
                 results.append((stats.read_bytes, stats.bytes, stats.shared_bytes))
             wide = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in full.items()}
             _load(path, wide, allow_cast=True)
             assert_same(wide, {name: tensor.double() for name, tensor in full.items()})
-            assert len(made) == 1 and made[0].swaps > 4 and made[0].bytes > 0, "connected once"
+            assert sum(group.swaps for group in made) > 4 and sum(group.bytes for group in made) > 0
+            assert all(group.group is None for group in made), "each load gives the connections' memory back"
     return results
 
 
@@ -227,12 +232,16 @@ def _fail(directory: Path) -> list[tuple[type, str]]:
             if attempt == 0:
                 error()
         host.slow = mine  # its device does not finish
-        with mock.patch.object(DeviceBuffer, "placing", lambda self: contextlib.nullcontext()):
+        with (
+            mock.patch.object(DeviceBuffer, "placing", lambda self: contextlib.nullcontext()),
+            mock.patch.object(DeviceGroup, "connect", lambda self, outputs, inputs: None),
+        ):
             error()
         host.slow = False
+        swaps = [group.swaps for group in made]
         _load(directory, state)  # over the host's memory from now on
         assert_same(state, full)
-        assert len(made) == 1 and not (mine and made[0].group is not None)
+        assert swaps == [group.swaps for group in made] and made[-1].group is None
     return errors
 
 
@@ -244,7 +253,7 @@ def test_failures_are_told_to_all(checkpoint: Path) -> None:
     assert slow is CheckpointError and "rank 1" in text and "did not swap their bytes" in text
 
 
-def _one_dies(directory: Path) -> str:
+def _one_dies(directory: Path, stuck: bool) -> tuple[str, int]:
     os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
     full = numbers(4096, 1024)
     vescale_ckpt.save(directory, {"w": full})
@@ -259,19 +268,35 @@ def _one_dies(directory: Path) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         swap(self, *args)
 
-    with _devices():
-        _load(directory, state)  # connects
-        dist.barrier()
-        with mock.patch.object(DeviceGroup, "swap", die_in_the_third), pytest.raises(CheckpointTimeoutError) as caught:
+    with _devices() as (host, made):
+        alltoall = _Gloo.alltoall
+
+        def never_ends(self: _Gloo, *args: Any) -> Any:  # as NCCL's do where a peer died
+            try:
+                return alltoall(self, *args)
+            except Exception:
+                host.slow = True
+            return mock.Mock()
+
+        with (
+            mock.patch.object(DeviceGroup, "swap", die_in_the_third),
+            mock.patch.object(_Gloo, "alltoall", never_ends if stuck else alltoall),
+            pytest.raises(CheckpointTimeoutError) as caught,
+        ):
             _load(directory, state)
-    assert caught.value.late_ranks == [2], caught.value
-    return str(caught.value)
+        host.slow = False
+        assert caught.value.late_ranks == [2], caught.value
+    state["w"].add_(1)  # it lives on
+    return str(caught.value), made[-1].aborts
 
 
-def test_a_rank_that_dies_in_a_swap_is_named(checkpoint: Path) -> None:
-    *survivors, dead = run_ranks(3, _one_dies, checkpoint, check=False)
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_rank_that_dies_in_a_swap_is_named(checkpoint: Path, stuck: bool) -> None:
+    *survivors, dead = run_ranks(3, _one_dies, checkpoint, stuck, check=False)
     assert "died" in str(dead)
-    assert all("died" in text for text in survivors), survivors  # nobody has waited for it in vain
+    for text, aborts in survivors:
+        assert "died" in text, "nobody has waited for it in vain"
+        assert aborts == 1, "of our own connections"
 
 
 # --- What is copied to the device
@@ -324,6 +349,25 @@ def test_connecting_to_a_rank_that_died_is_bounded() -> None:
     assert stuck.aborts == 1
 
 
+def test_an_abort_that_does_not_return_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.1)
+    ended = threading.Event()
+    group = DeviceGroup(_Host(), SimpleNamespace(abort=ended.wait), timeout=1.0)
+    group.end()
+    assert not group.usable and "have not ended within" in caplog.text
+    ended.set()
+
+
+def test_connections_end_with_what_holds_them() -> None:
+    backend = mock.Mock()
+    group = DeviceGroup(_Host(), backend, timeout=1.0)
+    del group
+    gc.collect()
+    assert backend.abort.call_count == 1
+
+
 def test_torch_does_not_end_the_process_when_a_peer_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     made: list[tuple[str | None, Any]] = []
@@ -344,7 +388,8 @@ def test_torch_does_not_end_the_process_when_a_peer_dies(monkeypatch: pytest.Mon
         nccl.nccl_backend(mock.Mock(), 0, 2, 30.0)
         assert os.environ.get(name) == user, "the user's own groups are as the user wants them"
         found, options = made.pop()
-        assert found == value and options.config.blocking == 0 and options._timeout > timedelta(seconds=600)
+        assert found == value and options.config.blocking == 0 and options.config.max_ctas == 8
+        assert options._timeout > timedelta(seconds=600)
 
 
 def test_host_memory_that_starts_at_a_page_is_not_enlarged() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from damage import load, no_snapshot_is_left, same
+from late_copies import late_copies
 from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Stager, StorageWriter
-from vescale_ckpt._engine import _C
+from vescale_ckpt._engine import _C, device_streams
 from vescale_ckpt._state.tensor_table import NOT_READY, ON_DEVICE, ON_HOST, ready_tensors, tensor_table
 from vescale_ckpt._write import snapshot
 
@@ -50,13 +51,19 @@ def moved(tensors: list[torch.Tensor], table: bytes) -> bytes:
     return words.tobytes()
 
 
+def _on_host(function: Any, arguments: int) -> Any:
+    return lambda *given: function(*given[:arguments])
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     asked = Pretended()
     read = _C.tensor_table
 
     class Snapshot(_C.Snapshot):
-        def __init__(self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = ()) -> None:
+        def __init__(
+            self, table: Any, budget: int, threads: int, devices: Any = b"", producers: Any = (), pack_bytes: int = 0
+        ) -> None:
             super().__init__(table, budget, threads)
             asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
             asked.most_in_use = max(asked.most_in_use, _C.snapshot_memory()["in_use_bytes"])
@@ -64,7 +71,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))
     monkeypatch.setattr(_C, "copies_from_cuda", lambda: True)
     monkeypatch.setattr(_C, "Snapshot", Snapshot)
+    for name, arguments in (("read_tensors", 4), ("copy_boxes", 2)):  # loads fill that memory as the host's
+        monkeypatch.setattr(_C, name, _on_host(getattr(_C, name), arguments))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=100 + device))
+    monkeypatch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
     yield asked
     assert no_snapshot_is_left()
 
@@ -216,6 +226,52 @@ def test_a_change_past_the_gate_is_refused_on_devices_too(
         handle.result(BOUND)
 
 
+def _free(weight: nn.Parameter) -> torch.Tensor:
+    weight.untyped_storage().resize_(0)
+    return torch.full((20_000,), 9.0)  # gets the block that was freed, as on a device, whose allocator keeps it mapped
+
+
+def _give_other_memory(weight: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        weight.set_(torch.full((20_000,), 9.0))  # type: ignore[call-overload]
+    return torch.full((20_000,), 9.0)
+
+
+def _change(weight: nn.Parameter) -> torch.Tensor:
+    with torch.no_grad():
+        return weight.fill_(9.0)
+
+
+@pytest.mark.parametrize("change", [_free, _give_other_memory, _change])
+def test_a_block_that_goes_to_the_next_tensor_is_not_saved(
+    checkpoint: Path, pretended: Pretended, change: Callable[[nn.Parameter], torch.Tensor]
+) -> None:
+    weight = nn.Parameter(torch.ones(20_000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    vescale_ckpt.save(checkpoint, {"weight": weight})
+    with late_copies() as copy_now:
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        assert pretended.snapshots[-1][0] == [0], "it lies on a device"
+        other = change(weight)
+        copy_now.set()
+        with pytest.raises(CheckpointError, match=r"weight.*(changed|given back)"):
+            handle.result(BOUND)
+    assert other.eq(9).all()
+    assert load(checkpoint, {"weight": torch.zeros(20_000)})["weight"].eq(1).all(), "the old checkpoint is whole"
+
+
+def test_a_parameter_that_was_given_other_memory_is_saved_as_it_was(checkpoint: Path, pretended: Pretended) -> None:
+    weight = nn.Parameter(torch.ones(20_000))
+    with late_copies() as copy_now:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        handle = vescale_ckpt.save(checkpoint, {"weight": weight}, async_checkpoint=True, gate=optimizer)
+        weight.data = torch.full((20_000,), 9.0)
+        others = [torch.full((20_000,), 9.0) for _ in range(20)]  # none of them gets the old block, which is kept
+        copy_now.set()
+        handle.result(BOUND)
+    assert load(checkpoint, {"weight": torch.zeros(20_000)})["weight"].eq(1).all() and len(others) == 20
+
+
 def test_staging_for_dcp(pretended: Pretended) -> None:
     values = state(1)
     del values["empty"]
@@ -232,7 +288,7 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
 
 def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(_C, "page_lock_snapshots", locked.append)
+    monkeypatch.setattr(_C, "page_lock_snapshots", lambda device, pack_bytes: locked.append(device))
     vescale_ckpt.prepare({"a": torch.ones(3)})
     assert locked == []
     vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})

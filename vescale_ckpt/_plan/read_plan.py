@@ -89,8 +89,9 @@ class PackedReads(LazyList):
         kinds = _C.inventory_kinds(self.description.inventory)
         return len(kinds) - kinds.count(OBJECT)
 
-    def read_table(self) -> bytes:
-        """The engine's table of the reads. All targets must be memory that the engine can fill in place."""
+    def read_table(self) -> tuple[bytes, bytes, list[int]]:
+        """The engine's table of the reads, the device of each row, -1 for host memory, and the numbers of the reads
+        that are not in the table: the engine cannot fill their targets, or not fast."""
         description = self.description
         return _C.read_table(
             description.inventory, self.reads, description.sources, description.table, description.ready

@@ -78,6 +78,7 @@ class Connections:
         self.failure: FailureReport | None = None
         self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
         self.devices_tried = False
+        self._device_groups = 0  # that were made
         self._ranks = ranks
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
@@ -103,8 +104,9 @@ class Connections:
 
     def make_devices(self, device: Device, timeout: float) -> None:
         """Makes `devices`. NCCL connects at their first swap."""
-        backend = nccl.nccl_backend(self._rendezvous.store_for_devices(), self.rank, self.size, timeout)
-        self.devices = DeviceGroup(device, backend, timeout)
+        self._device_groups += 1
+        store = self._rendezvous.store_for_devices(self._device_groups)
+        self.devices = DeviceGroup(device, nccl.nccl_backend(store, self.rank, self.size, timeout), timeout)
 
     @contextmanager
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:

@@ -255,6 +255,17 @@ class Exchange:
         links.devices_tried = True
         return links.devices
 
+    def end_device_group(self, phase: str) -> None:
+        """Ends the connections of `device_group`, if there are any: their buffers take hundreds of MiB on each device.
+        The next `device_group` makes new ones. All ranks call it together, each when its last swap is done."""
+        links = self._links
+        if links is None or links.devices is None:
+            return
+        (usable,) = self.agree([int(links.devices.usable)], f"{phase}: the last swap is done")
+        links.devices.end()
+        if usable:  # else no rank tries it again
+            links.devices, links.devices_tried = None, False
+
     def _succeed(self, step: Callable[[], None], phase: str) -> bool:
         """Runs a step that connects devices. Returns whether it succeeds on all ranks."""
         done = True

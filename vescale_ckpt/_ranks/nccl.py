@@ -7,11 +7,12 @@ rank is gone.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,7 +23,11 @@ from .._engine.torch_private import Store
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
+logger = logging.getLogger(__name__)
+
 MOST_SECONDS = 120.0  # for one swap: NCCL cannot tell a dead peer from a late one
+ABORT_SECONDS = 30.0
+_MOST_CHANNELS = 8  # NCCL's own choice is up to 32, with buffers of several MiB for each peer
 _PAUSE = 0.0002
 
 
@@ -121,11 +126,25 @@ class DeviceGroup:
             raise CheckpointError(f"the devices of the ranks did not connect within {self.seconds:g} s")
 
     def end(self) -> None:
-        """Ends the connections. Any thread may call it, and again."""
+        """Ends the connections and returns their memory. Any thread may call it, and again. Waits at most
+        `ABORT_SECONDS`."""
         with self._lock:
-            if self.usable:
-                self.usable = False
-                self._backend.abort()
+            if not self.usable:
+                return
+            self.usable = False
+        aborting = threading.Thread(target=self._backend.abort, name="vescale_ckpt abort", daemon=True)
+        try:
+            aborting.start()
+        except RuntimeError:  # at its end the interpreter starts no threads
+            self._backend.abort()
+            return
+        aborting.join(ABORT_SECONDS)
+        if aborting.is_alive():
+            logger.warning("the connections among devices have not ended within %g s", ABORT_SECONDS)
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.end()
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
@@ -133,6 +152,7 @@ def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=min(timeout, MOST_SECONDS) + 600)  # of work that nobody waits for any more
     options.config.blocking = 0  # so that another thread can abort a call
+    options.config.max_ctas = _MOST_CHANNELS
     # torch's watchdog would end the process when a peer dies. Swaps raise, and the training decides what to do.
     with _environment(_ERROR_HANDLING, "0"):
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -131,9 +131,10 @@ class Rendezvous:
         """The store by the client that also writes the notes. Calls must be short."""
         return PrefixStore(self._key("connections"), self._store_thread.ask(lambda store: store))
 
-    def store_for_devices(self) -> Store:
-        """The store by a client of its own, because the ranks' devices wait in it for each other."""
-        return PrefixStore(self._key("devices"), self._store_thread.ask(torch_private.clone_of))
+    def store_for_devices(self, number: int) -> Store:
+        """The store by a client of its own, because the ranks' devices wait in it for each other. `number`: of the
+        connections among devices, which begin with an empty store."""
+        return PrefixStore(self._key(f"devices/{number}"), self._store_thread.ask(torch_private.clone_of))
 
     def note(self, calls: int, step: str, progress: int = 0, inside: bool = True) -> None:
         """Notes where this rank is; the arguments are those of `Note`. Costs microseconds."""

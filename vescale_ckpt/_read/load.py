@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import settings
-from .._engine import _C
+from .._engine import _C, device_streams
 from .._engine.dtypes import CODE_DTYPES, dtype_code
 from .._engine.errors import named_errors
 from .._engine.options import engine_options, threads_of, used_paths
@@ -23,7 +23,7 @@ from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, ov
 from .._engine.torch_private import bump_versions
 from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
-from .._state.tensor_table import narrowed
+from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
 from .._storage.directory import check_relative, stat_of
 from .._storage.siblings import data_path
 from .._storage.urls import is_url
@@ -71,16 +71,18 @@ class Target:
     record: Record
     storage_offset: Sequence[int]
     tensor: torch.Tensor
-    host: torch.Tensor  #: the memory that the engine fills, the tensor itself where it can
+    filled: torch.Tensor  #: what the engine fills: the tensor itself where it can, else one of the stored dtype
+    device: int = -1  #: the CUDA device that `filled` is on
     commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
 
 
 @dataclass
 class _Group:
-    """Tensors that are read together, and their rows in the engine's table."""
+    """Tensors that are read together, their rows in the engine's table, and the device of each row."""
 
     targets: list[Target] = field(default_factory=list)
     table: array[int] = field(default_factory=int_table)
+    devices: array[int] = field(default_factory=int_table)
 
 
 class Load:
@@ -97,6 +99,7 @@ class Load:
         self.file_numbers: dict[str, int] = {}  #: by name in metadata
         self._seen = seen
         self._filled: list[torch.Tensor] = []
+        self.streams: device_streams.Streams = {}  #: of the thread that loads, after whose work tensors are filled
         # By whether the page cache is used in any case.
         self._engine_options = {
             cached: engine_options(
@@ -124,6 +127,7 @@ class Load:
         """
         started = time.perf_counter()
         tensors = objects = 0
+        self.streams = device_streams.current_streams()
         try:
             with suppress(FailedElsewhereError):
                 tensors, objects = work()
@@ -239,43 +243,68 @@ class Load:
         tensor: torch.Tensor,
         commit: Callable[[torch.Tensor], object] | None = None,
     ) -> Target:
-        host = tensor
-        if tensor.dtype != record.dtype or not is_host_memory(tensor):
-            if not can_be_filled(tensor):
-                raise CheckpointError(
-                    f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
-                )
-            host = torch.empty(tensor.shape, dtype=record.dtype, device="cpu")
-        return Target(record, storage_offset, tensor, host, commit)
+        if tensor.dtype == record.dtype:
+            if is_host_memory(tensor):
+                return Target(record, storage_offset, tensor, tensor, -1, commit)
+            if (place := place_of(tensor)) > ON_HOST and is_fast_to_fill(tensor):
+                return Target(record, storage_offset, tensor, tensor, device_number(place), commit)
+        if not can_be_filled(tensor):
+            raise CheckpointError(
+                f"{record.key}: the tensor to load into has no memory: its storage was freed or is too small"
+            )
+        on_device = self.on_device_of(tensor, tensor.shape, record.dtype)
+        filled, device = on_device or (torch.empty(tensor.shape, dtype=record.dtype, device="cpu"), -1)
+        return Target(record, storage_offset, tensor, filled, device, commit)
+
+    def on_device_of(
+        self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, int] | None:
+        """Dense memory on the CUDA device of `tensor`, from which it is then filled, and the number of that device.
+        None for tensors elsewhere, and where the device has no room."""
+        if tensor.is_cuda or place_of(tensor) > ON_HOST:
+            with suppress(torch.OutOfMemoryError):
+                memory = torch.empty(shape, dtype=dtype, device=tensor.device)
+                if (place := place_of(memory)) > ON_HOST:
+                    return memory, device_number(place)
+        return None
 
     def fill(self, targets: Iterator[Target], *, through_cache: bool = False) -> None:
         """Fills the targets in groups: while the engine reads one, the next is prepared."""
 
         def read(group: _Group) -> dict[str, Any]:
-            return self.read_tensors(
-                group.table, lambda row: group.targets[row].record.key, through_cache=through_cache
-            )
+            def key_of(row: int) -> str:
+                return group.targets[row].record.key
+
+            return self.read_tensors(group.table, key_of, devices=group.devices, through_cache=through_cache)
 
         for group, report in overlap(_groups(targets), read):
             self.count(report)
             for row in report["unread"]:
                 self.fill_from_archive(group.targets[row])
             for target in group.targets:
-                if target.host is not target.tensor:
-                    target.tensor.copy_(target.host)
+                if target.filled is not target.tensor:
+                    target.tensor.copy_(target.filled)
                 if target.commit is not None:
                     target.commit(target.tensor)
             bump_versions([target.tensor for target in group.targets])
 
     def read_tensors(
-        self, table: bytes | array[int], key_of: Callable[[int], str], *, through_cache: bool = False
+        self,
+        table: bytes | array[int],
+        key_of: Callable[[int], str],
+        *,
+        devices: bytes | array[int] = b"",
+        through_cache: bool = False,
     ) -> dict[str, Any]:
         """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
-        records that `fill_from_archive` has to read. `key_of` names a row in errors."""
+        records that `fill_from_archive` has to read. `key_of` names a row in errors. `devices`: the CUDA device of each
+        row, -1 for host memory; empty if all are there. What these devices have queued in `streams` comes before."""
+        producers = device_streams.producers(self.streams, devices)
         with named_errors(key_of, self.where):
             if self._safetensors:
-                return self._safetensors[through_cache].read_tensors(self.paths, table)
-            return _C.read_tensors(self.paths, table, self.options.verify, self._engine_options[through_cache])
+                return self._safetensors[through_cache].read_tensors(self.paths, table, devices, producers)
+            options = self._engine_options[through_cache]
+            return _C.read_tensors(self.paths, table, self.options.verify, options, devices, producers)
 
     def count(self, report: dict[str, Any], *, for_others: bool = False) -> None:
         for name in self._totals:
@@ -285,12 +314,12 @@ class Load:
             self.bytes += report["needed_bytes"]
 
     def fill_from_archive(self, target: Target) -> None:
-        """Fills a target's host memory from a record that the engine left unread: its tensor is not contiguous."""
+        """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous."""
         record = target.record
         self._fallbacks += 1
         (data,) = self.read_whole([record])
         if not _C.archive_has_checksums(data):
-            self._unverified += target.host.nbytes
+            self._unverified += target.filled.nbytes
         self._check_archive(data, record, whole=False)  # also without `verify`: the record has an unexpected form
         try:
             tensor = tensor_in_archive(data, record.sizes, record.crc if self.options.verify else -1)
@@ -299,7 +328,7 @@ class Load:
             raise self._corrupt(record, f"{place} {error}") from error.__cause__
         if tensor.dtype != record.dtype and not self.options.allow_cast:
             raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
-        target.host.copy_(narrowed(tensor, target.storage_offset, target.host.shape))
+        target.filled.copy_(narrowed(tensor, target.storage_offset, target.filled.shape))
 
     # --- Reads for other ranks: the `PieceReader` of a broadcast load's rounds
 
@@ -329,20 +358,21 @@ def overlaps_itself(key: str) -> CheckpointError:
 
 
 def _groups(targets: Iterator[Target]) -> Iterator[_Group]:
-    """Cuts the targets into groups, by number, and by the bytes of host memory for targets that are not filled in
-    place. Two groups hold such memory at a time."""
+    """Cuts the targets into groups, by number, and by the bytes of memory for targets that are not filled in place. Two
+    groups hold such memory at a time."""
     budget = settings.number("arena_bytes") // 2
     group, held = _Group(), 0
     for target in targets:
-        record, host = target.record, target.host
+        record, filled = target.record, target.filled
         code = dtype_code(record.dtype, record.key)
         group.table.extend(
             (record.file, record.offset, record.length, record.crc, code, len(record.sizes), *record.sizes)
         )
-        group.table.extend((*target.storage_offset, *host.shape, host.data_ptr(), *host.stride()))
+        group.table.extend((*target.storage_offset, *filled.shape, filled.data_ptr(), *filled.stride()))
+        group.devices.append(target.device)
         group.targets.append(target)
-        if host is not target.tensor:
-            held += host.nbytes
+        if filled is not target.tensor:
+            held += filled.nbytes
         if held >= budget or len(group.targets) == GROUP_TENSORS:
             yield group
             group, held = _Group(), 0

@@ -80,23 +80,35 @@ def fill_packed(load: Load, reads: PackedReads) -> None:
     """Reads the tensors of this rank. If the ranks of a node need the same bytes, each reads through the page cache:
     with direct I/O the storage would read them once for each rank."""
     through_cache = load.options.direct_io == "auto" and _overlap(load, reads) > _LEAST_OVERLAP
-    if not reads.description.all_ready or load.options.allow_cast:
+    if load.options.allow_cast:
         load.fill((_target(load, reads, row) for row in reads.rows()), through_cache=through_cache)
         return
+    table, devices, rest = reads.read_table()
     names = reads.description.names
     rows: list[ReadRow] = []
 
     def row_at(number: int) -> ReadRow:
+        """The row of a number in the table."""
         if not rows:  # rarely needed
-            rows.extend(reads.rows())
+            left_out = set(rest)
+            rows.extend(row for number, row in enumerate(reads.rows()) if number not in left_out)
         return rows[number]
 
     report = load.read_tensors(
-        reads.read_table(), lambda number: names[row_at(number).item], through_cache=through_cache
+        table, lambda number: names[row_at(number).item], devices=devices, through_cache=through_cache
     )
     load.count(report)
     for number in report["unread"]:
-        load.fill_from_archive(_target(load, reads, row_at(number)))
+        target = _target(load, reads, row_at(number))
+        load.fill_from_archive(target)
+        if target.filled is not target.tensor:
+            target.tensor.copy_(target.filled)
+    if rest:
+        wanted = set(rest)
+        load.fill(
+            (_target(load, reads, row) for number, row in enumerate(reads.rows()) if number in wanted),
+            through_cache=through_cache,
+        )
 
 
 def _overlap(load: Load, reads: PackedReads) -> float:

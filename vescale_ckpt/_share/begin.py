@@ -62,6 +62,7 @@ class BroadcastLoad:
             return self.broadcast is True or pays(one_node, devices is not None, alone_bytes, once_bytes)
 
         if not pays_here(math.inf, 1):
+            self.exchange.end_device_group(self.phase)
             return reads, None
         # Ranks that all need about as many bytes, in sum about the stored bytes, hardly need the same bytes. Then the
         # tables of needs, which are large on thousands of ranks, are not gathered. Objects are still read once.

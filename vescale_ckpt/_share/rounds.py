@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import torch
 
-from .._engine import _C
-from .._engine.dtypes import CODE_DTYPES
+from .._engine import _C, device_streams
+from .._engine.dtypes import CODE_DTYPES, dtype_code
+from .._engine.errors import named_errors
 from .._engine.rows import int_table
 from .._observe.timeline import phase
 from .._plan.read_plan import PackedReads
@@ -37,6 +39,15 @@ class PieceReader(Protocol):
     @property
     def threads(self) -> int:
         """The number of the engine's threads."""
+
+    @property
+    def streams(self) -> device_streams.Streams:
+        """The streams of the training thread, after whose work its tensors are filled."""
+
+    def on_device_of(
+        self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, int] | None:
+        """Dense memory on the CUDA device of `tensor`, and the number of the device; None for tensors elsewhere."""
 
     def read_pieces(self, table: bytes, key_of: Callable[[int], str]) -> list[int]:
         """Reads the rows of the engine's table. Returns the rows left unread: records of non-contiguous tensors.
@@ -77,15 +88,15 @@ class RoutedRead:
         Returns whether this rank has what several ranks need; the rank that read it may still raise an error. False,
         on all ranks: each rank reads all that it needs itself. Raises its own error, or `FailedElsewhereError`.
         """
-        if self._own_only:
-            return False
         rounds = self.routes.rounds
-        if not rounds:
-            return True
+        if self._own_only or not rounds:
+            self._exchange.end_device_group(self._phase)
+            return not self._own_only
         self._reader, self._reads = reader, reads
         sizes = [max((round_.memory_bytes for round_ in rounds[first::BUFFERS]), default=0) for first in range(BUFFERS)]
         memory = self._take_buffer(sizes)
         if memory is None:
+            self._exchange.end_device_group(self._phase)
             return False
         self._memory = memory
         try:
@@ -93,6 +104,8 @@ class RoutedRead:
                 is_complete = self._run(pool, len(rounds))
         finally:
             memory.release()
+        if is_complete:
+            self._exchange.end_device_group(self._phase)
         if self._error is not None:
             raise self._error
         if not is_complete:
@@ -187,18 +200,26 @@ class RoutedRead:
             memories = self._memory.sources(number, round_)
             if isinstance(self._memory, DeviceBuffer):
                 with self._memory.placing():
-                    self._copy_by_torch(round_.placements, None, memories)
+                    for placement in self._placements(round_.placements, None, memories):
+                        placement.target.copy_(placement.source())
                 return
             table = int_table()
             for peer, memory in memories.items():
                 table.extend((peer, memory.data_ptr(), len(memory)))
-            state = self._reads.description
-            copies, rest = _C.place_table(
+            state, streams = self._reads.description, self._reader.streams
+            copies, devices, rest = _C.place_table(
                 state.inventory, round_.placements, state.sources, state.table, state.ready, table
             )
-            _C.copy_boxes(copies, self._reader.threads)
+            names, left_out = state.names, set(rest)
+
+            def key_of(number: int) -> str:
+                rows = (row for at, row in enumerate(_rows(round_.placements, 5, 4)) if at not in left_out)
+                return names[next(islice(rows, number, None))[2]]
+
+            with named_errors(key_of, self._phase):
+                _C.copy_boxes(copies, self._reader.threads, devices, device_streams.producers(streams, devices))
             if rest:
-                self._copy_by_torch(round_.placements, set(rest), memories)
+                self._convert(round_.placements, set(rest), memories)
 
         self._guarded(place)
 
@@ -226,16 +247,56 @@ class RoutedRead:
             piece = _tensor_at(memory, offset, CODE_DTYPES[record[4]], size)
             self._reader.read_piece_from_archive(names[item], record, chunk, start, piece)
 
-    def _copy_by_torch(self, placements: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]) -> None:
-        """Copies to targets on devices, or of another dtype than the stored one. `wanted`: the rows (None: all)."""
+    def _convert(self, rows: memoryview, wanted: set[int], buffers: dict[int, torch.Tensor]) -> None:
+        """Copies rows to targets of another dtype than the stored one, or that the engine cannot fill. To a CUDA device
+        they are copied as they are stored: the device converts."""
+        placements = list(self._placements(rows, wanted, buffers))
+        streams, table, devices = self._reader.streams, int_table(), int_table()
+        with device_streams.made_current(streams, streams):  # torch's allocator orders uses of memory within a stream
+            staged = [self._reader.on_device_of(to.target, to.lengths, to.piece.dtype) for to in placements]
+            keys = []
+            for placement, on_device in zip(placements, staged, strict=True):
+                if on_device is not None:
+                    table.extend(placement.row(on_device[0]))
+                    devices.append(on_device[1])
+                    keys.append(placement.key)
+            with named_errors(keys.__getitem__, self._phase):
+                _C.copy_boxes(table, self._reader.threads, devices, device_streams.producers(streams, devices))
+            for placement, on_device in zip(placements, staged, strict=True):
+                placement.target.copy_(placement.source() if on_device is None else on_device[0])
+
+    def _placements(
+        self, rows: memoryview, wanted: set[int] | None, buffers: dict[int, torch.Tensor]
+    ) -> Iterator[_Placement]:
+        """The rows of a table of placements whose numbers are in `wanted` (None: all)."""
         assert self._reads is not None
-        for number, row in enumerate(_rows(placements, 5, 4)):
+        for number, row in enumerate(_rows(rows, 5, 4)):
             if wanted is not None and number not in wanted:
                 continue
             peer, offset, item, dtype, ndim = row[:5]
             size, start, lengths, target = _lists(row[5:], ndim, 4)
-            source = narrowed(_tensor_at(buffers[peer], offset, CODE_DTYPES[dtype], size), start, lengths)
-            self._reads.target(item, target, lengths).detach().copy_(source)
+            piece = _tensor_at(buffers[peer], offset, CODE_DTYPES[dtype], size)
+            key = self._reads.description.names[item]
+            yield _Placement(key, self._reads.target(item, target, lengths).detach(), piece, start, lengths)
+
+
+class _Placement(NamedTuple):
+    """A box of a piece, and the tensor to fill with it."""
+
+    key: str
+    target: torch.Tensor
+    piece: torch.Tensor
+    start: Sequence[int]
+    lengths: Sequence[int]
+
+    def source(self) -> torch.Tensor:
+        return narrowed(self.piece, self.start, self.lengths)
+
+    def row(self, memory: torch.Tensor) -> list[int]:
+        """A row of the engine's table of copies, to other memory than the target."""
+        piece = self.piece
+        head = [dtype_code(piece.dtype, ""), piece.data_ptr(), piece.dim(), *piece.shape, *self.start, *self.lengths]
+        return [*head, memory.data_ptr(), *memory.stride()]
 
 
 def _tensor_at(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:

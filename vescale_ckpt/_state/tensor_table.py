@@ -104,6 +104,26 @@ def ready_tensors_and_storages(
     return ready, storages, sizes
 
 
+def place_of(tensor: torch.Tensor) -> int:
+    """The flag of `ready_tensors` for one tensor."""
+    return ready_tensors([tensor], tensor_table([tensor]))[0]
+
+
+_LEAST_RUN = 4 << 10  # bytes
+
+
+def is_fast_to_fill(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on a device lies in runs that are long enough for copies of their own."""
+    run = tensor.itemsize
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride * tensor.itemsize != run:
+            return run >= _LEAST_RUN
+        run *= size
+    return True
+
+
 def _is_cuda(device: int) -> bool:
     return device & 0xFFFFFFFF == CUDA_DEVICE
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from .. import settings
 from .._engine import _C
+from .._engine.device_streams import producers
 from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.errors import named_errors
 from .._engine.options import threads_of
@@ -47,9 +48,9 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
 
     The copies run after the work that the current streams of the devices have queued when the copies start.
     """
-    numbers = sorted({device for device in memoryview(devices).cast("B").cast("q") if device >= 0})
-    producers = [(number, int(torch.cuda.current_stream(number).cuda_stream)) for number in numbers]
-    return _C.Snapshot(table, budget, threads, devices, producers)
+    numbers = {device for device in memoryview(devices).cast("B").cast("q") if device >= 0}
+    streams = {number: torch.cuda.current_stream(number) for number in numbers}
+    return _C.Snapshot(table, budget, threads, devices, producers(streams, devices), settings.number("pack_bytes"))
 
 
 def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:

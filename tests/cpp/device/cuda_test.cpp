@@ -32,6 +32,7 @@ struct Seen {
   std::vector<cuda::Context> contexts;  // pushed
   std::vector<std::string> without_device;
   size_t batched = 0;
+  std::vector<int> priorities;                                      // of streams, as they were made
   std::vector<std::byte> device = std::vector<std::byte>(1 << 20);  // "device memory" of the tests
 };
 Seen seen;
@@ -90,8 +91,14 @@ Api fake_api() {
   api.get_last_error = [] { return std::exchange(seen.last_error, 0); };
   api.error_name = [](int) { return "cudaErrorFake"; };
   api.error_string = [](int) { return "not today"; };
-  api.stream_create = [](cuda::Stream* stream, unsigned flags) {
+  api.stream_priorities = [](int* lowest, int* highest) {
+    *lowest = 0;
+    *highest = -5;
+    return called("stream_priorities");
+  };
+  api.stream_create = [](cuda::Stream* stream, unsigned flags, int priority) {
     *stream = new int(static_cast<int>(flags));
+    seen.priorities.push_back(priority);
     return called("stream_create");
   };
   api.stream_destroy = [](cuda::Stream stream) { return delete static_cast<int*>(stream), called("stream_destroy"); };
@@ -314,9 +321,10 @@ TEST_F(Cuda, AStreamThatIsCapturedIsRefused) {
     pipeline.start(rows(host), producers);
     FAIL() << "it copies";
   } catch (const Error& error) {
-    EXPECT_STREQ(error.what(),
-                 "copy tensors of device 0: the current stream is being captured into a CUDA graph: save before or "
-                 "after the capture");
+    EXPECT_STREQ(
+        error.what(),
+        "copy tensors of device 0: the current stream is being captured into a CUDA graph: save and load before or "
+        "after the capture");
   }
   seen.captured.clear();
   pipeline.start(rows(host), producers);  // it can go on

@@ -187,6 +187,15 @@ class FakeStream final : public CopyStream {
     });
   }
 
+  void copy_to_device(std::span<const FlatCopy> copies) override {
+    runtime_.maybe_fail(Fault::copy, "copy to the device");
+    for (const FlatCopy& copy : copies) {
+      std::byte* device = runtime_.memory(device_, copy.device, copy.bytes, "copy to the device");
+      check_host(copy.host, copy.bytes);
+      on_device([=] { std::memcpy(device, copy.host, copy.bytes); });
+    }
+  }
+
   void pack(Slab& slab, const PackTable& table) override {
     runtime_.maybe_fail(Fault::pack, "pack");
     auto& fake = static_cast<FakeSlab&>(slab);
@@ -265,7 +274,7 @@ class FakeAccelerator final : public Accelerator {
   std::string name() const override { return "fake " + std::to_string(device_); }
   bool has_kernel() override { return runtime_.kernels_; }
 
-  std::unique_ptr<CopyStream> make_stream() override {
+  std::unique_ptr<CopyStream> make_stream(Priority) override {
     runtime_.maybe_fail(Fault::make_stream, "make a stream");
     return std::make_unique<FakeStream>(runtime_, device_);
   }

@@ -34,7 +34,7 @@ struct State {
   }
   StateTables tables() const { return {inventory, sources, tensors, ready}; }
   Words write(const Words& part) const { return make_write_table(tables(), part); }
-  Words read(const Words& reads) const { return make_read_table(tables(), reads); }
+  FillTable read(const Words& reads) const { return make_read_table(tables(), reads); }
 };
 
 TEST(TensorTable, HoldsTensors) {
@@ -276,13 +276,33 @@ TEST(StateTables, BelongTogether) {
 TEST(MakeReadTable, FindsBoxes) {
   const State state;
   const int64_t int16 = code_of("int16"), float64 = code_of("float64");
-  const Words table = state.read({0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
-                                  2, 0, 64,   500,  -1, float64, 0});
+  const FillTable made = state.read({0, 7, 4096, 5000, 99, int16,   2, 10, 20, 3, 5, 2, 1, 1, 2,  //
+                                     2, 0, 64,   500,  -1, float64, 0});
+  const Words& table = made.copies.rows;
+  EXPECT_EQ(made.copies.devices, (Words{-1, -1}));
+  EXPECT_TRUE(made.rest.empty());
   EXPECT_EQ(table, (Words{7, 4096, 5000, 99, int16,   2, 10,  20, 3, 5, 2, 1, 1000 + 2 * (3 * 5 + 3), 5, 1,  //
                           0, 64,   500,  -1, float64, 0, 5000}));
   const std::vector<read::ReadItem> items = read::parse_read_table(table);
   ASSERT_EQ(items.size(), 2u);
   EXPECT_EQ(items[0].box.begin(), (3u * 20 + 5) * 2);
+}
+
+TEST(MakeReadTable, LeavesOutWhatTheEngineCannotFillFast) {
+  State state;
+  const int64_t int16 = code_of("int16");
+  const Words rows = {0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 2, 1, 1, 2,  //
+                      0, 7, 4096, 5000, 99, int16, 2, 10, 20, 3, 5, 1, 3, 1, 0, 2, 0, 64, 500, -1, code_of("float64"),
+                      0};
+  state.tensors[2] = kCudaDevice + (int64_t{3} << 32);
+  state.ready[0] = std::byte{kOnDevice + 3};
+  FillTable made = state.read(rows);
+  EXPECT_EQ(made.rest, (Words{0}));  // two elements apart; the second row is a run
+  EXPECT_EQ(made.copies.devices, (Words{3, -1}));
+  state.ready[0] = std::byte{0};
+  made = state.read(rows);
+  EXPECT_EQ(made.rest, (Words{0, 1}));
+  EXPECT_EQ(made.copies.devices, (Words{-1}));
 }
 
 TEST(MakeReadTable, NamesTheRowThatMakesNoSense) {
@@ -344,8 +364,8 @@ TEST(PlaceTable, LeadsFromThePiecesOfARoundToTheTensors) {
   const Words places = {-1, 10, 0, int16, 2, 3, 3, 1, 2, 2, 1, 1, 0, 7, 40, 2, float64, 0};
   const auto make = [&](const Words& rows) { return make_place_table(state.tables(), rows, memories); };
   const int64_t first = 1000 + 2 * (5 * (2 + 1) + 1);
-  EXPECT_EQ(make(places).copies, (Words{int16, address(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
-                                        float64, address(of_peer) + 40, 0, 5000}));
+  EXPECT_EQ(make(places).copies.rows, (Words{int16, address(own) + 10, 2, 3, 3, 1, 2, 2, 1, first, 5, 1,  //
+                                             float64, address(of_peer) + 40, 0, 5000}));
   EXPECT_TRUE(make(places).rest.empty());
 
   Words other = places;

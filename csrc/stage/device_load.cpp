@@ -1,0 +1,221 @@
+#include "stage/device_load.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/workers.h"
+
+namespace vescale_ckpt::stage {
+namespace {
+
+// Shorter runs are packed: a copy of its own takes longer than moving so many bytes within the host's memory.
+constexpr uint64_t kLeastCopy = 4 << 10;
+
+}  // namespace
+
+// Packs what cannot be copied from where it is, and collects copies.
+class DeviceLoad::Slots final : public read::DeviceSink::Batch {
+ public:
+  explicit Slots(DeviceLoad& load) : load_(load) {}
+
+  void add(const read::ReadItem& item, const std::byte* body, uint64_t begin, uint64_t end) override {
+    item.box.runs_in_memory(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
+      const std::byte* host = body + (at - begin);
+      if (bytes >= kLeastCopy) {
+        join(copies_[item.device], address(item.memory, memory), host, bytes);
+      } else {
+        pack(item.device, address(item.memory, memory), host, bytes);
+      }
+    });
+  }
+
+  void add_packed(const io::BoxCopy& copy, int device) {
+    copy.box.runs_in_memory(copy.box.begin(), copy.box.end(), [&](uint64_t at, int64_t memory, uint64_t bytes) {
+      pack(device, address(copy.memory, memory), copy.piece + at, bytes);
+    });
+  }
+
+  void send(Slot slot) override {
+    load_.send(copies_, std::move(slot));
+    send_packed();
+  }
+
+  void send_packed() {
+    if (packed_.empty()) return;
+    Slot slot = std::move(*slot_);
+    slot_.reset();
+    used_ = 0;
+    load_.send(std::exchange(packed_, {}), std::move(slot));
+  }
+
+ private:
+  static device::DeviceAddress address(const std::byte* memory, int64_t offset) {
+    return reinterpret_cast<uintptr_t>(memory) + static_cast<uint64_t>(offset);
+  }
+
+  static void join(std::vector<device::FlatCopy>& copies, device::DeviceAddress device, const std::byte* host,
+                   uint64_t bytes) {
+    if (!copies.empty()) {
+      device::FlatCopy& last = copies.back();
+      if (last.device + last.bytes == device && last.host + last.bytes == host) {
+        last.bytes += bytes;
+        return;
+      }
+    }
+    copies.push_back({device, const_cast<std::byte*>(host), bytes});  // which copies to the device do not write
+  }
+
+  void pack(int device, device::DeviceAddress to, const std::byte* host, uint64_t bytes) {
+    while (bytes != 0) {
+      if (used_ == LoadStreams::kSlotBytes) send_packed();  // who waits for a slot must hold none of these
+      if (!slot_) {
+        slot_.emplace(load_.streams_.slots().acquire());
+        load_.streams_.lock(device, {slot_->data(), LoadStreams::kSlotBytes});
+      }
+      const uint64_t some = std::min(bytes, LoadStreams::kSlotBytes - used_);
+      std::memcpy(slot_->data() + used_, host, some);
+      join(packed_[device], to, slot_->data() + used_, some);
+      used_ += some;
+      to += some;
+      host += some;
+      bytes -= some;
+    }
+  }
+
+  DeviceLoad& load_;
+  Copies copies_;
+  Copies packed_;
+  std::optional<Slot> slot_;  // of packed_
+  uint64_t used_ = 0;
+};
+
+DeviceLoad::DeviceLoad(LoadStreams& streams, std::span<const Producer> producers) : streams_(streams) {
+  for (const Producer& producer : producers) {
+    auto& stream = borrowed_[producer.device];
+    if (!stream) stream = streams_.borrow(producer.device);
+    auto produced = streams_.make_event(producer.device);
+    produced->record(producer.stream);
+    stream->copies->after(*produced);
+  }
+  thread_ = std::jthread([this] { give_slots_back(); });
+}
+
+DeviceLoad::~DeviceLoad() {
+  end();
+}
+
+void DeviceLoad::prepare(std::span<std::byte> slot) {
+  if (!borrowed_.empty()) streams_.lock(borrowed_.begin()->first, slot);
+}
+
+std::unique_ptr<read::DeviceSink::Batch> DeviceLoad::begin() {
+  return std::make_unique<Slots>(*this);
+}
+
+void DeviceLoad::copy(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices, unsigned threads) {
+  if (copies.size() != devices.size()) throw Error::invalid("not a device for each copy");
+  std::atomic<size_t> next{0};
+  const auto count = static_cast<unsigned>(std::min<size_t>(threads, copies.size()));
+  if (count == 0) return;
+  run_workers(count, [&](const std::atomic<bool>& stop) {
+    Slots slots(*this);
+    size_t number = 0;
+    try {
+      for (size_t taken = next++; taken < copies.size() && !stop; taken = next++) {
+        number = taken;
+        if (devices[number] >= 0) slots.add_packed(copies[number], static_cast<int>(devices[number]));
+      }
+      slots.send_packed();
+    } catch (const Error& error) {
+      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(number));
+    }
+  });
+}
+
+void DeviceLoad::finish() {
+  end();
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+LoadStream& DeviceLoad::stream_of(int device) {
+  const auto found = borrowed_.find(device);
+  if (found == borrowed_.end()) throw Error::invalid("copies to device " + std::to_string(device) + " after no stream");
+  return *found->second;
+}
+
+void DeviceLoad::send(const Copies& copies, Slot slot) {
+  const auto shared = std::make_shared<Slot>(std::move(slot));
+  for (const auto& [device, of_device] : copies) queue(stream_of(device), of_device, shared);
+}
+
+void DeviceLoad::queue(LoadStream& stream, std::span<const device::FlatCopy> copies, std::shared_ptr<Slot> slot) {
+  std::unique_ptr<device::Event> done;
+  {
+    const std::lock_guard lock(stream.mutex);
+    if (stream.events.empty()) stream.events.push_back(streams_.make_event(stream.device));
+    done = std::move(stream.events.back());
+    stream.events.pop_back();
+    try {
+      stream.copies->copy_to_device(copies);
+      stream.copies->record(*done);
+    } catch (...) {
+      try {
+        stream.copies->drain();  // some copies may be queued, and read the slot
+      } catch (...) {            // the first error is the one to report, and the stream is empty all the same
+      }
+      throw;
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  in_flight_.push_back({&stream, std::move(done), std::move(slot)});
+  changed_.notify_all();
+}
+
+void DeviceLoad::give_slots_back() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return ended_ || !in_flight_.empty(); });
+    if (in_flight_.empty()) return;
+    InFlight oldest = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      oldest.done->wait();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard stream_lock(oldest.stream->mutex);
+    if (error) {
+      try {
+        oldest.stream->copies->drain();
+      } catch (...) {
+      }
+    }
+    oldest.stream->events.push_back(std::move(oldest.done));
+    oldest.slot.reset();
+    lock.lock();
+    if (error && !error_) error_ = error;
+  }
+}
+
+void DeviceLoad::end() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  for (auto& [device, stream] : borrowed_) {
+    if (!error_) streams_.give_back(std::move(stream));
+  }
+  borrowed_.clear();
+}
+
+}  // namespace vescale_ckpt::stage

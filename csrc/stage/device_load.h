@@ -1,0 +1,73 @@
+// Copies what one load reads to accelerators while it reads on: out of page-locked slots, in batches, on a stream of
+// its own for each accelerator.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "io/box_copy.h"
+#include "read/reader.h"
+#include "stage/device_part.h"
+#include "stage/load_streams.h"
+
+namespace vescale_ckpt::stage {
+
+// Thread-safe but for finish().
+class DeviceLoad final : public read::DeviceSink {
+ public:
+  // Copies come after what the producers' streams have queued now; each device that is copied to needs one. `streams`
+  // outlives this. Throws Error(device or invalid).
+  DeviceLoad(LoadStreams& streams, std::span<const Producer> producers);
+  ~DeviceLoad() override;  // returns when nothing touches slots and targets any more
+  DeviceLoad(const DeviceLoad&) = delete;
+  DeviceLoad& operator=(const DeviceLoad&) = delete;
+
+  void prepare(std::span<std::byte> slot) override;
+  std::unique_ptr<Batch> begin() override;
+
+  // Copies boxes out of any memory of the host, each to its device, on up to `threads` threads; those with device -1
+  // are left out. They are read when this returns. Throws Error(device or invalid), with the number of the copy as
+  // item.
+  void copy(std::span<const io::BoxCopy> copies, std::span<const int64_t> devices, unsigned threads);
+
+  // Returns when all is copied. Nothing may be added from then on. Throws the first error of a copy.
+  void finish();
+
+ private:
+  class Slots;
+  using Copies = std::map<int, std::vector<device::FlatCopy>>;  // by device
+
+  // Copies on a device, and the slot that they read, which is given back when no copy reads it any more.
+  struct InFlight {
+    LoadStream* stream;
+    std::unique_ptr<device::Event> done;
+    std::shared_ptr<Slot> slot;
+  };
+
+  LoadStream& stream_of(int device);
+  void send(const Copies& copies, Slot slot);
+  void queue(LoadStream& stream, std::span<const device::FlatCopy> copies, std::shared_ptr<Slot> slot);
+  void give_slots_back();
+  void end() noexcept;
+
+  LoadStreams& streams_;
+  std::map<int, std::unique_ptr<LoadStream>> borrowed_;  // by device
+
+  std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  std::deque<InFlight> in_flight_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+
+  std::jthread thread_;  // waits for copies, the oldest first
+};
+
+}  // namespace vescale_ckpt::stage

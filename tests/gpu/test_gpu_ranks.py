@@ -1,0 +1,240 @@
+"""Two ranks on one GPU; `scripts/gpu_check.sh` runs these where there is one.
+
+NCCL wants a device a rank. With an `NCCL_HOSTID` for each rank, and with the variables that the script sets, it takes
+two ranks of one device for two hosts. Where it refuses that, loads go through the host's memory and gloo, and
+`nccl_refuses` is recorded. Without a GPU, one slow test runs the same with tensors of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RanksFailedError, run_ranks
+from states import numbers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from benchmarks.figures import record
+from vescale_ckpt import CheckpointTimeoutError
+from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks import nccl
+from vescale_ckpt._ranks.nccl import DeviceGroup
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUND = 60.0
+MiB = 1 << 20
+
+
+@contextlib.contextmanager
+def _two_on_one(with_nccl: bool) -> Iterator[None]:
+    """Lets this rank seem to be a host with a device of its own; without NCCL, one without NCCL."""
+    rank = dist.get_rank()
+    os.environ["NCCL_HOSTID"] = f"host{rank}"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.zeros(1, device="cuda")
+    with contextlib.ExitStack() as stack:
+        if with_nccl:
+            stack.enter_context(mock.patch.object(nccl.CudaDevice, "identity", lambda self: f"device of {rank}"))
+        else:
+            stack.enter_context(mock.patch.object(nccl, "device_for", lambda tensors: None))
+        yield
+
+
+def _probe() -> str:
+    """Why two ranks cannot swap over NCCL; empty if they can."""
+    rank = dist.get_rank()
+    with _two_on_one(True):
+        if DEVICE == "cpu":
+            return "no CUDA device"
+        store = dist.PrefixStore("probe", dist.distributed_c10d._get_default_store())
+        try:
+            group = DeviceGroup(
+                nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device())),
+                nccl.nccl_backend(store, rank, 2, 20.0),
+                20.0,
+            )
+            sent = torch.full((2,), rank, dtype=torch.uint8, device="cuda")
+            received = torch.full((2,), 9, dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            group.connect(list(torch.split(received, 1)), list(torch.split(sent, 1)))
+            group.end()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:300]
+        return "" if received.tolist() == [0, 1] else f"it delivered {received.tolist()}"
+
+
+@pytest.fixture(scope="module")
+def with_nccl() -> bool:
+    try:
+        reasons = [reason for reason in run_ranks(2, _probe, timeout=BOUND) if reason]
+    except RanksFailedError as error:
+        reasons = [str(error)[:300]]
+    if reasons:
+        record(nccl_refuses=reasons[0])
+        print(f"NCCL refuses two ranks on one device, gloo instead: {reasons[0]}")
+    return not reasons
+
+
+def _sharded(full: torch.Tensor, dim: int | None, device: str) -> DTensor:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    placement = Replicate() if dim is None else Shard(dim)
+    return distribute_tensor(full.to(device), mesh, [placement], src_data_rank=None)
+
+
+def _full() -> dict[str, torch.Tensor]:
+    return {"w": numbers(2048, 999), "v": numbers(77, 33, 5, dtype=torch.int16), "s": numbers(3, 4), "e": numbers(0, 4)}
+
+
+def _all_ways(directory: Path, with_nccl: bool) -> list[tuple[int, int, int]]:
+    """Replicas, the same rows, and rows to columns; three loads on one Exchange."""
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    full, results = _full(), []
+    vescale_ckpt.save(directory, {name: _sharded(tensor, 0, "cpu") for name, tensor in full.items()})
+    swaps = mock.patch.object(DeviceGroup, "swap", autospec=True, side_effect=DeviceGroup.swap)
+    with _two_on_one(with_nccl), swaps as swapped:
+        for dim in (None, 0, 1):
+            dims = {name: dim if tensor.dim() > 1 else None for name, tensor in full.items()}
+            state = {name: _sharded(torch.zeros_like(t), dims[name], DEVICE) for name, t in full.items()}
+            stats = vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND).stats
+            for name, tensor in full.items():
+                wanted = _sharded(tensor, dims[name], "cpu").to_local()
+                assert torch.equal(state[name].to_local().cpu(), wanted), (name, dim)
+            assert stats is not None
+            results.append((stats.read_bytes, stats.bytes, swapped.call_count))
+    return results
+
+
+def _mixed_targets(directory: Path, with_nccl: bool) -> None:
+    """Rank 0 on the device, rank 1 in host memory; then tensors of both kinds on each."""
+    full = _full()
+    vescale_ckpt.save(directory, dict(full))
+    rank = dist.get_rank()
+    with _two_on_one(with_nccl):
+        for places in ([DEVICE if rank == 0 else "cpu"] * 4, [DEVICE, "cpu", DEVICE, "cpu"]):
+            state = {
+                name: torch.zeros_like(tensor, device=place)
+                for (name, tensor), place in zip(full.items(), places, strict=True)
+            }
+            vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
+            for name, tensor in full.items():
+                assert torch.equal(state[name].cpu(), tensor), name
+
+
+def _uneven_swaps(with_nccl: bool) -> None:
+    """Of nothing, of one byte and of many, straight over a device group."""
+    if not with_nccl:
+        return
+    rank = dist.get_rank()
+    with _two_on_one(True):
+        store = dist.PrefixStore("uneven", dist.distributed_c10d._get_default_store())
+        group = DeviceGroup(
+            nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device())),
+            nccl.nccl_backend(store, rank, 2, BOUND),
+            BOUND,
+        )
+        # What rank a sends to rank b.
+        for sizes in ({(0, 1): 5 * MiB + 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 77}, {(0, 1): 0, (1, 0): 0}, {(0, 0): 9}):
+            sent = [torch.full((sizes.get((rank, to), 0),), 10 * rank + to, dtype=torch.uint8) for to in (0, 1)]
+            got = [torch.zeros(sizes.get((of, rank), 0), dtype=torch.uint8).cuda() for of in (0, 1)]
+            inputs = [tensor.cuda() for tensor in sent]
+            torch.cuda.synchronize()
+            group.swap(got, inputs)
+            assert all(tensor.eq(10 * of + rank).all() for of, tensor in enumerate(got))
+        group.end()
+
+
+def _beside_all_reduces(directory: Path, with_nccl: bool) -> None:
+    """The user's own collectives go on while ranks load."""
+    full = {"w": numbers(4096, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    with _two_on_one(with_nccl):
+        users = dist.new_group(backend="nccl" if with_nccl else "gloo")
+        device = DEVICE if with_nccl else "cpu"
+        of_users = [torch.ones(1 << 20, device=device) for _ in range(8)]
+        work = [dist.all_reduce(tensor, group=users, async_op=True) for tensor in of_users]
+        state = {"w": torch.zeros(4096, 1024, device=DEVICE)}
+        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
+        for one in work:
+            one.wait()
+        assert all(tensor.eq(2).all() for tensor in of_users) and torch.equal(state["w"].cpu(), full["w"])
+        dist.destroy_process_group(users)
+
+
+def _one_dies(directory: Path, with_nccl: bool) -> str:
+    os.environ["VESCALE_CKPT_BROADCAST_BYTES"] = str(4 * MiB)
+    full = {"w": numbers(8192, 1024)}
+    vescale_ckpt.save(directory, dict(full))
+    state = {"w": torch.zeros(8192, 1024, device=DEVICE)}
+    swap, count = DeviceGroup.swap, 0
+
+    def die_in_the_third(self: DeviceGroup, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        swap(self, *arguments)
+
+    def die(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with _two_on_one(with_nccl), contextlib.ExitStack() as stack:
+        if with_nccl:
+            stack.enter_context(mock.patch.object(nccl, "MOST_SECONDS", 15.0))
+            stack.enter_context(mock.patch.object(DeviceGroup, "swap", die_in_the_third))
+        elif dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(_C, "place_table", die))
+        caught = stack.enter_context(pytest.raises(CheckpointTimeoutError))
+        vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
+    assert caught.value.late_ranks == [1], caught.value
+    assert torch.ones(3, device=DEVICE).add_(1).eq(2).all()  # this rank lives on
+    return str(caught.value)
+
+
+def _check_all_ways(results: list[list[tuple[int, int, int]]], with_nccl: bool) -> None:
+    stored = sum(tensor.nbytes for tensor in _full().values())
+    for case in range(3):
+        # Twice for each for itself; a block with a checksum is larger than some pieces here.
+        assert sum(result[case][0] for result in results) <= 1.5 * stored, "each byte is read once"
+    assert all((result[0][2] > 0) == with_nccl for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+class TestOnGPU:
+    def test_each_byte_is_read_once_for_each_other(self, tmp_path: Path, with_nccl: bool) -> None:
+        _check_all_ways(run_ranks(2, _all_ways, tmp_path, with_nccl), with_nccl)
+
+    def test_targets_on_devices_and_hosts(self, tmp_path: Path, with_nccl: bool) -> None:
+        run_ranks(2, _mixed_targets, tmp_path, with_nccl)
+
+    def test_swaps_of_uneven_sizes(self, with_nccl: bool) -> None:
+        run_ranks(2, _uneven_swaps, with_nccl)
+
+    def test_beside_the_users_collectives(self, tmp_path: Path, with_nccl: bool) -> None:
+        run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)
+
+    def test_a_rank_that_dies_is_named_and_the_other_lives(self, tmp_path: Path, with_nccl: bool) -> None:
+        text, dead = run_ranks(2, _one_dies, tmp_path, with_nccl, check=False)
+        assert "died" in str(dead) and "rank 1" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_and_the_rest_runs(tmp_path: Path) -> None:
+    assert run_ranks(2, _probe) == ["no CUDA device"] * 2
+    _check_all_ways(run_ranks(2, _all_ways, tmp_path / "ways", False), False)
+    run_ranks(2, _mixed_targets, tmp_path / "mixed", False)
+    run_ranks(2, _beside_all_reduces, tmp_path / "beside", False)
+    text, dead = run_ranks(2, _one_dies, tmp_path / "dies", False, check=False)
+    assert "died" in str(dead) and "1" in text

@@ -1,0 +1,218 @@
+"""Loads to CUDA devices, for which a library of threads stands (tests/fake_cuda.py): all but the device itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import flip
+from fake_cuda import fake_cuda
+from rank_pool import in_fork, run_ranks
+from states import KiB, MiB, assert_same, numbers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
+from vescale_ckpt._engine import _C
+
+BOUND = 60.0
+
+
+def _state() -> dict[str, torch.Tensor]:
+    """Large, small, strided and empty tensors, on two devices and on the host."""
+    return {
+        "large": numbers(1500, 999),  # of several slots
+        "half": numbers(700, 1001, dtype=torch.bfloat16),
+        **{f"small.{i}": numbers(101 + 37 * i, first=i) for i in range(60)},
+        "host": numbers(7),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 3),
+        "transposed": numbers(300, 200).t(),
+        "columns": numbers(400, 5000)[:, 100:2100],  # runs of 8 KiB
+        "few columns": numbers(400, 500)[:, 100:140],
+    }
+
+
+def _blank(state: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Tensors to load into, of the same strides."""
+    return {
+        key: torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype).fill_(77)
+        for key, value in state.items()
+    }
+
+
+def _small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+    monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(8 * MiB))
+
+
+# --- One process
+
+
+def _all_kinds(directory: Path) -> dict[str, int]:
+    state = _state()
+    vescale_ckpt.save(directory / "native", state)
+    vescale_ckpt.save(directory / "hf", state, format="safetensors")
+    dcp.save(state, checkpoint_id=directory / "stock")
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        _small_memory(patch)
+        fake.delay_copies(100)
+        for kind in ("native", "hf", "stock"):
+            before = fake.count("bytes to device")
+            found = _blank(state)
+            stats = vescale_ckpt.load(directory / kind, found).stats
+            assert_same(found, state)
+            assert stats is not None and stats.verified
+            wanted = sum(value.nbytes for value in state.values() if value.numel() > 100)
+            if kind != "stock":  # which keeps strides: torch reads such records
+                assert fake.count("bytes to device") - before == wanted, kind
+        found = _blank(state)
+        dcp.load(found, storage_reader=StorageReader(directory / "native"), planner=LoadPlanner())
+        assert_same(found, state)
+        found = _blank(state)
+        dcp.load(found, storage_reader=StorageReader(directory / "stock"))  # by DCP's own planner, item by item
+        assert_same(found, state)
+        wide = _blank(state, torch.float64)
+        vescale_ckpt.load(directory / "native", wide, allow_cast=True)
+        assert_same(wide, {key: value.double() for key, value in state.items()})
+        names = ("cudaMemcpyAsync", "cudaMemcpyBatchAsync", "copies of memory that is not locked", "locked bytes")
+        return {name: fake.count(name) for name in names}
+
+
+def test_tensors_of_all_kinds_come_to_their_devices(tmp_path: Path) -> None:
+    counts = in_fork(_all_kinds, tmp_path)
+    assert counts["copies of memory that is not locked"] == 0
+    assert 0 < counts["locked bytes"] <= 8 * MiB + 64 * MiB, "the engine's slots, and those of small parts"
+    assert counts["cudaMemcpyBatchAsync"] > 0, "small tensors travel together"
+
+
+def _after_the_users_stream(directory: Path) -> None:
+    state = _state()
+    vescale_ckpt.save(directory, state)
+    with fake_cuda() as fake:
+        fake.delay_copies(500)
+        found = _blank(state)
+        fake.queue_fill(fake.streams[0], found["large"], 5, 300)
+        fake.queue_fill(fake.streams[1], found["half"], 5, 300)
+        vescale_ckpt.load(directory, found)
+        assert_same(found, state)  # and nothing of it is under way any more
+        for stream in fake.streams:
+            fake.drain(stream)
+        assert_same(found, state)
+
+
+def test_copies_come_after_what_the_users_streams_have_queued(tmp_path: Path) -> None:
+    in_fork(_after_the_users_stream, tmp_path)
+
+
+def _failures(directory: Path) -> dict[str, str]:
+    state = _state()
+    vescale_ckpt.save(directory, state)
+    texts = {}
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        _small_memory(patch)
+
+        def failed(case: str, kind: type[CheckpointError] = CheckpointError) -> None:
+            with pytest.raises(kind) as caught:
+                vescale_ckpt.load(directory, _blank(state))
+            texts[case] = str(caught.value)
+
+        fake.fail("cudaMemcpyAsync", 1)
+        failed("copy")
+        fake.fail("captured")
+        failed("captured")
+        fake.fail("cudaHostRegister")  # is no failure
+        fake.fail("cudaMemcpyBatchAsync")
+        found = _blank(state)
+        vescale_ckpt.load(directory, found)
+        assert_same(found, state)
+        texts["notes"] = " / ".join(_C.device_notes())
+        file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        flip(file, file.stat().st_size // 3 * 8)
+        failed("damage", CorruptCheckpointError)
+        flip(file, file.stat().st_size // 3 * 8)
+        fake.fail("on the device", 3)
+        failed("on the device")
+    return texts
+
+
+def test_failures_are_told_and_leave_nothing_under_way(tmp_path: Path) -> None:
+    texts = in_fork(_failures, tmp_path)
+    assert "bytes from the host to device" in texts["copy"] and "cudaErrorFakeCall" in texts["copy"]
+    assert any(f"{key}: " in texts["copy"] for key in _state()), "it names a tensor"
+    assert "the current stream is being captured" in texts["captured"]
+    assert "refused a batch" in texts["notes"]
+    assert "checksum mismatch" in texts["damage"]
+    assert "cudaErrorFakeDevice" in texts["on the device"]
+
+
+# --- Several ranks, which read for each other
+
+
+def _sharded(full: torch.Tensor, dim: int | None) -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(full, mesh, [Replicate() if dim is None else Shard(dim)], src_data_rank=None)
+
+
+def _full() -> dict[str, torch.Tensor]:
+    return {
+        "w": numbers(1024, 999),
+        "v": numbers(300, 500, dtype=torch.int16),
+        "s": numbers(3, 4),
+        **{f"bias.{i}": numbers(200 + i) for i in range(20)},
+    }
+
+
+def _routed(directory: Path) -> list[tuple[int, int]]:
+    full, counts = _full(), []
+    vescale_ckpt.save(directory, {name: _sharded(tensor, 0) for name, tensor in full.items()})
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        patch.setenv("VESCALE_CKPT_BROADCAST_BYTES", str(4 * MiB))
+        fake.delay_copies(100)
+        for broadcast in (True, False):
+            for dim, dtype in ((None, None), (1, None), (None, torch.float64)):
+                before = fake.count("bytes to device")
+                dims = {name: dim if tensor.dim() > 1 else None for name, tensor in full.items()}
+                targets = {
+                    name: _sharded(torch.full_like(tensor, 77, dtype=dtype), dims[name])
+                    for name, tensor in full.items()
+                }
+                for target in targets.values():
+                    local = target.to_local()
+                    fake.queue_fill(fake.streams[int(local.itemsize == 2)], local, 9, 5)
+                stats = vescale_ckpt.load(
+                    directory, targets, broadcast_checkpoint=broadcast, timeout=BOUND, allow_cast=dtype is not None
+                ).stats
+                for name, tensor in full.items():
+                    wanted = tensor if dtype is None else tensor.to(dtype)
+                    assert_same(targets[name].to_local(), _sharded(wanted, dims[name]).to_local())
+                assert stats is not None
+                counts.append((stats.shared_bytes, fake.count("bytes to device") - before))
+    return counts
+
+
+def test_ranks_that_read_for_each_other_copy_to_their_devices(checkpoint: Path) -> None:
+    for counts in run_ranks(3, _routed, checkpoint):
+        assert counts[0][0] > 0 and all(copied > 400 * KiB for _, copied in counts), counts
+
+
+def _one_device_fails(directory: Path) -> str:
+    full = _full()
+    vescale_ckpt.save(directory, full)
+    with fake_cuda() as fake:
+        if dist.get_rank() == 1:
+            fake.fail("cudaMemcpyAsync")
+            fake.fail("cudaMemcpyBatchAsync")
+        found = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+        with pytest.raises(CheckpointError) as caught:
+            vescale_ckpt.load(directory, found, broadcast_checkpoint=True, timeout=BOUND)
+    return str(caught.value)
+
+
+def test_a_device_that_fails_is_told_to_all_ranks(checkpoint: Path) -> None:
+    for text in run_ranks(2, _one_device_fails, checkpoint):
+        assert "to device" in text, text
