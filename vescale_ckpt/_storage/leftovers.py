@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +78,8 @@ def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
     """In an object store nobody locks anything: only age tells that a writer is gone."""
     if leftover.grace_seconds:
         touched = max(stat_of(path).modified_ns for path in leftover.paths) / 1e9
-        if time.time() - touched < leftover.grace_seconds:
+        directory = os.path.dirname(leftover.paths[0])
+        if seconds_since(touched, directory, leftover.grace_seconds) < leftover.grace_seconds:
             return False
     if leftover.is_wanted():
         return False

@@ -163,7 +163,7 @@ def _age(path: str) -> float:
     """Seconds since an entry was created in the directory or removed from it."""
     try:
         modified = directory_at(path).stat().modified_ns / 1e9
-        return seconds_since(modified, os.path.dirname(os.path.abspath(path)), SAVE_GRACE)
+        return seconds_since(modified, os.path.dirname(path), SAVE_GRACE)
     except OSError:
         return 0.0
 
