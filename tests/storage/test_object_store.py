@@ -173,6 +173,14 @@ def test_parts_are_as_large_as_slots(bucket_url: str, fault_proxy: Any) -> None:
     assert fault_proxy.count("complete_upload") == 1, "one part is one request"
 
 
+def test_loads_ask_for_as_much_as_a_slot_holds(bucket_url: str, fault_proxy: Any) -> None:
+    saved = {f"w{number}": torch.randn(5 * MiB // 4) for number in range(5)}  # one and a half of them in a request
+    vescale_ckpt.save(bucket_url, saved)
+    assert_equal(loaded(bucket_url, saved), saved)
+    requests = [request for ranges in fault_proxy.ranges(".distcp").values() for request in ranges]
+    assert len(requests) == 4, requests  # of 25 MiB
+
+
 # --- Several ranks
 
 
