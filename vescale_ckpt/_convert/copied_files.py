@@ -70,7 +70,7 @@ def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[s
     """The files to copy, `.metadata` last, and the names that are left out."""
     other, left_out = set(), []
     for name in directory_at(path).names():
-        if name in (LOCK_NAME, MARK_NAME) or name in of_checkpoint:
+        if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
             continue
         is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
         is_unnamed = name.endswith((DEFAULT_SUFFIX, SUFFIX))  # of another save or model
