@@ -84,14 +84,19 @@ def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
     if leftover.is_wanted():
         return False
     for path in reversed(() if dry_run else leftover.paths):
-        above, _, name = path.rpartition("/")
-        directory_at(above).remove(name)
+        remove_entry(path, leftover.are_folders)
     return True
 
 
 def remove_entry(path: str, is_folder: bool) -> None:
     """Removes a file, or a folder with as much of its content as possible. Of a link to a folder it removes the link.
-    Raises `_C.EngineError` for files."""
+    Raises `_C.EngineError` for files, and OSError in object stores."""
+    if urls.is_url(path):
+        above, _, name = path.rpartition("/")
+        for inside in directory_at(path).names() if is_folder else ():
+            remove_entry(f"{path}/{inside}", stat_of(f"{path}/{inside}").is_folder)
+        directory_at(above).remove(name)
+        return
     if is_folder and os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -112,10 +112,6 @@ class CheckpointManager:
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
-        if delta and is_url(self.directory):
-            raise ValueError(
-                "delta: in an object store each checkpoint is whole; with local= saves to the disk may be delta"
-            )
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
         self.preempted = False  #: a signal came and the last save is durable: training should stop
@@ -315,7 +311,11 @@ class CheckpointManager:
             if running.is_coordinator:
                 logger.warning("step %d is saved without a base: damage was found in %s", running.step, self.directory)
             return None
-        last = SavedOrder(self.directory).last if running.is_coordinator else None
+        try:
+            last = SavedOrder(self.directory).last if running.is_coordinator else None
+        except (OSError, CheckpointError) as error:  # other ranks would not know
+            logger.warning("step %d is saved without a base: %s", running.step, error)
+            last = None
         return running.path if last is None else path_of(self.directory, last)
 
     def wait(self) -> None:
