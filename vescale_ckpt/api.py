@@ -38,7 +38,6 @@ from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number
 from ._storage.directory import checkpoint_path
-from ._storage.urls import is_url
 from ._write import snapshot_budget
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.optimizer_gate import Gate
@@ -145,8 +144,6 @@ def save(
         )
     if base is not None and format != "dcp":
         raise ValueError(f"base: a model in format={format!r} cannot name the files of another")
-    if base is not None and is_url(checkpoint_path(path)):
-        raise ValueError("base: a checkpoint in an object store cannot name the files of another yet: leave base out")
     if frozen is not None and base is None:
         raise ValueError("frozen: only a save with base= can leave tensors unread")
     unchanged = None if frozen is None else FrozenTensors(frozen, _frozen.of(process_group))

@@ -38,7 +38,7 @@ class TransferStats:
     objects: int
     bytes: int  #: of tensor data
     in_place_bytes: int  #: moved between the tensors' own memory and the file, without a copy
-    slot_bytes: int  #: moved through the arena's slots
+    slot_bytes: int  #: moved through the arena's slots, or read from an object store
     direct_bytes: int  #: past the page cache
     uncached_bytes: int  #: through the page cache, pages dropped at once
     buffered_bytes: int

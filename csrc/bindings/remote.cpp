@@ -2,9 +2,7 @@
 //
 // The engine's threads call Python, so they take the GIL; whoever called the engine has released it.
 #include <cerrno>
-#include <cstring>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 
@@ -41,19 +39,22 @@ class PythonObject : public io::RemoteObject {
 
   uint64_t size() const override { return size_; }
 
-  void read(uint64_t offset, std::span<std::byte> target) override {
+  std::shared_ptr<const std::byte> fetch(uint64_t offset, uint64_t bytes) override {
     const py::gil_scoped_acquire acquire;
     try {
-      const py::buffer found = object_.attr("read")(offset, target.size());
-      const py::buffer_info info = found.request();
-      if (static_cast<uint64_t>(info.size * info.itemsize) != target.size()) {
-        throw Error::corrupt("read " + path_ + " at offset " + std::to_string(offset) + ": " +
-                                 std::to_string(target.size()) + " bytes were asked for, " +
-                                 std::to_string(info.size * info.itemsize) + " came",
+      const py::buffer found = object_.attr("read")(offset, bytes);
+      auto info = std::make_unique<py::buffer_info>(found.request());  // keeps the bytes
+      const auto came = static_cast<uint64_t>(info->size * info->itemsize);
+      if (came != bytes) {
+        throw Error::corrupt("read " + path_ + " at offset " + std::to_string(offset) + ": " + std::to_string(bytes) +
+                                 " bytes were asked for, " + std::to_string(came) + " came",
                              path_, offset);
       }
-      const py::gil_scoped_release release;
-      std::memcpy(target.data(), info.ptr, target.size());
+      const auto* begin = static_cast<const std::byte*>(info->ptr);
+      return {begin, [held = info.release()](const std::byte*) {
+                const py::gil_scoped_acquire acquire;
+                delete held;
+              }};
     } catch (const py::error_already_set& raised) {
       throw error_of("read", path_, offset, raised);
     }

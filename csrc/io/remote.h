@@ -19,9 +19,9 @@ class RemoteObject {
  public:
   virtual ~RemoteObject() = default;
   virtual uint64_t size() const = 0;
-  // Fills `target`, which lies inside of the object. Throws Error: io, or corrupt if it is not the same object any
-  // more.
-  virtual void read(uint64_t offset, std::span<std::byte> target) = 0;
+  // A range that lies inside of the object, in memory of whoever fetched it. Throws Error: io, or corrupt if it is not
+  // the same object any more.
+  virtual std::shared_ptr<const std::byte> fetch(uint64_t offset, uint64_t bytes) = 0;
 };
 
 struct RemoteStore {

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "base/memory.h"
@@ -73,7 +75,15 @@ void perform_remotely(Transfer& transfer) {
     transfer.done = size;
     throw Error::corrupt(too_short(transfer), file.path(), transfer.offset + size);
   }
-  if (size != 0) file.remote()->read(transfer.offset, {transfer.data, size});
+  if (size != 0) {
+    auto fetched = file.remote()->fetch(transfer.offset, size);
+    if (transfer.data == nullptr) {
+      transfer.lent = std::move(fetched);
+      transfer.data = const_cast<std::byte*>(transfer.lent.get());  // only writes change what `data` points at
+    } else {
+      std::memcpy(transfer.data, fetched.get(), size);
+    }
+  }
   transfer.done = size;
   all_read.fetch_add(size, std::memory_order_relaxed);
 }

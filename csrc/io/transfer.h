@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "base/system.h"
@@ -15,13 +16,14 @@ struct Transfer {
   Call call = Call::read;  // read or write
   File* file = nullptr;
   uint64_t offset = 0;  // bytes from the start of the file; a multiple of kBlock, as is `data`'s address modulo the
-  std::byte* data = nullptr;   // file's memory alignment, wherever file->access() is direct
+  std::byte* data = nullptr;   // file's memory alignment, wherever file->access() is direct. Null: see `lent`
   uint64_t size = 0;           // bytes asked for
   uint64_t needed = 0;         // bytes that must arrive: a read of whole blocks may pass the end of the file
   bool part_of_block = false;  // of one that others may write to: through the page cache, of any offset and size
 
   // Set by perform().
-  bool reopened = false;  // the file, after ESTALE
+  std::shared_ptr<const std::byte> lent;  // where a remote read without `data` has its bytes; `data` is there then
+  bool reopened = false;                  // the file, after ESTALE
   uint64_t done = 0;
   Access access = Access::buffered;  // how the last part travelled
 };

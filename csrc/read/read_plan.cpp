@@ -249,7 +249,7 @@ std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, Dat
   end = std::min(end, record.body_offset + item.box.end());
   const bool direct = data.file->access() == io::Access::direct;
   const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
-  if (data.file->remote() != nullptr) return {0, 0};  // a slot holds several tensors and what lies between: one request
+  if (data.file->remote() != nullptr) return {0, 0};  // one request brings several tensors and what lies between
   if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
   // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
   const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
@@ -277,9 +277,10 @@ void ReadPlan::pack_extents() {
       const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
       const uint64_t limit = align_down(start + options_.slot_bytes, kBlock);
-      // A record that fits a slot is not cut; one that does not is cut on cells.
-      const bool fits = extent.end <= limit;
-      const bool would_fit = extent.end - align_down(at, kBlock) <= options_.slot_bytes;
+      // A record that fits a slot is not cut, unless a request would be the smaller for it; one that does not is cut on
+      // cells.
+      const bool fits = extent.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
+      const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= options_.slot_bytes;
       if (near && !fits && would_fit) {
         flush();
         continue;

@@ -73,7 +73,11 @@ class ReadJob {
     queue_.expect(plan_.segments.size());
     for (size_t index = 0; index < plan_.segments.size(); ++index) queue_.push(index);
     io::run_transfers(
-        queue_, options_, [this](size_t index) { return plan_.segments[index].in_place == nullptr; },
+        queue_, options_,
+        [this](size_t index) {
+          const Segment& segment = plan_.segments[index];
+          return segment.in_place == nullptr && plan_.files.at(segment.file).file->remote() == nullptr;
+        },
         [this](size_t index, io::Flight& flight) { prepare(plan_.segments[index], flight); },
         [this](io::Flight& flight) { complete(flight); });
   }
@@ -97,7 +101,8 @@ class ReadJob {
     flight.transfer.file = &file;
     flight.transfer.offset = segment.begin;
     flight.transfer.needed = segment.end - segment.begin;
-    flight.transfer.data = segment.in_place != nullptr ? segment.in_place : flight.slot->data();
+    // A remote file's bytes are taken from where its store has them.
+    flight.transfer.data = segment.in_place != nullptr ? segment.in_place : flight.slot ? flight.slot->data() : nullptr;
     // Whole blocks, also across the end of the file.
     flight.transfer.size =
         segment.in_place != nullptr ? flight.transfer.needed : align_up(segment.end, kBlock) - segment.begin;
@@ -136,12 +141,16 @@ class ReadJob {
     const uint64_t from = std::max(part.begin, body), to = std::min(part.end, body_end);
     if (from < to) {
       const std::byte* bytes = data + (from - part.begin);
+      const bool sums = verify_ && (record.check == Record::Check::frame || record.check == Record::Check::crc);
+      std::byte* const place = scatter && sums ? place_of(record, from, to) : nullptr;
       if (verify_ && record.check == Record::Check::blocks) {
         check_blocks(record, bytes, from, to);
-      } else if (verify_ && record.check != Record::Check::none) {
+      } else if (place != nullptr) {
+        record.sums[part.sum] = {copy_crc32(place, bytes, to - from, 0), to - from};
+      } else if (sums) {
         record.sums[part.sum] = {crc32(0, bytes, to - from), to - from};
       }
-      if (scatter) {
+      if (scatter && place == nullptr) {
         for (const uint32_t item : record.items) {
           if (items_[item].device >= 0) {
             batch->add(items_[item], bytes, from - body, to - body);
@@ -165,6 +174,14 @@ class ReadJob {
            part.end - start);
     }
     if (record.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) conclude(record, record.prologue, record.epilogue);
+  }
+
+  // Where the bytes of the file range [from, to) belong, if all of them belong to one place; else null.
+  std::byte* place_of(const Record& record, uint64_t from, uint64_t to) const {
+    if (record.items.size() != 1) return nullptr;
+    const ReadItem& item = items_[record.items[0]];
+    const uint64_t begin = record.body_offset + item.box.begin(), end = record.body_offset + item.box.end();
+    return item.box.dense() && from >= begin && to <= end ? item.memory + (from - begin) : nullptr;
   }
 
   // Framing may arrive in pieces, on several threads.

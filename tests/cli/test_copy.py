@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 import vescale_ckpt
 from tests.damage import fork
 from vescale_ckpt import cli
-from vescale_ckpt._convert import copy as copy_module
 from vescale_ckpt._convert import pipeline
+from vescale_ckpt._convert.transfer import Transfer
 from vescale_ckpt._engine import _C
 from vescale_ckpt._storage.resumable import ResumableFolder
 
@@ -194,7 +194,7 @@ def test_what_is_written_wrong_is_noticed(sources: Path, tmp_path: Path, capsys:
 
 
 def test_a_save_into_the_source_is_noticed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    source, transfers = tmp_path / "source", copy_module._Transfer.copy
+    source, transfers = tmp_path / "source", Transfer.copy
     vescale_ckpt.save(source, {"x": torch.ones(3)})
 
     def copied(self: Any, path: str, *more: Any) -> tuple[int, int]:
@@ -203,7 +203,7 @@ def test_a_save_into_the_source_is_noticed(tmp_path: Path, capsys: Any, monkeypa
             vescale_ckpt.save(source, {"x": torch.zeros(3)})
         return result
 
-    monkeypatch.setattr(copy_module._Transfer, "copy", copied)
+    monkeypatch.setattr(Transfer, "copy", copied)
     status, _, err = run(capsys, source, tmp_path / "copy")
     assert status == 2 and "was saved to while it was copied" in err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import time
@@ -83,6 +84,37 @@ def test_a_run_moves_from_a_disk_to_a_store(url: str, tmp_path: Path) -> None:
         directory_at(f"{url}/step-1").write(file.name, file.read_bytes())
     assert CheckpointManager(url).latest() == 1
     assert vescale_ckpt.verify(f"{url}/step-1").ok
+
+
+@pytest.mark.parametrize(
+    ("action", "text", "number"),
+    [
+        ("denied", "access was denied", errno.EACCES),
+        ("no_bucket", "no such bucket", errno.ENXIO),
+        ("expired", "credentials have expired", errno.EACCES),
+    ],
+)
+def test_a_store_that_cannot_be_read_is_a_named_error(
+    fault_proxy: Any, bucket_url: str, action: Any, text: str, number: int
+) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+    fault_proxy.add(Rule(action, times=100_000))
+    manager = CheckpointManager(bucket_url, async_checkpoint=False)  # raises nothing: other ranks would not know
+    for call in (lambda: manager.restore(state(0)), manager.latest, manager.steps):
+        with pytest.raises(CheckpointError, match=text) as raised:
+            call()
+        assert getattr(raised.value, "errno", None) == number and "Error: s3://" not in str(raised.value)
+    with pytest.raises(CheckpointError, match=text):
+        manager.restore(state(0), step=1)
+    with pytest.raises(CheckpointError, match=text):
+        manager.save(2, state(2))
+    fault_proxy.clear()
+    assert manager.restore(state(0)) == 1
+    manager.save(2, state(2))
+    assert manager.steps() == [1, 2]
 
 
 # --- With a local directory before the store

@@ -209,8 +209,8 @@ def pieces_of_rank(outputs: Sequence[Output], most_bytes: int, rank: int, ranks:
 class DcpRankFiles:
     """The data file of one rank. It is durable after `write`, and belongs to the checkpoint after `commit`."""
 
-    def __init__(self, directory: str, rank: int) -> None:
-        self._save = NativeSave(SaveOptions(directory, rank))
+    def __init__(self, directory: str, rank: int, overwrite: bool) -> None:
+        self._save = NativeSave(SaveOptions(directory, rank, overwrite=overwrite))
         self._save.begin()
         if rank == 0:
             self._save.clean_up()

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from .._hf.names import holds_export
 from .._native.metadata_file import NO_CHECKPOINT, has_metadata
 from .._read.no_checkpoint import explained
 from .._storage.directory import directory_at, stat_of
 from .._storage.directory import is_folder as is_directory
 from .._storage.file_kinds import kind_of_file
+from .._storage.urls import is_url, refuse
 from ..errors import CheckpointError
 from .archive import entries
 from .dcp_files import DcpSource
@@ -50,9 +52,11 @@ def is_folder(path: str, format: Format) -> bool:
 
 def check_destination(source: str, path: str, format: Format, overwrite: bool) -> None:
     """Raises `CheckpointError` if the destination must not be replaced. With `overwrite` a file may be replaced by a
-    file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files."""
-    directory, name = os.path.split(path.rstrip("/") or path)
-    if not directory_at(directory).has(name):
+    file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files. In an object
+    store, a folder of safetensors files is not replaced."""
+    if format == "npy":
+        refuse(path, "a folder of .npy files, which no file makes complete,", "Convert to one file: format='npz'")
+    if not _is_there(path):
         return
     is_there = is_directory(path)
     if _same(source, path):
@@ -63,6 +67,11 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
     names = directory_at(path).names() if is_there else [""]
     if names and not overwrite:
         raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
+    if is_url(path) and is_there and format == "safetensors" and holds_export(path):
+        raise CheckpointError(
+            f"{path} holds a model, which cannot be replaced in one step in an object store: convert to another folder",
+            path=path,
+        )
     pattern = _OF_FORMAT.get(format) if is_there else None
     others = sorted(name for name in names if pattern is not None and not pattern.fullmatch(name))
     if others:
@@ -70,8 +79,20 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
 
 
 def goes_into_place(path: str, format: Format) -> bool:
-    """Whether the new checkpoint is committed into the existing directory, as a save does."""
-    return format == "dcp" and is_directory(path) and bool(directory_at(path).names())
+    """Whether files are written where they stay: into an existing directory of DCP's, as a save does, and in object
+    stores, where the last file makes the others a checkpoint."""
+    return is_url(path) or (format == "dcp" and is_directory(path) and bool(directory_at(path).names()))
+
+
+def _is_there(path: str) -> bool:
+    if not is_url(path):
+        directory, name = os.path.split(path.rstrip("/") or path)
+        return directory_at(directory).has(name)
+    try:
+        stat_of(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _same(source: str, path: str) -> bool:
@@ -110,6 +131,7 @@ def open_source(path: str) -> Source:
         )
     if kind == "other":
         return SafetensorsSource(path)
+    refuse(path, "a file of torch.save or numpy that is read", "Copy it to a disk first")
     if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
         return TorchSource(path)
     return _numpy_source(path)

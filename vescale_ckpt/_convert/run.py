@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -17,8 +18,9 @@ from .._engine.errors import of_system
 from .._hf.folder import shard_bytes
 from .._ranks.exchange import Exchange
 from .._read.check_records import Progress
-from .._storage.directory import checkpoint_path
+from .._storage.directory import checkpoint_path, directory_at
 from .._storage.pending import PendingFolder, put_back
+from .._storage.urls import is_url
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
@@ -160,7 +162,7 @@ class _Conversion:
             for name, value, known in (("format", self._format, Format), ("on_objects", on_objects, Objects)):
                 if value not in get_args(known):
                     raise ValueError(f"{name}={value!r}: one of {', '.join(get_args(known))} is wanted")
-            checked_flag("overwrite", overwrite)
+            self._overwrite = checked_flag("overwrite", overwrite)
             settings.check()
             self._buffers = Buffers()
             most_bytes = shard_bytes(max_shard_size)
@@ -232,12 +234,22 @@ class _Conversion:
     def _write_files(self, files: Files, directory: str) -> int:
         ranks = formats.rank_of_each(files.files, self._exchange.size)
 
+        written = []
+
         def write() -> None:
             for file, rank in zip(files.files, ranks, strict=True):
                 if rank == self._exchange.rank:
                     write_file(file, directory, self._source, self._buffers)
+                    written.append(file.name)
 
-        self._together(write, "write")
+        try:
+            self._together(write, "write")
+        except BaseException:
+            if is_url(directory):  # there is no pending folder that would be removed
+                for name in filter(None, written):
+                    with contextlib.suppress(OSError):
+                        directory_at(directory).remove(name)
+            raise
         if files.finish is not None:
             finish = files.finish
             self._together(lambda: finish(directory) if self._exchange.is_coordinator else None, "finish")
@@ -246,7 +258,7 @@ class _Conversion:
     def _write_dcp(self, directory: str) -> int:
         exchange = self._exchange
         pieces = pieces_of_rank(self.made.outputs, self._buffers.most_bytes, exchange.rank, exchange.size)
-        rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank), "begin")
+        rank_files = self._together(lambda: DcpRankFiles(directory, exchange.rank, self._overwrite), "begin")
         try:
             written = self._together(
                 lambda: rank_files.write(pieces, self._values, self.made.paths, self._source, self._buffers), "write"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 from .._engine import _C
@@ -69,6 +70,8 @@ class SafetensorsLayout(Layout):
     """The file that `vescale_ckpt.safetensors.save_file` writes. Raises ValueError for tensors that the format cannot
     hold."""
 
+    has_head = True
+
     def __init__(self, outputs: Sequence[Output]) -> None:
         names = [output.name for output in outputs]
         table = int_table()
@@ -109,11 +112,12 @@ def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: in
     if not in_folder:
         return Files.one(outputs, lambda: SafetensorsLayout(outputs))
     shards = _shards(outputs, most_bytes)
-    layouts = list(map(SafetensorsLayout, shards))  # made now: raises before writing
+    for shard in shards:
+        SafetensorsLayout(shard)  # raises before writing
     names = file_names(len(shards))
     files = [
-        OutputFile(name, sum(output.bytes for output in shard), lambda layout=layout: layout)  # type: ignore[misc]
-        for name, shard, layout in zip(names, shards, layouts, strict=True)
+        OutputFile(name, sum(output.bytes for output in shard), partial(SafetensorsLayout, shard))
+        for name, shard in zip(names, shards, strict=True)
     ]
     if len(files) == 1:
         return Files(files)
@@ -123,7 +127,8 @@ def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: in
 
     def write_index(directory: str) -> None:
         with named_errors(str, directory, len(text)):
-            directory_at(directory).write(INDEX_NAME, text.encode())
+            # In an object store it is the commit: shards without an index are no model.
+            directory_at(directory).commit(INDEX_NAME, text.encode(), overwrite=False)
 
     return Files(files, write_index)
 

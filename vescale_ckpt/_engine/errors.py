@@ -49,7 +49,7 @@ def translate(error: _C.EngineError, key_of: Callable[[int], str], path: str, ne
     if error.kind == "invalid":
         return UntrustedCheckpointError(f"{prefix}{error}", key=key)
     missing = error.errno == 2 and error.kind == "io"
-    if missing and str(error).startswith("open"):
+    if missing and str(error).startswith(("open", "read")):  # objects are not opened again for each load
         return CorruptCheckpointError(f"{prefix}data file is missing: {error}", key=key, file=error.path)
     return CheckpointError(f"{prefix}{error}", key=key, path=error.path, errno=error.errno)
 

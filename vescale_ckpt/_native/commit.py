@@ -19,6 +19,7 @@ from .._engine import _C
 from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.leftovers import Leftover
+from .._storage.siblings import in_sibling
 from . import delta_table, names
 from .metadata_file import has_metadata
 from .named_files import named_by_any, needed_beside
@@ -69,7 +70,7 @@ def remove_leftovers(
     try:
         storage = directory_at(directory)
         only_superseded = storage.is_remote and bool(superseded)
-        found = sorted(superseded) if only_superseded else storage.names()
+        found = [name for name in superseded if in_sibling(name) is None] if only_superseded else storage.names()
         mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
         candidates = [
             name
@@ -79,13 +80,16 @@ def remove_leftovers(
         ]
         named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
-        with needed_beside(directory) if MARK_NAME in found else nullcontext(set[str]()) as needed:
+        is_marked = storage.has(MARK_NAME) if only_superseded else MARK_NAME in found
+        # In an object store nobody can be kept from leaving a mark now.
+        looks = is_marked or (storage.is_remote and left)
+        with needed_beside(directory) if looks else nullcontext(set[str]()) as needed:
             if needed is None:
                 left = [name for name in left if names.is_temporary_file(name)]
             elif needed:
                 left = [name for name in left if name not in needed]
-            elif MARK_NAME in found and not dry_run:
-                directory_at(directory).remove(MARK_NAME)
+            elif is_marked and not dry_run:
+                storage.remove(MARK_NAME)
             removed = leftovers.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)

@@ -13,7 +13,7 @@ import posixpath
 from collections.abc import Iterator
 
 from .._engine import _C
-from .._storage import leftovers, locks
+from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.siblings import folder_above, in_sibling
 from ..errors import CheckpointError
@@ -58,15 +58,15 @@ def named_beside(directory: str) -> set[str]:
 
 @contextlib.contextmanager
 def needed_beside(directory: str) -> Iterator[set[str] | None]:
-    """A context that gives `named_beside`, for a directory that has a mark. While it lasts, no delta save begins to
-    refer to the directory. None: the files of the directory must stay, because a delta save that runs may name any of
-    them, or because metadata cannot be read."""
+    """A context that gives `named_beside`, for a directory that has a mark, and in an object store for any. While it
+    lasts, no delta save begins to refer to the directory. None: the files of the directory must stay, because a delta
+    save that runs may name any of them, or because metadata cannot be read."""
     with contextlib.ExitStack() as held:
         needed = None
         with contextlib.suppress(CheckpointError, OSError):
-            mark = os.path.join(directory, MARK_NAME)
-            if held.enter_context(locks.abandoned(mark, leftovers.SAVE_GRACE)):
-                needed = named_beside(directory)
+            storage = directory_at(directory)
+            if held.enter_context(storage.unused(MARK_NAME, leftovers.SAVE_GRACE)):
+                needed = named_beside(directory) if storage.has(MARK_NAME) else set()
         yield needed
 
 

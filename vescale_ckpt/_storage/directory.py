@@ -24,6 +24,7 @@ from ..errors import UntrustedCheckpointError
 from . import locks, urls
 from .locks import LOCK_NAME, READ, FileLock
 from .siblings import in_sibling
+from .use_notes import UseNote
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +229,19 @@ class Directory:
         """A context that gives whether nobody else uses the directory; None if the storage has no locks. While it
         lasts, no new use begins. `held`: the files that loads lock; `tested`: those that saves lock."""
         return locks.alone(self.path, held, tested)
+
+    # --- Those who name its data files from elsewhere, as delta saves do
+
+    def use(self, mark: str) -> FileLock | UseNote | None:
+        """Notes that a save may come to name files of the directory, which has the file `mark`. None if there is no
+        such file, if somebody is removing files there, or on a file system without locks, where the mark's time
+        counts."""
+        return self.share(mark)
+
+    def unused(self, mark: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
+        """A context that gives whether no save may come to name files of the directory; none begins to while it lasts.
+        `grace_seconds`: after which users count as dead where there are no locks. Raises OSError."""
+        return locks.abandoned(self._at(mark), grace_seconds)
 
     # --- Folders in it
 

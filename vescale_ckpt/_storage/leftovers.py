@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,19 +78,25 @@ def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
     """In an object store nobody locks anything: only age tells that a writer is gone."""
     if leftover.grace_seconds:
         touched = max(stat_of(path).modified_ns for path in leftover.paths) / 1e9
-        if time.time() - touched < leftover.grace_seconds:
+        directory = os.path.dirname(leftover.paths[0])
+        if seconds_since(touched, directory, leftover.grace_seconds) < leftover.grace_seconds:
             return False
     if leftover.is_wanted():
         return False
     for path in reversed(() if dry_run else leftover.paths):
-        above, _, name = path.rpartition("/")
-        directory_at(above).remove(name)
+        remove_entry(path, leftover.are_folders)
     return True
 
 
 def remove_entry(path: str, is_folder: bool) -> None:
     """Removes a file, or a folder with as much of its content as possible. Of a link to a folder it removes the link.
-    Raises `_C.EngineError` for files."""
+    Raises `_C.EngineError` for files, and OSError in object stores."""
+    if urls.is_url(path):
+        above, _, name = path.rpartition("/")
+        for inside in directory_at(path).names() if is_folder else ():
+            remove_entry(f"{path}/{inside}", stat_of(f"{path}/{inside}").is_folder)
+        directory_at(above).remove(name)
+        return
     if is_folder and os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -251,6 +251,11 @@ def named(error: Exception, url: str) -> OSError:
     return ObjectStoreError(errno.EIO, f"{url}: {told}", url)
 
 
+def refuses(error: Exception) -> bool:
+    """Whether the store's answer says that the request is at fault, as one without valid credentials."""
+    return re.search(r"status code: 4\d\d", str(error)) is not None
+
+
 def _told(error: Exception) -> str:
     """What the store said, in one line, without the program text that obstore adds."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())

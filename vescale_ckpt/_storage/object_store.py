@@ -19,8 +19,9 @@ from .. import settings
 from .._engine import _C
 from .._engine.errors import of_system
 from ..errors import CheckpointError
-from . import urls
+from . import urls, use_notes
 from .directory import BEGINNING_BYTES, CheckBeginning, Directory, IsTaken, Stat
+from .leftovers import SAVE_GRACE
 from .locks import FileLock
 from .object_clients import (
     ObjectChangedError,
@@ -29,8 +30,10 @@ from .object_clients import (
     ObjectStoreError,
     named,
     obstore,
+    refuses,
     store_at,
 )
+from .use_notes import UseNote
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
 _OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
@@ -59,9 +62,13 @@ class Client:
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
-        with self._named():
+        try:
             found: dict[str, Any] = obstore().head(self.store, self.key)
-            return found
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) or not refuses(error):
+                raise named(error, self.url) from error
+            found, _ = self.get((0, 1))  # the answer to HEAD has no body, that to GET says why
+        return found
 
     def has_bytes(self, size: int) -> bool:
         """Whether there is an object of that size. Raises nothing."""
@@ -261,6 +268,11 @@ class ObjectDirectory(Directory):
 
     # --- Whether ranks use one directory
 
+    def keep_mark(self, name: str) -> None:
+        """Makes an empty object unless it is there. Its time means nothing: users leave notes."""
+        if not self.has(name):
+            self.write(name, b"")
+
     def leave_mark(self, name: str) -> None:
         self._client.at(name).put(b"", create=True)
 
@@ -291,6 +303,14 @@ class ObjectDirectory(Directory):
 
     def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
         return contextlib.nullcontext(None)
+
+    # --- Those who name its data files from elsewhere
+
+    def use(self, mark: str) -> UseNote | None:
+        return use_notes.use(self, mark, SAVE_GRACE)
+
+    def unused(self, mark: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
+        return use_notes.removing(self, mark, grace_seconds)
 
     # --- Folders in it
 

@@ -29,8 +29,10 @@ def split(url: str) -> tuple[str, str]:
 def normal(url: str) -> str:
     """The URL without a slash at its end. Raises ValueError, with advice, for one that cannot be honoured."""
     root, key = split(url)
-    if (root.endswith("://") and not key) or (root == "memory://" and not key):
-        raise ValueError(f"{url}: names no bucket" if not url.startswith("memory") else f"{url}: names no folder")
+    if root == "memory://" and not key:
+        raise ValueError(f"{url}: names no folder")
+    if root != "memory://" and root.endswith("://"):
+        raise ValueError(f"{url}: names no bucket")
     for mark in "?#":
         if mark in url:
             raise ValueError(f"{url}: {mark!r} cannot be part of a checkpoint's name in an object store")

@@ -16,6 +16,7 @@ from .._native.names import MARK_NAME, METADATA_NAME
 from .._storage.directory import Directory, directory_at
 from .._storage.locks import FileLock
 from .._storage.siblings import InSibling, data_path, folder_above, in_sibling
+from .._storage.use_notes import UseNote
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class DeltaBase:
         self.table = DeltaTable(os.urandom(delta_table.SEED_BYTES), [], b"")
         self._target = target
         self._above, self._own = folder_above(target)
-        self._locks: list[FileLock] = []
+        self._locks: list[FileLock | UseNote] = []
         above, folder = folder_above(base)
         if above != self._above:
             raise CheckpointError(
@@ -95,9 +96,11 @@ class DeltaBase:
             if not make and not storage.has(MARK_NAME):
                 return False
             storage.keep_mark(MARK_NAME)
-            if (lock := storage.share(MARK_NAME)) is not None:
+            if (lock := storage.use(MARK_NAME)) is not None:
                 self._locks.append(lock)
                 return True
+            if storage.is_remote:  # it has waited
+                break
             if storage.has(MARK_NAME):  # no locks in the file system: the mark's time counts
                 return True
         raise CheckpointError(f"{storage.path} is being cleaned up by another process", path=storage.path)

@@ -55,7 +55,7 @@ class ExportSave(RankSave):
         refuse(
             path,
             "a save with format='safetensors', whose files all ranks write together,",
-            "Save it with format='dcp', and convert it to a local folder; or save to a local folder and copy that",
+            "Save it with format='dcp', and convert it (vescale_ckpt.convert), also from the store to the store",
         )
         directory_at(path).make()
         if not self.options.overwrite and holds_export(path):

@@ -27,10 +27,18 @@ class BranchTracker:
         self._newest = -1  # newest step of this branch that this manager knows of
         self._origin: tuple[int, Branch] | None = None  # the restored step, if it was not the one saved last
         self._known: dict[int, Branch] = {}  # by step, as read from disk before
+        self._has_looked = False
 
     def look(self) -> None:
         """Notes the step saved last before this manager saves. Steps that other managers save later do not count: two
-        managers may save in turn, and neither goes back."""
+        managers may save in turn, and neither goes back. If the root cannot be read, `restored` and `branch_of` look
+        again: all ranks get the errors of those."""
+        try:
+            self._look()
+        except (OSError, CheckpointError) as error:
+            logger.warning("what is in %s already is not known now: %s", self.root, error)
+
+    def _look(self) -> None:
         if self.remote is not None:
             try:
                 self._elsewhere = SavedOrder(self.remote).branches
@@ -38,9 +46,12 @@ class BranchTracker:
                 logger.warning("what is in %s already is not known now: %s", self.remote, error)
         last = SavedOrder(self.root, elsewhere=self._elsewhere).last
         self._newest = -1 if last is None else last
+        self._has_looked = True
 
     def restored(self, step: int) -> list[int]:
         """Notes that training continues from a step. Returns later steps that are abandoned already."""
+        if not self._has_looked:
+            self._look()
         order = SavedOrder(self.root, elsewhere=self._elsewhere)
         self._branch = self._origin = None
         if order.last == step:
@@ -51,6 +62,8 @@ class BranchTracker:
 
     def branch_of(self, step: int) -> tuple[Branch, list[int]]:
         """The branch of a save of `step`, and the steps that this save abandons."""
+        if not self._has_looked:
+            self._look()
         order = SavedOrder(self.root, self._known, self._elsewhere)
         self._known = {known: branch for known, branch in order.branches.items() if known != step}
         newest, before = order.branch, self._branch

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .. import api, settings
 from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
+from .._engine.errors import named_system_errors
 from .._native.metadata_file import has_metadata
 from .._native.steps import SavedOrder, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
@@ -111,10 +112,6 @@ class CheckpointManager:
         self.schedule = Schedule(save_interval_steps, save_interval_seconds)
         self.async_checkpoint = async_checkpoint
         self.delta = checked_flag("delta", delta)
-        if delta and is_url(self.directory):
-            raise ValueError(
-                "delta: in an object store each checkpoint is whole; with local= saves to the disk may be delta"
-            )
         self.process_group = process_group
         self.timeout = checked_seconds("timeout", timeout, zero=False)
         self.preempted = False  #: a signal came and the last save is durable: training should stop
@@ -314,7 +311,11 @@ class CheckpointManager:
             if running.is_coordinator:
                 logger.warning("step %d is saved without a base: damage was found in %s", running.step, self.directory)
             return None
-        last = SavedOrder(self.directory).last if running.is_coordinator else None
+        try:
+            last = SavedOrder(self.directory).last if running.is_coordinator else None
+        except (OSError, CheckpointError) as error:  # other ranks would not know
+            logger.warning("step %d is saved without a base: %s", running.step, error)
+            last = None
         return running.path if last is None else path_of(self.directory, last)
 
     def wait(self) -> None:
@@ -368,14 +369,15 @@ class CheckpointManager:
     # --- Finding and loading
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank."""
-        return sorted({step for root in self._roots for step in complete_steps(root)})
+        """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank.
+        Raises `CheckpointError` if the directory cannot be read."""
+        return sorted({step for root in self._roots for step in _complete_steps(root)})
 
     def tiers(self) -> dict[int, Tier]:
         """Where each step of a manager with `local` is, in ascending order: "remote" if the object store has it (the
         local directory may have it, too), "uploading", or "local". Asks no other rank; the coordinator alone knows what
         is being uploaded."""
-        remote = set() if self.remote is None else set(complete_steps(self.remote))
+        remote = set() if self.remote is None else set(_complete_steps(self.remote))
         uploading = None if self._uploads is None else self._uploads.uploading()
         return {
             step: "uploading" if step == uploading else "remote" if step in remote else "local" for step in self.steps()
@@ -526,12 +528,20 @@ class CheckpointManager:
             try:
                 answer = {"found": find()}
             except Exception as error:
-                answer = {"error": f"{phase} in {self.directory}: {type(error).__name__}: {error}"}
+                is_named = isinstance(error, (CheckpointError, OSError))
+                told = str(error) if is_named else f"{type(error).__name__}: {error}"
+                number = getattr(error, "errno", None)
+                answer = {"error": f"{phase} in {self.directory}: {told}", "errno": number}
         received = json.loads(exchange.broadcast(None if answer is None else json.dumps(answer).encode(), phase))
         if "error" in received:
-            raise CheckpointError(received["error"], path=self.directory)
+            raise CheckpointError(received["error"], path=self.directory, errno=received["errno"])
         found: _Found = received["found"]
         return found
+
+
+def _complete_steps(root: str) -> list[int]:
+    with named_system_errors(root):
+        return complete_steps(root)
 
 
 def _checked_step(step: int) -> int:

@@ -94,7 +94,8 @@ def is_marked(path: str) -> bool:
 def _needed(path: str) -> AbstractContextManager[set[str] | None]:
     """A context that gives the data files of a directory that checkpoints beside it name; None if it is not known, or a
     save is running that may name any."""
-    return needed_beside(path) if is_marked(path) else nullcontext(set[str]())
+    looks = directory_at(path).is_remote or is_marked(path)  # in an object store a mark may come at any time
+    return needed_beside(path) if looks else nullcontext(set[str]())
 
 
 def _strip_again(path: str) -> None:
@@ -129,8 +130,8 @@ def _is_ours(name: str) -> bool:
     """Whether a file may be left by a save, its manager, or `_strip`."""
     return (
         names.is_of_a_save(name)
-        or name in (LOCK_NAME, names.MARK_NAME)
-        or name.startswith((step_metrics.FILE_NAME, steps.ORDER_NAME))
+        or name == LOCK_NAME
+        or name.startswith((step_metrics.FILE_NAME, steps.ORDER_NAME, names.MARK_NAME))
     )
 
 
@@ -163,7 +164,7 @@ def _age(path: str) -> float:
     """Seconds since an entry was created in the directory or removed from it."""
     try:
         modified = directory_at(path).stat().modified_ns / 1e9
-        return seconds_since(modified, os.path.dirname(os.path.abspath(path)), SAVE_GRACE)
+        return seconds_since(modified, os.path.dirname(path), SAVE_GRACE)
     except OSError:
         return 0.0
 

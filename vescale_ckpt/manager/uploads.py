@@ -14,7 +14,7 @@ from typing import Literal
 
 from .. import settings
 from .._collective import at_exit
-from .._convert.copy import upload
+from .._convert.store_copy import upload
 from .._native.metadata_file import metadata_mark
 from .._native.names import METADATA_NAME
 from .._native.steps import SavedOrder, complete_steps, path_of

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cstring>
 #include <future>
 #include <map>
 #include <mutex>
@@ -59,14 +58,15 @@ class FakeStore {
  private:
   class Object : public RemoteObject {
    public:
-    explicit Object(std::vector<std::byte> bytes) : bytes_(std::move(bytes)) {}
-    uint64_t size() const override { return bytes_.size(); }
-    void read(uint64_t offset, std::span<std::byte> target) override {
-      std::memcpy(target.data(), bytes_.data() + offset, target.size());
+    explicit Object(std::vector<std::byte> bytes)
+        : bytes_(std::make_shared<const std::vector<std::byte>>(std::move(bytes))) {}
+    uint64_t size() const override { return bytes_->size(); }
+    std::shared_ptr<const std::byte> fetch(uint64_t offset, uint64_t) override {
+      return {bytes_, bytes_->data() + offset};
     }
 
    private:
-    const std::vector<std::byte> bytes_;
+    const std::shared_ptr<const std::vector<std::byte>> bytes_;
   };
 
   void send(PartWindow& window) {
@@ -158,10 +158,23 @@ TEST_F(RemoteTest, ReadsAcrossTheEndGiveWhatThereIs) {
   file->complete(4000, true);
   const auto opened = File::open(kPath, Access::buffered);
   std::vector<std::byte> target(4096);
-  Transfer transfer{.call = Call::read, .file = opened.get(), .offset = 0, .data = target.data(), .size = 4096};
+  Transfer transfer;  // a read
+  transfer.file = opened.get();
+  transfer.data = target.data();
+  transfer.size = 4096;
   transfer.needed = 4000;
   perform(transfer);
   EXPECT_EQ(transfer.done, 4000u);
+  EXPECT_FALSE(transfer.lent);
+  Transfer lends;
+  lends.file = opened.get();
+  lends.offset = 100;
+  lends.size = 3996;
+  lends.needed = 3900;
+  perform(lends);
+  EXPECT_EQ(lends.done, 3900u);
+  EXPECT_EQ(lends.data, lends.lent.get());
+  EXPECT_TRUE(std::ranges::equal(std::span(lends.data, 3900), std::span(target).subspan(100, 3900)));
   transfer.needed = 4001;
   EXPECT_THROW(perform(transfer), Error);
 }

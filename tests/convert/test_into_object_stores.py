@@ -1,0 +1,165 @@
+"""Conversions into object stores: files appear whole, and the last one makes a folder a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import run_ranks
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CorruptCheckpointError
+from vescale_ckpt._convert import streamed_file
+from vescale_ckpt._convert.source import Source
+from vescale_ckpt._storage.directory import directory_at
+
+pytest.importorskip("obstore", reason="object stores need obstore")
+
+MiB = 1 << 20
+
+
+@pytest.fixture(params=["memory", "server"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    prefix: str = request.getfixturevalue("bucket_url")
+    return prefix
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"large": torch.randn(3 * MiB), "small": torch.randn(7, 5), "empty": torch.empty(0, 3)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    vescale_ckpt.save(tmp_path / "source", state())
+    return tmp_path / "source"
+
+
+def is_sound(path: str) -> bool:
+    values = {name: torch.zeros_like(value) for name, value in state().items()}
+    vescale_ckpt.load(path, values)
+    report = vescale_ckpt.verify(path)
+    assert report.ok and not report.unverified_bytes, report
+    return all(torch.equal(values[name], value) for name, value in state().items())
+
+
+def names(path: str) -> set[str]:
+    try:
+        return set(directory_at(path).names())
+    except FileNotFoundError:
+        return set()
+
+
+@pytest.mark.parametrize(("name", "format"), [("one.safetensors", "safetensors"), ("a.pt", "torch"), ("a.npz", "npz")])
+def test_one_file_is_that_of_a_local_conversion(url: str, source: Path, name: str, format: Any, tmp_path: Path) -> None:
+    vescale_ckpt.convert(source, f"{url}/{name}", format=format)
+    vescale_ckpt.convert(source, tmp_path / name, format=format)
+    assert directory_at(url).read(name) == (tmp_path / name).read_bytes()
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        vescale_ckpt.convert(source, f"{url}/{name}", format=format)
+    vescale_ckpt.convert(source, f"{url}/{name}", format=format, overwrite=True)
+    if format != "safetensors":
+        with pytest.raises(CheckpointError, match="a disk"):
+            vescale_ckpt.convert(f"{url}/{name}", tmp_path / "dcp", format="dcp")
+
+
+def test_a_checkpoint_of_dcp_is_made_and_replaced(url: str, source: Path) -> None:
+    for overwrite in (False, True):
+        vescale_ckpt.convert(source, url, format="dcp", overwrite=overwrite)
+        assert is_sound(url)
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        vescale_ckpt.convert(source, url, format="dcp")
+    assert len([name for name in names(url) if name.endswith(".distcp")]) == 1
+
+
+def test_a_model_is_that_of_a_local_conversion(url: str, source: Path, tmp_path: Path) -> None:
+    vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB")
+    assert is_sound(url + "/model")
+    vescale_ckpt.convert(source, tmp_path / "model", format="safetensors", max_shard_size="1MB")
+    local = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    assert {name: directory_at(url + "/model").read(name) for name in names(url + "/model")} == local and len(local) > 2
+    with pytest.raises(CheckpointError, match="cannot be replaced in one step"):
+        vescale_ckpt.convert(source, url + "/model", format="safetensors", overwrite=True)
+
+
+def test_shards_without_an_index_are_no_model(url: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = streamed_file._write_object
+    count = 0
+
+    def fails(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise CheckpointError("the store is down")
+        written(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed_file, "_write_object", fails)
+        with pytest.raises(CheckpointError, match="down"):
+            vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB")
+    assert names(url + "/model") == set()
+    # A killed one leaves shards.
+    directory_at(url + "/model").write("model-00001-of-00003.safetensors", b"half")
+    with pytest.raises(CheckpointError):
+        vescale_ckpt.load(url + "/model", state())
+    vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB", overwrite=True)
+    assert is_sound(url + "/model")
+
+
+def test_a_source_that_changes_between_the_two_reads_is_an_error(
+    url: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer, passes = streamed_file.transfer, 0
+
+    class Changed(Source):
+        def __init__(self, inner: Source) -> None:
+            self._inner = inner
+
+        def read(self, reads: Any) -> None:
+            self._inner.read(reads)
+            for read in reads:
+                read.target.view(-1)[:1] += 1
+
+    def second_is_another(segments: Any, inner: Source, *others: Any) -> None:
+        nonlocal passes
+        passes += 1
+        transfer(segments, inner if passes == 1 else Changed(inner), *others)
+
+    monkeypatch.setattr(streamed_file, "transfer", second_is_another)
+    with pytest.raises(CheckpointError, match="has changed"):
+        vescale_ckpt.convert(source, url + "/one.safetensors", format="safetensors")
+    assert names(url) == set()
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_work(bucket_url: str, object_server: Any, source: Path) -> None:
+    run_ranks(2, _convert, object_server.environment(), str(source), bucket_url)
+    for to in ("/dcp", "/model"):
+        assert is_sound(bucket_url + to)
+    index = json.loads(directory_at(bucket_url + "/model").read("model.safetensors.index.json"))
+    assert set(index["weight_map"]) == set(state())
+
+
+def _convert(environment: dict[str, str], source: str, url: str) -> None:
+    import os
+
+    os.environ.update(environment)
+    vescale_ckpt.convert(source, url + "/dcp", format="dcp")
+    vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB")
+
+
+def test_damage_in_the_source_leaves_nothing(url: str, source: Path) -> None:
+    (data,) = source.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[MiB] ^= 1
+    data.write_bytes(content)
+    for to, format in (("/dcp", "dcp"), ("/model", "safetensors"), ("/a.npz", "npz")):
+        with pytest.raises(CorruptCheckpointError):
+            vescale_ckpt.convert(source, url + to, format=format)  # type: ignore[arg-type]
+    assert names(url) == set()

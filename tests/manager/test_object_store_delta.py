@@ -1,0 +1,160 @@
+"""Delta saves in object stores: steps name objects of older ones, and retention keeps what they name."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from damage import blank, same
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
+from vescale_ckpt._convert.copy import copy
+from vescale_ckpt._native.commit import remove_leftovers
+from vescale_ckpt._native.names import MARK_NAME
+from vescale_ckpt._storage import use_notes
+from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._storage.leftovers import SAVE_GRACE
+
+pytest.importorskip("obstore", reason="object stores need obstore")
+State = dict[str, Any]
+
+
+@pytest.fixture(params=["memory", "server"])
+def url(request: pytest.FixtureRequest) -> str:
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    prefix: str = request.getfixturevalue("bucket_url")
+    return prefix
+
+
+def lora(step: int, frozen: int = 0) -> State:
+    """Most of it depends on `frozen` alone."""
+    torch.manual_seed(100 + frozen)
+    return {"frozen": torch.randn(40_000), "adapter": torch.full((3000,), float(step)), "step": step}
+
+
+def loads(path: str, state: State) -> bool:
+    values = blank(state)
+    vescale_ckpt.load(path, values)
+    return same(values, state)
+
+
+def names(path: str) -> set[str]:
+    try:
+        return set(directory_at(path).names())
+    except FileNotFoundError:
+        return set()
+
+
+def data_files(path: str) -> set[str]:
+    return {name for name in names(path) if name.endswith(".distcp")}
+
+
+def save_steps(url: str, steps: range, frozen: int = 0, **options: Any) -> None:
+    with CheckpointManager(url, delta=True, **options) as manager:
+        for step in steps:
+            manager.save(step, lora(step, frozen))
+            manager.wait()
+
+
+def test_a_removed_step_leaves_the_objects_that_others_name(url: str, tmp_path: Path) -> None:
+    save_steps(url, range(4), max_to_keep=2)
+    manager = CheckpointManager(url)
+    assert manager.steps() == [2, 3] and names(f"{url}/step-1") == set()
+    (kept,) = data_files(f"{url}/step-0")
+    assert names(f"{url}/step-0") == {kept, MARK_NAME}
+    for step in (2, 3):
+        path = f"{url}/step-{step}"
+        assert loads(path, lora(step)) and vescale_ckpt.verify(path).ok and vescale_ckpt.verify(path, quick=True).ok
+        assert any(kept in name for name in vescale_ckpt.inspect(path).files)
+        assert sum(directory_at(path).stat(name).size for name in data_files(path)) < 100_000, "written again"
+    values = blank(lora(3))
+    assert manager.restore(values) == 3 and same(values, lora(3))
+    # A copy needs no other step, and stock DCP reads it.
+    copy(f"{url}/step-3", tmp_path / "copy")
+    values = blank(lora(3))
+    dcp.load(values, checkpoint_id=tmp_path / "copy", no_dist=True)
+    assert same(values, lora(3))
+    copy(f"{url}/step-3", f"{url}/copy")
+    directory_at(f"{url}/step-0").remove(kept)
+    assert loads(f"{url}/copy", lora(3))
+    with pytest.raises(CorruptCheckpointError, match="step-0"):
+        loads(f"{url}/step-3", lora(3))
+
+
+def test_a_step_that_is_saved_again_keeps_what_others_name(url: str) -> None:
+    vescale_ckpt.save(f"{url}/step-0", lora(0), base=f"{url}/step-0")
+    stats = vescale_ckpt.save(f"{url}/step-1", lora(1), base=f"{url}/step-0").result()
+    assert stats.reused_bytes == 160_000
+    vescale_ckpt.save(f"{url}/step-0", lora(0, 1), base=f"{url}/step-1")
+    assert loads(f"{url}/step-0", lora(0, 1)) and loads(f"{url}/step-1", lora(1))
+    # Step 1 is replaced by one that names nothing: what it named alone goes with the next save into step 0.
+    vescale_ckpt.save(f"{url}/step-1", lora(1))
+    assert loads(f"{url}/step-0", lora(0, 1)) and loads(f"{url}/step-1", lora(1))
+    assert not [name for name in names(f"{url}/step-0") if ".user." in name or ".remover." in name]
+
+
+def test_a_checkpoint_of_a_store_has_its_base_there(tmp_path: Path) -> None:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    vescale_ckpt.save(tmp_path / "step-0", lora(0), base=tmp_path / "step-0")
+    with pytest.raises(CheckpointError, match="same directory"):
+        vescale_ckpt.save(f"{url}/step-1", lora(1), base=tmp_path / "step-0")
+
+
+def test_users_and_removers_keep_out_of_each_others_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(use_notes, "_REMOVAL_SECONDS", 0.3)
+    directory = directory_at(f"{url}/step-0")
+    directory.keep_mark(MARK_NAME)
+    note = use_notes.use(directory, MARK_NAME, SAVE_GRACE)
+    assert note is not None
+    with use_notes.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+        assert not unused
+        assert use_notes.use(directory, MARK_NAME, SAVE_GRACE) is None
+    other = use_notes.use(directory, MARK_NAME, SAVE_GRACE)
+    assert other is not None
+    note.release()
+    note.release()
+    with use_notes.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+        assert not unused
+    # The other has died: its note counts for a day.
+    with use_notes.removing(directory, MARK_NAME, 0.0) as unused:
+        assert unused
+    assert directory.names() == [MARK_NAME]
+
+
+def test_a_save_waits_for_a_remover(url: str) -> None:
+    vescale_ckpt.save(f"{url}/step-0", lora(0), base=f"{url}/step-0")
+    inside = threading.Event()
+
+    def remove() -> None:
+        with use_notes.removing(directory_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE):
+            inside.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    inside.wait()
+    assert vescale_ckpt.save(f"{url}/step-1", lora(1), base=f"{url}/step-0").result().reused_bytes == 160_000
+    thread.join()
+    assert loads(f"{url}/step-1", lora(1))
+
+
+def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
+    save_steps(url, range(2))
+    with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
+        note = use_notes.use(directory_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE)
+        assert note is not None
+        manager.save(2, lora(2, 7))
+        assert manager.steps() == [0, 2], "step 1 is not used"
+        assert remove_leftovers(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []
+        note.release()
+        manager.save(3, lora(3, 7))
+        assert manager.steps() == [3]
+    assert not data_files(f"{url}/step-0"), "nobody names it"

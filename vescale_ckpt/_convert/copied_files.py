@@ -1,0 +1,125 @@
+"""Lists the files of a checkpoint that a copy takes, and makes the metadata of a copy of a delta save."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from .._engine import _C
+from .._engine.torch_private import DEFAULT_SUFFIX
+from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
+from .._hf.names import is_temporary_index, token_of
+from .._native import delta_table, metadata_file
+from .._native.delta_table import DeltaTable
+from .._native.names import (
+    DELTA_NAME,
+    MARK_NAME,
+    METADATA_NAME,
+    is_metadata_file,
+    is_temporary_file,
+    metadata_name,
+)
+from .._read import contents
+from .._read.check_records import list_records
+from .._read.no_checkpoint import explained
+from .._storage.directory import directory_at, is_file
+from .._storage.locks import LOCK_NAME
+from .._storage.siblings import data_path, in_sibling
+from ..errors import CheckpointError, CorruptCheckpointError
+from .formats import open_source
+
+
+def completes(name: str) -> bool:
+    """Whether a file of that name makes the others a checkpoint, and is written last."""
+    return is_metadata_file(name) or name.endswith(INDEX_SUFFIX)
+
+
+def exists(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} exists: it is only replaced with overwrite=True (--overwrite)", path=path)
+
+
+def files_of_checkpoint(path: str) -> set[str]:
+    """The files with the tensors and objects of the checkpoint in a folder. Raises if there is no sound one."""
+
+    def fail(error: CheckpointError) -> None:
+        raise error
+
+    if ranks := metadata_file.metadata_ranks(path):
+        named: set[str] = set()
+        with explained(path):
+            for rank in ranks:
+                found = contents.read(path, rank, True, by_index=False)
+                where = os.path.join(path, metadata_name(rank))
+                named |= {os.path.normpath(name) for name in list_records(found, where, rank is None, fail).ends}
+        return named
+    if contents.is_safetensors(path):
+        return set(SafetensorsContents.read(path, verify=True).files)
+    with closing(open_source(path)) as source:
+        return {os.path.basename(source.location(key)[0]) for key in source.tensors}
+
+
+def metadata_files(path: str) -> dict[str, tuple[int, ...]]:
+    """The files that say which others are the checkpoint, with what tells their versions apart."""
+    storage = directory_at(path)
+    found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
+    return {name: storage.stat(name).identity for name in found}
+
+
+def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
+    """The files to copy, `.metadata` last, and the names that are left out."""
+    other, left_out = set(), []
+    for name in directory_at(path).names():
+        if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
+            continue
+        is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
+        is_unnamed = name.endswith((DEFAULT_SUFFIX, SUFFIX))  # of another save or model
+        if is_left or is_unnamed or not is_file(os.path.join(path, name)):
+            left_out.append(name)
+        else:
+            other.add(name)
+    for name in sorted(of_checkpoint):
+        file = data_path(path, name)
+        if not is_file(file):
+            raise CorruptCheckpointError(f"data file {file} is missing, or no regular file", key=None, file=file)
+    return sorted(of_checkpoint | other, key=lambda name: (completes(name), name)), sorted(left_out)
+
+
+# --- A delta save, which names files of other checkpoints
+
+
+def name_in_copy(name: str) -> str:
+    """The name that a data file gets in a copy."""
+    found = in_sibling(name)
+    return name if found is None else found.file
+
+
+@dataclass(frozen=True)
+class SelfContained:
+    """Metadata that names the files of a copy, of a checkpoint that names files of others."""
+
+    metadata: bytes
+    delta: bytes
+
+    @classmethod
+    def of(cls, source: str, of_checkpoint: set[str]) -> SelfContained | None:
+        """None for a checkpoint that names its own files only."""
+        if not any(map(in_sibling, of_checkpoint)):
+            return None
+        if len(set(map(name_in_copy, of_checkpoint))) < len(of_checkpoint):
+            raise CheckpointError(f"{source} names files of equal names in several folders: convert it", path=source)
+        metadata = metadata_file.read_metadata(source)
+        for info in {id(info): info for info in metadata.storage_data.values()}.values():
+            info.relative_path = name_in_copy(info.relative_path)
+        content = metadata_file.dumps(metadata)
+        try:
+            table = delta_table.read(source)
+        except CheckpointError:  # it cannot be a base, nor can the copy
+            table = DeltaTable(bytes(delta_table.SEED_BYTES), [], b"")
+        return cls(content, replace(table, files=[*map(name_in_copy, table.files)]).pack(content))
+
+    def written(self, folder: str) -> tuple[str, int, int]:
+        """Replaces the copied metadata. Returns name, length and CRC-32."""
+        directory_at(folder).write(DELTA_NAME, self.delta)
+        directory_at(folder).write(METADATA_NAME, self.metadata)
+        return METADATA_NAME, len(self.metadata), _C.crc32(self.metadata)
