@@ -352,6 +352,7 @@ void bind_engine(py::module_& module) {
     const py::gil_scoped_release release;
     io::commit_file(directory, name, content);
   });
+  module.def("process_space", &io::process_space);
   module.def("set_exit_status", &set_exit_status);
   module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());
