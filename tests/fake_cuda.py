@@ -24,6 +24,7 @@ import torch
 from vescale_ckpt._engine import _C, device_streams
 from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._read import load
+from vescale_ckpt._state import tensor_table
 
 LEAST = 100
 _SOURCE = Path(__file__).parent / "cpp" / "device" / "fake_cuda.cpp"
@@ -77,6 +78,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         return words.tobytes()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_table, "torch_calls", lambda: None)  # else the table is made within one call
         patch.setattr(_C, "tensor_table", moved)
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=fake.streams[device]))
         patch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})

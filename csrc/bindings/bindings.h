@@ -34,7 +34,9 @@ void bind_remote(py::module_& module);       // io: files of object stores
 void bind_routes(py::module_& module);       // share: which rank reads what for others; copies from pieces to tensors
 void bind_safetensors(py::module_& module);  // hf: safetensors files
 void bind_stage(py::module_& module);        // stage: snapshots in memory
+void bind_state_form(py::module_& module);   // state: the form of nested states
 void bind_tensors(py::module_& module);      // state: where torch's tensors are
+void bind_torch_calls(py::module_& module);  // state: what else is to be known of them
 
 py::dict stats_dict(const io::TransferStats& stats);
 py::dict read_dict(const read::ReadReport& report);
@@ -60,8 +62,9 @@ class Table {
   py::buffer_info info_;
 };
 
-inline py::bytes bytes_of(const std::vector<int64_t>& table) {
-  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(int64_t)};
+template <typename Number>
+py::bytes bytes_of(const std::vector<Number>& table) {
+  return {reinterpret_cast<const char*>(table.data()), table.size() * sizeof(Number)};
 }
 
 inline std::span<const std::byte> view(const py::bytes& bytes) {

@@ -158,8 +158,9 @@ py::bytes write_objects(write::FileWriter& writer, const std::vector<py::bytes>&
   return places(writer, placed);
 }
 
-py::dict read_table(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
-                    const io::EngineOptions& options, const py::buffer& device_buffer, const Producers& producers) {
+py::dict read_from_files(const std::vector<std::string>& paths, const py::buffer& buffer, bool verify,
+                         const io::EngineOptions& options, const py::buffer& device_buffer,
+                         const Producers& producers) {
   const Table table(buffer), devices(device_buffer);
   std::unique_ptr<read::ReadReport> report;
   {
@@ -319,8 +320,8 @@ void bind_engine(py::module_& module) {
   module.def(
       "expected_bytes", [](const py::buffer& bodies) { return write::FileWriter::space_for(Table(bodies).values()); },
       "upper bound of the length of a file that holds records of such sizes");
-  module.def("read_tensors", &read_table, py::arg("paths"), py::arg("table"), py::arg("verify"), py::arg("options"),
-             py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
+  module.def("read_tensors", &read_from_files, py::arg("paths"), py::arg("table"), py::arg("verify"),
+             py::arg("options"), py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
   module.def("read_objects", &read_objects, py::arg("paths"), py::arg("table"), py::arg("options"));
   module.def("check_tensors", &check_table, py::arg("paths"), py::arg("table"), py::arg("options"),
              "(row, offset, what is wrong) of damaged rows; rows that are no plain tensors; unverified bytes");
@@ -357,6 +358,7 @@ void bind_engine(py::module_& module) {
     const py::gil_scoped_release release;
     io::commit_file(directory, name, content);
   });
+  module.def("process_space", &io::process_space);
   module.def("set_exit_status", &set_exit_status);
   module.def("move_into_place", &io::move_into_place, py::arg("temporary"), py::arg("directory"), py::arg("path"),
              py::call_guard<py::gil_scoped_release>());

@@ -57,11 +57,23 @@ py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
   return py::bytes(reinterpret_cast<const char*>(packed.data()), packed.size());
 }
 
+// What ranks have in common travels once: replicas have equal rows, and most ranks equal names; the header has the
+// node.
+py::tuple parts(const py::bytes& bytes) {
+  const state::Inventory inventory(view(bytes));
+  const auto part = [](std::span<const std::byte> content) {
+    return py::bytes(reinterpret_cast<const char*>(content.data()), content.size());
+  };
+  return py::make_tuple(part(std::as_bytes(inventory.header())), part(std::as_bytes(inventory.row_words())),
+                        part(inventory.names_block()));
+}
+
 }  // namespace
 
 void bind_inventory(py::module_& module) {
   module.def("inventory_items", &items, "[(name, kind, dtype code, requires_grad, bytes, shape, offset, size)]");
   module.def("inventory_kinds", &kinds, "one byte an item: csrc/plan/inventory.h, ItemKind");
+  module.def("inventory_parts", &parts, "header, rows and names, which are the inventory if put together again");
   module.def("with_object_bytes", &with_object_bytes, "the same with the sizes of its objects, in their order");
 }
 

@@ -47,5 +47,7 @@ PYBIND11_MODULE(_C, module) {
   bind_routes(module);
   bind_safetensors(module);
   bind_stage(module);
+  bind_state_form(module);
   bind_tensors(module);
+  bind_torch_calls(module);
 }

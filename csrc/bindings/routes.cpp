@@ -24,7 +24,7 @@ std::span<const std::byte> memory_at(uintptr_t address, uint64_t bytes) {
 
 std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
                             const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes,
-                            const share::RouteOptions& options) {
+                            const share::RouteOptions& options, std::vector<uint64_t>& bytes) {
   if (files.size() != reads.size() || groups.size() != reads.size() || nodes.size() != reads.size()) {
     throw py::value_error("as many lists of files, groups and nodes as ranks are wanted");
   }
@@ -36,7 +36,7 @@ std::vector<py::bytes> plan(const std::vector<py::buffer>& reads, const std::vec
     const py::gil_scoped_release release;
     std::vector<share::RankReads> ranks;
     for (size_t i = 0; i < reads.size(); ++i) ranks.push_back({tables[i].values(), files[i], groups[i], nodes[i]});
-    const std::vector<share::RankRoutes> routes = share::plan_routes(ranks, options);
+    const std::vector<share::RankRoutes> routes = share::plan_routes(ranks, options, bytes);
     for (size_t i = 0; i < routes.size(); ++i) packed[i] = share::pack_routes(routes[i]);
   }
   std::vector<py::bytes> result;
@@ -95,12 +95,16 @@ void bind_routes(py::module_& module) {
       "plan_routes",
       [](const std::vector<py::buffer>& reads, const std::vector<std::vector<std::string>>& files,
          const std::vector<uint32_t>& groups, const std::vector<uint32_t>& nodes, bool verify, uint64_t piece_bytes,
-         uint64_t whole_bytes, uint64_t budget_bytes) {
-        return plan(reads, files, groups, nodes, {piece_bytes, budget_bytes, verify, whole_bytes});
+         uint64_t whole_bytes, uint64_t budget_bytes, const std::vector<uint64_t>& bytes_before) {
+        std::vector<uint64_t> bytes = bytes_before;
+        bytes.resize(reads.size());
+        auto routes = plan(reads, files, groups, nodes, {piece_bytes, budget_bytes, verify, whole_bytes}, bytes);
+        return std::make_pair(std::move(routes), std::move(bytes));
       },
       py::arg("reads"), py::arg("files"), py::arg("groups"), py::arg("nodes"), py::arg("verify") = standard.verify,
       py::arg("piece_bytes") = standard.piece_bytes, py::arg("whole_bytes") = standard.whole_bytes,
-      py::arg("budget_bytes") = standard.budget_bytes, "each rank's routes, packed");
+      py::arg("budget_bytes") = standard.budget_bytes, py::arg("bytes_before") = std::vector<uint64_t>(),
+      "each rank's routes, packed; and the bytes that each rank reads by them and by plans before");
   module.def(
       "bytes_read_alone",
       [](const py::buffer& reads, const std::vector<std::string>& files, bool verify) {

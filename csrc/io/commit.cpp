@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <memory>
 
+#include "base/crc32.h"
 #include "base/error.h"
 #include "base/system.h"
 #include "io/file.h"
@@ -56,7 +59,35 @@ int rename_surely(const std::string& from, const std::string& to) {
   return result;
 }
 
+// The start of a small file of the kernel; empty if it cannot be read.
+std::string text_of(const char* path) {
+  std::array<char, 64> text{};
+  const int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return {};
+  const ssize_t length = ::read(fd, text.data(), text.size());
+  ::close(fd);
+  return {text.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))};
+}
+
+std::string made_process_space() {
+  std::array<char, 256> text{};
+  std::string machine = text_of("/proc/sys/kernel/random/boot_id");
+  if (machine.empty() && ::gethostname(text.data(), text.size() - 1) == 0) machine = text.data();
+  const ssize_t length = ::readlink("/proc/self/ns/pid", text.data(), text.size());
+  const std::string space = length > 0 ? std::string(text.data(), static_cast<size_t>(length))
+                                       : "process " + std::to_string(::getpid()) + " alone";
+  const std::string both = machine + space;
+  std::array<char, 9> digits{};
+  std::snprintf(digits.data(), digits.size(), "%08x", crc32(0, both.data(), both.size()));
+  return digits.data();
+}
+
 }  // namespace
+
+const std::string& process_space() {
+  static const std::string space = made_process_space();
+  return space;
+}
 
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes) {
   static std::atomic<unsigned> serial{0};
@@ -65,7 +96,7 @@ void commit_file(const std::string& directory, const std::string& name, std::spa
   int fd = -EEXIST;
   // A process of this number may have been killed here before.
   for (int tries = 0; fd == -EEXIST && tries < 1000; ++tries) {
-    temporary = path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial++);
+    temporary = path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial++) + "." + process_space();
     fd = system::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
   }
   if (fd < 0) throw Error::system("create", temporary, 0, -fd);

@@ -8,8 +8,14 @@
 
 namespace vescale_ckpt::io {
 
-// Writes `bytes` under a temporary name in `directory`, syncs, renames to `name`, syncs the directory. A reader sees
-// the old file or the new one. On any error before the rename the temporary file is removed and the old one stays.
+// Eight hexadecimal digits, equal for processes that find each other by number in /proc: of one boot of a machine and
+// one namespace of processes. They end temporary names, so that nobody judges by /proc whether another machine's
+// process lives.
+const std::string& process_space();
+
+// Writes `bytes` under the temporary name `{name}.tmp.{process}.{n}.{process_space}` in `directory`, syncs, renames to
+// `name`, syncs the directory. A reader sees the old file or the new one. On any error before the rename the temporary
+// file is removed and the old one stays.
 void commit_file(const std::string& directory, const std::string& name, std::span<const std::byte> bytes);
 
 // The same for a file that is complete and synced: `temporary` becomes `path`, both in `directory`.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/error.h"
 #include "share/route_pieces.h"
 #include "share/route_readers.h"
 #include "share/route_rounds.h"
@@ -42,11 +43,12 @@ uint64_t alone_bytes(const Pieces& pieces, bool verify) {
 
 }  // namespace
 
-std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options) {
+std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
+                                    std::span<uint64_t> bytes) {
+  if (bytes.size() != ranks.size()) throw Error::invalid("as many numbers of bytes as ranks are wanted");
   std::map<uint32_t, std::vector<uint32_t>> groups;
   for (uint32_t rank = 0; rank < ranks.size(); ++rank) groups[ranks[rank].group].push_back(rank);
   std::vector<RankRoutes> routes(ranks.size());
-  std::vector<uint64_t> bytes(ranks.size());  // that each reads
   uint64_t once = 0, alone = 0;
   for (const auto& [group, members] : groups) {
     const std::vector<Need> needs = needs_of(ranks, members);

@@ -61,9 +61,11 @@ struct RankRoutes {
   uint64_t once_bytes = 0, alone_bytes = 0;
 };
 
-// One for each rank, the same on every run. Throws Error (invalid, with the rank as item) if ranks disagree about a
-// record, or reads are malformed.
-std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options);
+// One for each rank, the same on every run. `bytes` has one entry a rank, the bytes that it reads by plans before this
+// one; those of this plan are added, and all together are even. Throws Error (invalid, with the rank as item) if ranks
+// disagree about a record, or reads are malformed.
+std::vector<RankRoutes> plan_routes(std::span<const RankReads> ranks, const RouteOptions& options,
+                                    std::span<uint64_t> bytes);
 
 // Estimates the bytes that a rank reads for `reads` without sharing. Ranges that lie close together are read as one.
 // Throws Error (invalid).

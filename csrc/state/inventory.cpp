@@ -35,6 +35,7 @@ Inventory::Inventory(std::span<const std::byte> bytes) {
   if (row_words > UINT32_MAX || name_bytes > UINT32_MAX) malformed_list("too long");
   if (row_words * 8 + padded(items * 4) + padded(name_bytes) != room) malformed_list("its lengths lie");
   node_ = header[4];
+  header_ = {header, kHeaderWords};
   words_ = {header + kHeaderWords, row_words};
   names_block_ = bytes.subspan((kHeaderWords + row_words) * 8);
   ends_ = reinterpret_cast<const uint32_t*>(names_block_.data());

@@ -47,13 +47,16 @@ class Inventory {
   size_t size() const { return rows_.size(); }
   Item operator[](size_t index) const;
   int64_t node() const { return node_; }
+  // Header and rows in words; they and the names are all of the bytes.
+  std::span<const int64_t> header() const { return header_; }
+  std::span<const int64_t> row_words() const { return words_; }
   // All names with their ends: ranks whose names are equal have equal blocks.
   std::span<const std::byte> names_block() const { return names_block_; }
 
  private:
   std::string_view name(size_t index) const;
 
-  std::span<const int64_t> words_;
+  std::span<const int64_t> header_, words_;
   std::vector<uint32_t> rows_;  // where each row starts in words_
   std::span<const std::byte> names_block_;
   const uint32_t* ends_ = nullptr;

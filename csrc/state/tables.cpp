@@ -190,6 +190,11 @@ bool any_complex(const TensorTable& tensors) {
   return false;
 }
 
+bool has_memory(const LocalTensor& tensor, bool with_cuda) {
+  const int64_t number = tensor.device >> 32;
+  return tensor.device == kHostDevice || (with_cuda && number >= 0 && tensor.device == cuda_device(number));
+}
+
 std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, std::span<const std::byte> lazy,
                                    std::span<const int64_t> storage_offsets, std::span<const int64_t> storage_bytes) {
   constexpr int64_t kMostDevices = UINT8_MAX - kOnDevice + 1;
@@ -197,9 +202,9 @@ std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, s
   size_t asked = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const LocalTensor tensor = tensors[i];
+    if (!has_memory(tensor, with_cuda)) continue;
+    const bool on_device = tensor.device != kHostDevice;
     const int64_t number = tensor.device >> 32;
-    const bool on_device = with_cuda && number >= 0 && tensor.device == cuda_device(number);
-    if (tensor.device != kHostDevice && !on_device) continue;
     const size_t at = asked++;
     if (at >= lazy.size() || at >= storage_offsets.size() || at >= storage_bytes.size()) continue;
     int64_t last = storage_offsets[at], end = 0;  // elements from the storage's start

@@ -48,9 +48,12 @@ bool same_shapes(const TensorTable& left, const TensorTable& right);
 
 bool any_complex(const TensorTable& tensors);
 
+// Whether a tensor is in host memory or, `with_cuda`, in that of a CUDA device.
+bool has_memory(const LocalTensor& tensor, bool with_cuda);
+
 // A byte a tensor: kOnHost or kOnDevice + number if its lazy operations are done and its storage has memory to its end.
-// Three numbers are given for each tensor in host memory and, `with_cuda`, on CUDA devices, in the order of the table;
-// other tensors are not ready. Throws Error (invalid) if they are not so many.
+// Three numbers are given for each tensor that `has_memory`, in the order of the table; other tensors are not ready.
+// Throws Error (invalid) if they are not so many.
 std::vector<uint8_t> ready_tensors(const TensorTable& tensors, bool with_cuda, std::span<const std::byte> lazy,
                                    std::span<const int64_t> storage_offsets,  // elements
                                    std::span<const int64_t> storage_bytes);

@@ -155,7 +155,7 @@ FAULTS: dict[str, Fault] = {
     "reading metadata": (_failing(StorageReader, "unpack_metadata", OSError(5, "gone")), 0, LoadFailedError, "gone"),
     "planning": (_failing(FillPlanner, "misfits", MemoryError("small")), 0, LoadFailedError, "small"),
     "planning the reading": (_failing(FillPlanner, "finish_plan", KeyError("x")), 2, LoadFailedError, "KeyError"),
-    "planning the routes": (_failing(routes, "_plan_for", MemoryError("routes")), 0, LoadFailedError, "routes"),
+    "planning the routes": (_failing(routes._Coordinator, "plan", MemoryError("routes")), 0, LoadFailedError, "routes"),
     "reading all, the index too": (lambda: _disk_fails(0), 1, CheckpointError, "Input/output error"),
     "the first round": (lambda: _disk_fails(1), 1, CheckpointError, "Input/output error"),
     "a later round": (lambda: _disk_fails(6), 1, CheckpointError, "Input/output error"),

@@ -88,6 +88,16 @@ def test_a_load_is_simulated_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts.read == pytest.approx(whole.read, rel=0.05)
 
 
+def test_parts_are_even_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part alone is too small to be cut evenly over its ranks."""
+    tensors = [Entry(f"model.layers.{i}.up.weight", (1536, 1024), torch.float32) for i in range(16)]
+    monkeypatch.setattr(routes, "_MOST_GATHERED_BYTES", 1000)
+    found = simulate_load(tensors, Parallelism(8), Parallelism(1), True, 2)
+    assert found.planning_parts > 3
+    mean = found.read / found.ranks
+    assert max(found.read_by_rank) <= mean + (4 << 20), found.read_by_rank
+
+
 def _printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["plan", "llama-1b", "--ranks", "16", "--fsdp", "4", "--load", *options]) == 0
     return capsys.readouterr().out

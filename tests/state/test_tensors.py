@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 import warnings
 from array import array
 from collections.abc import Callable
@@ -17,10 +19,17 @@ from states import DTYPES, SHAPES, layouts, random_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from vescale_ckpt._engine import _C
+from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 from vescale_ckpt._engine.tensor_checks import is_host_memory
-from vescale_ckpt._state.tensor_table import PLAIN_TYPES, ready_tensors, tensor_row, tensor_table
+from vescale_ckpt._state import tensor_table as tensor_table_module
+from vescale_ckpt._state.tensor_table import (
+    PLAIN_TYPES,
+    read_tensors,
+    ready_tensors,
+    tensor_row,
+    tensor_table,
+)
 
 UNQUANTIZED = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype) and "torch.q" not in str(value)}, key=str
@@ -111,6 +120,48 @@ def test_one_call_says_what_python_says(kind: str) -> None:
     table = tensor_table([tensor])
     assert rows(table) == [tensor_row(tensor)]
     assert ready_tensors([tensor], table) == bytes([is_host_memory(tensor)])
+
+
+def test_this_torch_has_the_functions_that_spare_python() -> None:
+    assert torch_private.torch_calls() is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_itself_says_what_python_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [make(kind), torch.ones(3), make(kind)]
+    if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
+        tensors[2].data.zero_()
+
+    def said() -> tuple[Any, ...]:
+        reads = read_tensors(tensors)
+        storages = list(map(torch_private.storage_identity, reads.storages))
+        return dataclasses.replace(reads, storages=[]), storages, torch_private.tensor_facts(tensors)
+
+    by_torch = said()
+    assert by_torch[0].table == tensor_table(tensors)
+    assert by_torch[0].ready == ready_tensors(tensors, by_torch[0].table)
+    for module in (torch_private, tensor_table_module):
+        monkeypatch.setattr(module, "torch_calls", lambda: None)
+    assert said() == by_torch
+
+
+def test_counters_and_flags_of_inference_and_training() -> None:
+    with torch.inference_mode():
+        without = torch.ones(2)
+    trained = torch.nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        trained.add_(1).mul_(2)
+    versions, requires_grad = torch_private.tensor_facts([without, trained, trained.detach()])
+    assert (versions.tolist(), list(requires_grad)) == ([-1, 2, 2], [0, 1, 0])
+
+
+def test_a_torch_without_these_functions_is_asked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def __init__(self, **names: str) -> None:
+            _C.TorchCalls(**{**names, "version": "no_such_function"})
+
+    monkeypatch.setattr(torch_private, "_C", types.SimpleNamespace(TorchCalls=Missing, EngineError=_C.EngineError))
+    assert torch_private.torch_calls.__wrapped__() is None
 
 
 @settings(deadline=None)  # the first tensor of some kinds takes seconds of imports

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,31 @@ def test_leftovers_of_dead_saves_are_removed(checkpoint: Path) -> None:
     save(checkpoint, small_state(2))
     assert only_named_files(checkpoint)
     assert outcome(checkpoint, small_state(2)) is None
+
+
+@pytest.mark.parametrize(("space", "stays"), [("", False), ("0000cafe", True), (None, True)])
+def test_only_the_machine_of_a_writer_judges_by_its_process(checkpoint: Path, space: str | None, stays: bool) -> None:
+    """On a shared disk a save of another machine may be about to rename its file, and its process is not seen here."""
+    save(checkpoint, small_state(1))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    ending = "" if space is None else f".{space or _C.process_space()}"
+    left = checkpoint / f".metadata.tmp.{dead.pid}.0{ending}"
+    left.write_bytes(b"being written")
+    save(checkpoint, small_state(2))
+    assert left.exists() == stays
+    if stays:
+        os.utime(left, (0, 0))
+    save(checkpoint, small_state(3))
+    assert not left.exists() and only_named_files(checkpoint)
+
+
+def test_a_file_of_a_process_that_lives_stays(checkpoint: Path) -> None:
+    save(checkpoint, small_state(1))
+    left = checkpoint / f".metadata.tmp.{os.getppid()}.0.{_C.process_space()}"
+    left.write_bytes(b"being written")
+    save(checkpoint, small_state(2))
+    assert left.exists()
 
 
 def test_a_directory_named_like_a_leftover_does_not_fail_a_save(checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from .._dcp.save_planner import SavePlanner
+from .._engine import _C
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedSavePlan
 from .._ranks.message import pack, unpack
 from .._ranks.shared_directory import (
@@ -131,7 +132,7 @@ class CollectivePlan:
             # A plan without inventory names a kept plan that other ranks do not have.
             full = planner.full_local_plan(description, self._on_devices) if local.inventory is None else local
             assert full.inventory is not None
-            return *_inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
+            return *_C.inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
 
         gathered = steps.gather_distinct(message, _MESSAGE_PARTS, "gather plans")
         answers = None
@@ -147,14 +148,6 @@ class CollectivePlan:
 
 
 _MESSAGE_PARTS = 7
-_INVENTORY_HEAD = 6 * 8  # bytes (csrc/state/inventory.h); the third word says how many words the rows have
-
-
-def _inventory_parts(inventory: bytes) -> tuple[bytes, bytes, bytes]:
-    """Head, rows and names. Replicas have equal rows, and most ranks have equal names; the head names the node."""
-    (row_words,) = struct.unpack_from("<q", inventory, 16)
-    names = _INVENTORY_HEAD + 8 * row_words
-    return inventory[:_INVENTORY_HEAD], inventory[_INVENTORY_HEAD:names], inventory[names:]
 
 
 def _local_plans(gathered: list[list[bytes]]) -> list[PackedSavePlan]:

@@ -26,7 +26,7 @@ from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSaveP
 from .._ranks.node import node_of_this_process
 from .._state import objects
 from .._state.describe import Describer, Description
-from .._state.flatten import flatten_with_structure
+from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrapped
 from .._state.structure import Structure
 from ..errors import CheckpointError
@@ -83,6 +83,7 @@ class SavePlanner(DefaultSavePlanner):
         self._forget()
 
     def _forget(self) -> None:
+        self._flattener = Flattener()
         self._describer = Describer()
         self._cache = PlanCache()
         self._description: Description | None = None
@@ -91,7 +92,7 @@ class SavePlanner(DefaultSavePlanner):
     def __getstate__(self) -> dict[str, Any]:
         # `dcp.async_save` with a process pickles the planner for every save: leave out its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_describer", "_cache", "_description", "_structure")
+        caches = ("_flattener", "_describer", "_cache", "_description", "_structure")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def share_plans(self, other: SavePlanner) -> None:
         """Keeps plans together with `other` from now on. Only one of both may plan at a time."""
-        self._describer, self._cache = other._describer, other._cache
+        self._flattener, self._describer, self._cache = other._flattener, other._describer, other._cache
 
     # --- DCP's calls, in the order in which they come
 
@@ -110,7 +111,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         self._cache.begin()
         if self.flatten_state_dict:
-            flat, paths, structure = flatten_with_structure(state_dict)
+            flat, paths, structure = self._flattener.flatten(state_dict)
             state_dict, self.mappings = unwrapped(flat, paths)
             self._take_structure(structure)
         else:
@@ -195,7 +196,7 @@ class SavePlanner(DefaultSavePlanner):
         if not self.packs():
             return None
         description, _ = self._describer.describe(self.state_dict, node=node_of_this_process())
-        return None if description.other else description.watched()
+        return None if description.other else description
 
     def local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.

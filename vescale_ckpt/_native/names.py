@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from .._engine import _C
 from .._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
 from .._storage.directory import MARK_PREFIX
 from ..errors import UntrustedCheckpointError
@@ -18,7 +19,7 @@ _OUR_DATA_FILE = re.compile(r"__\d+_[0-9a-f]{8}(_\d+)?" + re.escape(DEFAULT_SUFF
 _PART = re.compile(r"(?<=_[0-9a-f]{8})_\d+" + re.escape(DEFAULT_SUFFIX))
 _METADATA_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME))
 _TEMPORARY_FILE = re.compile(r"(__\d+)?" + re.escape(METADATA_NAME) + r"(\.index|\.delta)?\.tmp.*")
-_OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.")
+_OF_PROCESS = re.compile(r"\.tmp\.(\d+)\.\d+\.([0-9a-f]{8})")  # csrc/io/commit.h
 
 
 def metadata_name(rank: int | None) -> str:
@@ -63,13 +64,12 @@ def is_temporary_file(name: str) -> bool:
 
 def may_be_in_use(temporary: str) -> bool:
     """Whether a temporary file may still be needed: ranks prove by it that they share a directory, or the process that
-    writes it is alive on this machine and may be about to rename it."""
-    if temporary.startswith(MARK_PREFIX):
-        return True
+    writes it may be about to rename it. Of a process that this one cannot see, on another machine or in another
+    container, only the file's age can tell that it has died."""
     match = _OF_PROCESS.search(temporary)
-    if match is None or int(match[1]) == os.getpid():
-        return False
-    return os.path.exists(f"/proc/{match[1]}")
+    if temporary.startswith(MARK_PREFIX) or match is None or match[2] != _C.process_space():
+        return True
+    return int(match[1]) != os.getpid() and os.path.exists(f"/proc/{match[1]}")
 
 
 def is_of_a_save(name: str) -> bool:

@@ -151,10 +151,11 @@ def _plan(exchange: Exchange, reads: Reads, verify: bool, phase: str) -> Routes:
         lambda: _C.split_reads(reads.rows, json.loads(reads.files), count, segment), phase, LoadFailedError
     )
     number, common, planned = b"", b"", []
+    coordinator = _Coordinator(verify, reads.budget)
     for part, rows in enumerate(parts):
         tables = reads.tables(rows, reads.objects if part == 0 else b"")
         gathered = exchange.gather_distinct([*tables, reads.domain], phase)
-        answers = exchange.together(partial(_plan_for, gathered, verify, reads.budget), phase, LoadFailedError)
+        answers = exchange.together(partial(coordinator.plan, gathered), phase, LoadFailedError)
         number_of_part, packed, objects = unpack(exchange.scatter(answers, phase))
         number, common = (number_of_part, objects) if part == 0 else (number, common)
         planned.append(packed)
@@ -171,23 +172,34 @@ def segment_of(last_record: int, parts: int) -> int:
     return last_record // (_SEGMENTS_OF_A_PART * parts) + 1
 
 
-def _plan_for(gathered: list[list[bytes]] | None, verify: bool, budget: int) -> list[bytes] | None:
-    if gathered is None:
-        return None
-    rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
-    files = {of_rank: json.loads(of_rank) for of_rank in set(names)}
-    routes = _C.plan_routes(
-        rows,
-        [files[of_rank] for of_rank in names],
-        _numbered(groups),
-        _numbered(domains),
-        verify,
-        whole_bytes=min(_MOST_WHOLE_BYTES, budget // 2),
-        budget_bytes=budget // BUFFERS,
-    )
-    number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
-    common = _common_objects(list(zip(objects, names, groups, strict=True)))
-    return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
+class _Coordinator:
+    """Plans the parts of a load, one after another. Each balances what the ones before it have left uneven."""
+
+    def __init__(self, verify: bool, budget: int) -> None:
+        self._verify = verify
+        self._budget = budget
+        self._bytes_read: list[int] = []  # by each rank, for the parts so far
+
+    def plan(self, gathered: list[list[bytes]] | None) -> list[bytes] | None:
+        """The messages to all ranks about one part. `gathered`: the tables of all ranks; None on other ranks than the
+        coordinator."""
+        if gathered is None:
+            return None
+        rows, objects, names, groups, domains = ([of_rank[column] for of_rank in gathered] for column in range(5))
+        files = {of_rank: json.loads(of_rank) for of_rank in set(names)}
+        routes, self._bytes_read = _C.plan_routes(
+            rows,
+            [files[of_rank] for of_rank in names],
+            _numbered(groups),
+            _numbered(domains),
+            self._verify,
+            whole_bytes=min(_MOST_WHOLE_BYTES, self._budget // 2),
+            budget_bytes=self._budget // BUFFERS,
+            bytes_before=self._bytes_read,
+        )
+        number = (secrets.randbits(62) | 1).to_bytes(8, "little")  # never _UNKNOWN
+        common = _common_objects(list(zip(objects, names, groups, strict=True)))
+        return [pack(number, *packed) for packed in zip(routes, common, strict=True)]
 
 
 def _common_objects(needs: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:

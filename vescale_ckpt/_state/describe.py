@@ -6,6 +6,7 @@ shards of the state do. The other fields of a `Description` stay on the rank.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.torch_private import storage_identity, versions
+from .._engine.torch_private import storage_identity, tensor_facts
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
-from .tensor_table import ON_HOST, ready_tensors_and_storages
+from .tensor_table import ON_HOST
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Description:
     other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are tensor subclasses
     wrappers: dict[int, DTensor]  #: by the number of their local tensor; each has its own version counter
     storages: list[torch.UntypedStorage]  #: of `tensors`, kept alive although a tensor may be given another one
-    storage_bytes: list[int]
-    versions: list[int] | None = None  #: in a save, the version counters of `tensors`, then of `wrappers`
+    storage_bytes: array[int]
+    versions: array[int]  #: the version counters of `tensors`, then of `wrappers`
 
     @property
     def all_ready(self) -> bool:
@@ -63,16 +64,11 @@ class Description:
         """The number in `tensors` of the tensor that holds an item. The item must be one of a tensor."""
         return self._source_rows[item][0]
 
-    def watched(self) -> Description:
-        """The same with `versions`: `changed` then finds the tensors that are changed from now on."""
-        return replace(self, versions=versions([*self.tensors, *self.wrappers.values()]))
-
     def changed(self) -> set[int]:
-        """The numbers of `tensors` that were changed since `watched`, or of which the memory was freed or cut."""
-        if self.versions is None:
-            return set()
-        now = versions([*self.tensors, *self.wrappers.values()])
-        sizes = list(map(torch.UntypedStorage.nbytes, self.storages))
+        """The numbers of `tensors` that were changed since they were described, or of which the memory was freed or
+        cut."""
+        now, _ = tensor_facts([*self.tensors, *self.wrappers.values()])
+        sizes = array("q", map(torch.UntypedStorage.nbytes, self.storages))
         if now == self.versions and sizes == self.storage_bytes:
             return set()
         numbers = [*range(len(self.tensors)), *self.wrappers]
@@ -113,7 +109,7 @@ class Describer:
         """
         values = list(flat.values())
         last_state, last_items = self._last or (None, None)
-        state = look(list(flat), values, node, last_state)
+        state, reads, versions = look(list(flat), values, node, last_state)
         if last_state is not None and last_items is not None and state.like(last_state):
             items = last_items
         else:
@@ -121,19 +117,19 @@ class Describer:
             if last_items is not None and items.identity == last_items.identity:
                 items = replace(items, inventory=last_items.inventory)
         same = last_items is not None and items.inventory is last_items.inventory
-        ready, storages, storage_bytes = ready_tensors_and_storages(state.tensors, state.table)
         description = Description(
             items.inventory,
             items.names,
             items.sources,
             state.tensors,
             state.table,
-            ready,
+            reads.ready,
             {state.keys[position]: values[position] for position in items.objects},
             {state.keys[position]: values[position] for position in items.other},
             dict(enumerate([values[position] for position in state.groups.dtensors], len(state.groups.plain))),
-            storages,
-            storage_bytes,
+            reads.storages,
+            reads.storage_bytes,
+            reads.versions + versions,
         )
         state.tensors = []  # else the describer would keep a model in memory
         self._last = state, items

@@ -7,14 +7,16 @@ whole. Keys become text; elements of lists get their index.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._engine import torch_private
+from .._engine import _C, torch_private
 from ..errors import UntrustedCheckpointError
 from .per_rank import PerRank
 from .structure import Path, Structure, is_number
@@ -49,6 +51,32 @@ def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], di
     flattening = _Flattening()
     flattening.take_mapping(state, "", ())
     return flattening.flat, flattening.paths, flattening.structure
+
+
+class Flattener:
+    """Flattens one state after another. Of a state with the form of the one before it reads only the values.
+
+    Not thread-safe. Holds no value between calls.
+    """
+
+    def __init__(self) -> None:
+        self._form: _C.StateForm | None = None
+        self._paths: dict[str, Path] = {}  # of the last state; not handed out
+        self._structure = Structure()
+
+    def flatten(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
+        """What `flatten_with_structure` returns."""
+        is_known = type(state) in (dict, OrderedDict) and not torch_private.flattens_as_torch_2_3()
+        if is_known and self._form is not None and (values := self._form.values(state)) is not None:
+            return dict(zip(self._paths, values, strict=True)), dict(self._paths), self._structure
+        flat, paths, structure = flatten_with_structure(state)
+        self._form = _C.StateForm.of(state, _TENSORS, _SCALARS) if is_known else None
+        if self._form is not None:
+            found = self._form.values(state)
+            if found is None or len(found) != len(flat) or not all(map(is_, found, flat.values())):
+                self._form = None
+        self._paths, self._structure = dict(paths), structure
+        return flat, paths, structure
 
 
 class _Flattening:

@@ -76,8 +76,8 @@ class _Making:
 
     def _add_plain(self) -> None:
         state = self.state
-        for number, (position, requires_grad) in enumerate(zip(state.groups.plain, state.requires_grad, strict=False)):
-            tensor = state.tensors[number]
+        for number, position in enumerate(state.groups.plain):
+            tensor, requires_grad = state.tensors[number], bool(state.requires_grad[number])
             if tensor.is_nested:  # has no shape
                 self.other.append(position)
                 continue
@@ -101,7 +101,7 @@ class _Making:
             if describes_itself(state.local_types[index]):
                 self.other.append(position)
                 continue
-            requires_grad = state.requires_grad[number]
+            requires_grad = bool(state.requires_grad[number])
             mesh_shape, coordinate = self._mesh(layout)
             if coordinate is None:
                 continue  # this rank holds none of it

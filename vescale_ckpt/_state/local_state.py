@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.torch_private import DTensorLayout
-from .tensor_table import PLAIN_TYPES, tensor_table
-
-_requires_grad = attrgetter("requires_grad")
+from .tensor_table import PLAIN_TYPES, TensorReads, read_tensors
 
 
 @dataclass
@@ -62,7 +60,7 @@ class LocalState:
     layouts: list[DTensorLayout]
     local_types: list[type]
     shards: list[Any]
-    requires_grad: list[bool]
+    requires_grad: bytes  #: of the plain tensors, then of the DTensors: 1 or 0
     tensors: list[torch.Tensor]
     table: bytes
 
@@ -73,34 +71,43 @@ class LocalState:
             and self.node == other.node
             and self.requires_grad == other.requires_grad
             and self.local_types == other.local_types
-            and self.layouts == other.layouts
+            and (self.layouts is other.layouts or self.layouts == other.layouts)
             and self.shards == other.shards
             and _C.same_shapes(self.table, other.table)
         )
 
 
-def look(keys: list[str], values: list[Any], node: int, last: LocalState | None) -> LocalState:
-    """Reads a state. `last`: the state before, of which equal parts are reused."""
+def look(
+    keys: list[str], values: list[Any], node: int, last: LocalState | None
+) -> tuple[LocalState, TensorReads, array[int]]:
+    """Reads a state. `last`: the state before, of which equal parts are reused. Also returns all that was read of the
+    tensors, and the version counters of the DTensors."""
     types = list(map(type, values))
     known = last is not None and keys == last.keys and types == last.types
     groups = last.groups if last is not None and known else Groups.of(keys, types)
-    plain = values if len(groups.plain) == len(values) else [values[position] for position in groups.plain]
-    dtensors = [values[position] for position in groups.dtensors]
+    plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
     shards = [_Shards(values[position]) for position in groups.sharded]
     local = torch_private.local_tensors(dtensors)
     tensors = [*plain, *local, *(tensor for value in shards for tensor in value.tensors)]
-    return LocalState(
+    reads = read_tensors(tensors)
+    versions, requires_grad = torch_private.tensor_facts(dtensors)
+    state = LocalState(
         keys,
         types,
         groups,
         node,
-        torch_private.dtensor_layouts(dtensors),
+        torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
         list(map(type, local)),
         [value.traits for value in shards],
-        [*map(_requires_grad, plain), *map(_requires_grad, dtensors)],
+        reads.requires_grad[: len(plain)] + requires_grad,
         tensors,
-        tensor_table(tensors),
+        reads.table,
     )
+    return state, reads, versions
+
+
+def _at(values: list[Any], positions: list[int]) -> list[Any]:
+    return values if len(positions) == len(values) else [values[position] for position in positions]
 
 
 class _Shards:

@@ -8,13 +8,16 @@ can hold the dtype.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .._engine import _C
 from .._engine.dtypes import DTYPE_CODES
 from .._engine.tensor_checks import is_host_memory, is_plain_tensor
+from .._engine.torch_private import tensor_facts, torch_calls
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 HOST_DEVICE, CUDA_DEVICE = 1, 2  # DLPack's codes
@@ -65,21 +68,47 @@ def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -
     return tensor
 
 
+@dataclass(frozen=True)
+class TensorReads:
+    """What is to be known of tensors to plan and to write them, read in one pass."""
+
+    table: bytes  #: `tensor_table` of them
+    ready: bytes  #: `ready_tensors` of them
+    versions: array[int]  #: torch's counter of changes of each; -1 in inference mode
+    requires_grad: bytes  #: 1 or 0 for each
+    storages: list[torch.UntypedStorage]  #: of the tensors that have plain memory
+    storage_bytes: array[int]  #: of each of these
+
+
+def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
+    if (calls := torch_calls()) is not None:
+        table, counters, requires_grad, ready, storages, packed, any_without = calls.read(
+            tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, torch.Tensor.untyped_storage, _C.copies_from_cuda
+        )
+        versions, sizes = array("q", counters), array("q", packed)
+        if any_without:
+            ready = _with_others(tensors, _C.tensor_devices(table), ready)
+    else:
+        table = tensor_table(tensors)
+        versions, requires_grad = tensor_facts(tensors)
+        ready, storages, sizes = _memory(tensors, table)
+    return TensorReads(table, ready, versions, requires_grad, storages, sizes)
+
+
 def ready_tensors(tensors: list[torch.Tensor], table: bytes) -> bytes:
     """For each tensor, whether its memory may be used directly. `table` is the `tensor_table` of them.
 
     ON_HOST: the whole engine may use it (see `is_host_memory`). ON_DEVICE and above: it is memory of a CUDA device,
     which snapshots copy. CUDA is used only if there are tensors on it.
+    """
+    return _memory(tensors, table)[0]
+
+
+def _memory(tensors: list[torch.Tensor], table: bytes) -> tuple[bytes, list[torch.UntypedStorage], array[int]]:
+    """`ready_tensors`, and the storages of the tensors that have plain memory, with the bytes of each.
 
     It maps torch's C methods over the tensors, so that no Python code runs for a tensor in host memory.
     """
-    return ready_tensors_and_storages(tensors, table)[0]
-
-
-def ready_tensors_and_storages(
-    tensors: list[torch.Tensor], table: bytes
-) -> tuple[bytes, list[torch.UntypedStorage], list[int]]:
-    """The same, and the storages of the tensors that have one, with the bytes of each."""
     devices = _C.tensor_devices(table)
     asked, with_cuda = tensors, False
     if devices.count(HOST_DEVICE) != len(tensors):
@@ -94,13 +123,10 @@ def ready_tensors_and_storages(
         lazy = bytes(tensor.is_conj() or tensor.is_neg() for tensor in asked)
     offsets: list[int] = list(map(torch.Tensor.storage_offset, asked))  # type: ignore[arg-type]
     storages = list(map(torch.Tensor.untyped_storage, asked))
-    sizes = list(map(torch.UntypedStorage.nbytes, storages))
+    sizes = array("q", map(torch.UntypedStorage.nbytes, storages))
     ready = _C.ready_tensors(table, with_cuda, lazy, offsets, sizes)
     if -1 in devices:
-        ready = bytes(
-            is_host_memory(tensor) if device == -1 else flag
-            for tensor, device, flag in zip(tensors, devices, ready, strict=True)
-        )
+        ready = _with_others(tensors, devices, ready)
     return ready, storages, sizes
 
 
@@ -122,6 +148,14 @@ def is_fast_to_fill(tensor: torch.Tensor) -> bool:
             return run >= _LEAST_RUN
         run *= size
     return True
+
+
+def _with_others(tensors: list[torch.Tensor], devices: list[int], ready: bytes) -> bytes:
+    """`ready` with the flags of tensors for which the table has no memory."""
+    return bytes(
+        is_host_memory(tensor) if device == -1 else flag
+        for tensor, device, flag in zip(tensors, devices, ready, strict=True)
+    )
 
 
 def _is_cuda(device: int) -> bool:

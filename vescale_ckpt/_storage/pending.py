@@ -21,7 +21,7 @@ from .leftovers import Leftover
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-_TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+")
+_TEMPORARY = re.compile(r"\.tmp\.\d+\.\d+(\.[0-9a-f]{8})?")  # the machine: csrc/io/commit.h
 _ASIDE = ".old"  # between a folder's own name and the temporary ending
 _ATTEMPTS = 3  # to make a file that clean-ups of other processes remove before it is locked
 _serial = itertools.count()

@@ -164,6 +164,7 @@ class _Load:
         for each other at all."""
         count = parts_of(needs.table_bytes)
         most, alone, once = None, 0, 0
+        bytes_read: list[int] = []
         for tables, files in needs.parts(count, segment_of(needs.last, count)):
             nodes = [rank // self.node_size for rank in range(len(tables))]
             options = {"whole_bytes": budget // 2, "budget_bytes": budget // BUFFERS}
@@ -173,10 +174,12 @@ class _Load:
                 files: list[list[str]] = files,
                 nodes: list[int] = nodes,
                 options: dict[str, int] = options,
-            ) -> list[bytes]:
-                return _C.plan_routes(tables, files, [0] * len(tables), nodes, True, **options)
+                bytes_read: list[int] = bytes_read,
+            ) -> tuple[list[bytes], list[int]]:
+                groups = [0] * len(tables)
+                return _C.plan_routes(tables, files, groups, nodes, True, **options, bytes_before=bytes_read)
 
-            answers, peak = with_peak_memory(plan)
+            (answers, bytes_read), peak = with_peak_memory(plan)
             if peak is not None:
                 most = max(most or 0, peak + sum({id(table): len(table) for table in tables}.values()))
             for rank, packed in enumerate(answers):

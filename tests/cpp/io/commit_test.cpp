@@ -1,6 +1,7 @@
 #include "io/commit.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -29,6 +30,20 @@ TEST_F(Commit, MakesAndReplacesAFile) {
   commit("");
   EXPECT_EQ(content(), "");
   EXPECT_EQ(files(), (std::set<std::string>{"name"}));
+}
+
+TEST_F(Commit, TellsInTheTemporaryNameWhoseFileItIs) {
+  EXPECT_EQ(process_space().size(), 8u);
+  EXPECT_EQ(process_space().find_first_not_of("0123456789abcdef"), std::string::npos);
+  const ArmedFault fault(Call::write, EIO);
+  try {
+    commit("new");
+    FAIL();
+  } catch (const Error& error) {
+    const std::string process = ".tmp." + std::to_string(::getpid()) + ".";
+    EXPECT_EQ(error.path.find(path("name") + process), 0u) << error.path;
+    EXPECT_TRUE(error.path.ends_with("." + process_space())) << error.path;
+  }
 }
 
 // Whatever fails before the rename: the old file stays and nothing else is left.
@@ -114,11 +129,11 @@ TEST_F(Commit, IsNotStoppedByWhatAKilledProcessLeft) {
     EXPECT_THROW(commit("torn"), Error);
   }
   ASSERT_EQ(files().size(), 1u);
-  const std::string left = *files().begin();  // ends in the number of this commit
-  const size_t digits = left.find_last_not_of("0123456789") + 1;
-  const unsigned long number = std::stoul(left.substr(digits));
+  const std::string left = *files().begin();  // before the last dot is the number of this commit
+  const size_t end = left.rfind('.'), digits = left.rfind('.', end - 1) + 1;
+  const unsigned long number = std::stoul(left.substr(digits, end - digits));
   for (unsigned long next = number + 1; next < number + 4; ++next) {
-    write_file(path(left.substr(0, digits) + std::to_string(next)), "torn");
+    write_file(path(left.substr(0, digits) + std::to_string(next) + left.substr(end)), "torn");
   }
   EXPECT_NO_THROW(commit("whole"));
   EXPECT_EQ(content(), "whole");

@@ -81,11 +81,17 @@ class Job {
   void node(uint32_t rank, uint32_t node) { nodes_[rank] = node; }
 
   std::vector<RankRoutes> plan(const RouteOptions& options) const {
+    std::vector<uint64_t> bytes(reads_.size());
+    return plan(options, bytes);
+  }
+
+  // `bytes`: that each rank reads by plans before this one; becomes what it reads with it.
+  std::vector<RankRoutes> plan(const RouteOptions& options, std::vector<uint64_t>& bytes) const {
     std::vector<RankReads> ranks;
     for (size_t rank = 0; rank < reads_.size(); ++rank) {
       ranks.push_back({reads_[rank], files_[rank], groups_[rank], nodes_[rank]});
     }
-    return plan_routes(ranks, options);
+    return plan_routes(ranks, options, bytes);
   }
 
   std::vector<RankRoutes> run(const RouteOptions& options) {
@@ -608,6 +614,20 @@ TEST(Routes, GroupsReadEachForItself) {
   EXPECT_NEAR(job.imbalance(), 1, 0.2);
 }
 
+TEST(Routes, MakeEvenWhatPlansBeforeLeftUneven) {
+  Job job(4);
+  for (int i = 0; i < 6; ++i) {
+    const size_t record = job.record("float32", {1 << 20});
+    for (uint32_t rank = 0; rank < 4; ++rank) job.want_all(rank, record);
+  }
+  std::vector<uint64_t> bytes = {20 << 20, 4 << 20, 0, 12 << 20};
+  const std::vector<RankRoutes> routes = job.plan({}, bytes);
+  job.carry_out(routes);
+  EXPECT_EQ(std::accumulate(bytes.begin(), bytes.end(), uint64_t{0}), 60 << 20);
+  EXPECT_EQ(bytes[0], 20 << 20) << "it has read more than its share";
+  for (const size_t rank : {1, 2, 3}) EXPECT_NEAR(static_cast<double>(bytes[rank]), (40 << 20) / 3, 3 << 20);
+}
+
 TEST(Routes, AreTheSameOnEveryRun) {
   const auto packed = [] {
     Job job(5);
@@ -633,7 +653,8 @@ int64_t rank_of_error(const std::vector<Words>& reads) {
   std::vector<RankReads> ranks;
   for (const Words& words : reads) ranks.push_back({words, {"file"}, 0});
   try {
-    plan_routes(ranks, {});
+    std::vector<uint64_t> bytes(ranks.size());
+    plan_routes(ranks, {}, bytes);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind, Error::Kind::invalid);
     return error.item;
