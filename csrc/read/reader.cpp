@@ -125,10 +125,15 @@ class ReadJob {
     const uint64_t from = std::max(part.begin, body), to = std::min(part.end, body_end);
     if (from < to) {
       const std::byte* bytes = data + (from - part.begin);
-      if (verify_ && record.check == Record::Check::blocks) {
-        check_blocks(record, bytes, from, to);
-      } else if (verify_ && record.check != Record::Check::none) {
+      const bool sums = verify_ && record.check != Record::Check::blocks && record.check != Record::Check::none;
+      std::byte* const copy_to = sums && scatter ? dense_target(record, from - body, to - body) : nullptr;
+      if (copy_to != nullptr) {
+        record.sums[part.sum] = {copy_crc32(copy_to, bytes, to - from, 0), to - from};
+        scatter = false;
+      } else if (sums) {
         record.sums[part.sum] = {crc32(0, bytes, to - from), to - from};
+      } else if (verify_ && record.check == Record::Check::blocks) {
+        check_blocks(record, bytes, from, to);
       }
       if (scatter) {
         for (const uint32_t item : record.items) {
@@ -150,6 +155,14 @@ class ReadJob {
            part.end - start);
     }
     if (record.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) conclude(record, record.prologue, record.epilogue);
+  }
+
+  // Where the range [begin, end) of the body goes if it goes to one place, as it is; else null.
+  std::byte* dense_target(const Record& record, uint64_t begin, uint64_t end) const {
+    const ReadItem& item = items_[record.items[0]];
+    const bool fits =
+        record.items.size() == 1 && item.box.dense() && begin >= item.box.begin() && end <= item.box.end();
+    return fits ? item.memory + (begin - item.box.begin()) : nullptr;
   }
 
   // Framing may arrive in pieces, on several threads.
