@@ -60,7 +60,13 @@ class Setting:
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("threads", 4, "worker threads a save or load, in each process", least=1, most=256),
+        Setting(
+            "threads",
+            4,
+            "worker threads a save or load, in each process; twice as many where a load is many short reads",
+            least=1,
+            most=256,
+        ),
         Setting("slot_bytes", 8 * MiB, "size of one piece of I/O and of one slot of memory", least=4 * MiB, step=MiB),
         Setting("arena_bytes", 256 * MiB, "most memory that slots may take in a process", least=4 * MiB),
         Setting("broadcast_bytes", 128 * MiB, "most memory for reading for other ranks", least=4 * MiB),

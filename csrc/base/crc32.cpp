@@ -1,6 +1,5 @@
 #include "base/crc32.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -110,6 +109,16 @@ __attribute__((target("avx512f,vpclmulqdq"))) inline __m512i fold(__m512i accumu
                                    _mm512_clmulepi64_epi128(accumulator, factor, 0x11), data, 0x96);
 }
 
+// Bytes that are asked for before they are folded. Without it a core reads from memory at three quarters of this speed:
+// the processor's own prefetching stops at each page.
+constexpr size_t kAhead = 2048;
+
+__attribute__((target("pclmul,sse4.1"))) inline void prefetch(const unsigned char* data, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(data + kAhead + line), _MM_HINT_T0);
+  }
+}
+
 // What remains after folding is 16 bytes whose checksum from state 0 is the answer, then the unfolded rest.
 __attribute__((target("pclmul,sse4.1"))) uint32_t finish_fold(__m128i accumulator, const unsigned char* data,
                                                               size_t size) {
@@ -119,8 +128,75 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t finish_fold(__m128i accumulato
   _mm_store_si128(reinterpret_cast<__m128i*>(rest), accumulator);
   return ~update_table(update_table(0, rest, sizeof rest), data, size);
 }
+
+// Eight lanes: a fold takes seven cycles and starts every two.
+template <bool kCopy>
+__attribute__((target("pclmul,sse4.1"))) uint32_t with_pclmul(uint32_t crc, const unsigned char* data, size_t size,
+                                                              unsigned char* to) {
+  constexpr size_t kLanes = 8, kStep = 16 * kLanes;
+  if (size < kStep) {
+    if (kCopy && size != 0) std::memcpy(to, data, size);
+    return detail::crc32_table(crc, data, size);
+  }
+  __m128i lanes[kLanes];
+  const __m128i by_1024 = fold_factor(fold_low(1024), fold_high(1024));
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = load(data, lane);
+    if (kCopy) _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + lane, lanes[lane]);
+  }
+  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(~crc)));
+  for (data += kStep, to += kCopy ? kStep : 0, size -= kStep; size >= kStep;
+       data += kStep, to += kCopy ? kStep : 0, size -= kStep) {
+    prefetch(data, kStep);
+#pragma GCC unroll 8
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      const __m128i bytes = load(data, lane);
+      if (kCopy) _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + lane, bytes);
+      lanes[lane] = fold(lanes[lane], by_1024, bytes);
+    }
+  }
+  if (kCopy && size != 0) std::memcpy(to, data, size);
+  const __m128i by_128 = fold_factor(fold_low(128), fold_high(128));
+  for (size_t lane = 1; lane < kLanes; ++lane) lanes[lane] = fold(lanes[lane - 1], by_128, lanes[lane]);
+  return finish_fold(lanes[kLanes - 1], data, size);
+}
+
+template <bool kCopy>
+__attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) uint32_t with_avx512(uint32_t crc,
+                                                                                 const unsigned char* data, size_t size,
+                                                                                 unsigned char* to) {
+  constexpr size_t kLanes = 4, kStep = 64 * kLanes;
+  if (size < kStep) return with_pclmul<kCopy>(crc, data, size, to);
+  __m512i lanes[kLanes];
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = load_wide(data, lane);
+    if (kCopy) _mm512_storeu_si512(to + 64 * lane, lanes[lane]);
+  }
+  lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc))));
+  const __m512i by_2048 = fold_factor_wide(fold_low(2048), fold_high(2048));
+  for (data += kStep, to += kCopy ? kStep : 0, size -= kStep; size >= kStep;
+       data += kStep, to += kCopy ? kStep : 0, size -= kStep) {
+    prefetch(data, kStep);
+#pragma GCC unroll 4
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      const __m512i bytes = load_wide(data, lane);
+      if (kCopy) _mm512_storeu_si512(to + 64 * lane, bytes);
+      lanes[lane] = fold(lanes[lane], by_2048, bytes);
+    }
+  }
+  if (kCopy && size != 0) std::memcpy(to, data, size);
+  const __m512i by_512 = fold_factor_wide(fold_low(512), fold_high(512));
+  for (size_t lane = 1; lane < kLanes; ++lane) lanes[lane] = fold(lanes[lane - 1], by_512, lanes[lane]);
+  alignas(64) unsigned char folded[64];
+  _mm512_store_si512(folded, lanes[kLanes - 1]);
+  const __m128i by_128 = fold_factor(fold_low(128), fold_high(128));
+  __m128i accumulator = load(folded, 0);
+  for (size_t lane = 1; lane < 4; ++lane) accumulator = fold(accumulator, by_128, load(folded, lane));
+  return finish_fold(accumulator, data, size);
+}
 #endif
 
+using CopyFunction = uint32_t (*)(uint32_t, const unsigned char*, size_t, unsigned char*);
 using Function = uint32_t (*)(uint32_t, const unsigned char*, size_t);
 
 Function choose() {
@@ -131,7 +207,16 @@ Function choose() {
   return detail::crc32_table;
 }
 
+CopyFunction choose_copy() {
+#if defined(__x86_64__)
+  if (detail::have_avx512()) return detail::copy_crc32_avx512;
+  if (detail::have_pclmul()) return detail::copy_crc32_pclmul;
+#endif
+  return detail::copy_crc32_table;
+}
+
 const Function kChosen = choose();
+const CopyFunction kChosenCopy = choose_copy();
 
 }  // namespace
 
@@ -139,6 +224,11 @@ namespace detail {
 
 uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size) {
   return ~update_table(~crc, data, size);
+}
+
+uint32_t copy_crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  if (size != 0) std::memcpy(to, data, size);
+  return crc32_table(crc, data, size);
 }
 
 #if defined(__x86_64__)
@@ -150,39 +240,20 @@ bool have_avx512() {
   return have_pclmul() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
 }
 
-__attribute__((target("pclmul,sse4.1"))) uint32_t crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size) {
-  if (size < 64) return crc32_table(crc, data, size);
-  __m128i lanes[4] = {load(data, 0), load(data, 1), load(data, 2), load(data, 3)};
-  lanes[0] = _mm_xor_si128(lanes[0], _mm_cvtsi32_si128(static_cast<int>(~crc)));
-  const __m128i by_512 = fold_factor(fold_low(512), fold_high(512));
-  for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
-#pragma GCC unroll 4
-    for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = fold(lanes[lane], by_512, load(data, lane));
-  }
-  const __m128i by_128 = fold_factor(fold_low(128), fold_high(128));
-  for (size_t lane = 1; lane < 4; ++lane) lanes[lane] = fold(lanes[lane - 1], by_128, lanes[lane]);
-  return finish_fold(lanes[3], data, size);
+uint32_t crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size) {
+  return with_pclmul<false>(crc, data, size, nullptr);
 }
 
-__attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) uint32_t crc32_avx512(uint32_t crc,
-                                                                                  const unsigned char* data,
-                                                                                  size_t size) {
-  if (size < 256) return crc32_pclmul(crc, data, size);
-  __m512i lanes[4] = {load_wide(data, 0), load_wide(data, 1), load_wide(data, 2), load_wide(data, 3)};
-  lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(~crc))));
-  const __m512i by_2048 = fold_factor_wide(fold_low(2048), fold_high(2048));
-  for (data += 256, size -= 256; size >= 256; data += 256, size -= 256) {
-#pragma GCC unroll 4
-    for (size_t lane = 0; lane < 4; ++lane) lanes[lane] = fold(lanes[lane], by_2048, load_wide(data, lane));
-  }
-  const __m512i by_512 = fold_factor_wide(fold_low(512), fold_high(512));
-  for (size_t lane = 1; lane < 4; ++lane) lanes[lane] = fold(lanes[lane - 1], by_512, lanes[lane]);
-  alignas(64) unsigned char folded[64];
-  _mm512_store_si512(folded, lanes[3]);
-  const __m128i by_128 = fold_factor(fold_low(128), fold_high(128));
-  __m128i accumulator = load(folded, 0);
-  for (size_t lane = 1; lane < 4; ++lane) accumulator = fold(accumulator, by_128, load(folded, lane));
-  return finish_fold(accumulator, data, size);
+uint32_t copy_crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  return with_pclmul<true>(crc, data, size, to);
+}
+
+uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size) {
+  return with_avx512<false>(crc, data, size, nullptr);
+}
+
+uint32_t copy_crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to) {
+  return with_avx512<true>(crc, data, size, to);
 }
 #endif
 
@@ -193,18 +264,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t size) {
 }
 
 uint32_t copy_crc32(void* target, const void* source, size_t size, uint32_t crc) {
-  constexpr size_t kStep = 16 << 10;  // half of a first-level cache: the checksum reads what the copy just wrote
-  auto* to = static_cast<unsigned char*>(target);
-  const auto* from = static_cast<const unsigned char*>(source);
-  while (size != 0) {
-    const size_t step = std::min(size, kStep);
-    std::memcpy(to, from, step);
-    crc = crc32(crc, to, step);
-    to += step;
-    from += step;
-    size -= step;
-  }
-  return crc;
+  return kChosenCopy(crc, static_cast<const unsigned char*>(source), size, static_cast<unsigned char*>(target));
 }
 
 uint32_t crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b) {

@@ -21,11 +21,14 @@ const char* crc32_implementation();
 
 namespace detail {  // each implementation alone, for tests
 uint32_t crc32_table(uint32_t crc, const unsigned char* data, size_t size);
+uint32_t copy_crc32_table(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
 #if defined(__x86_64__)
 bool have_pclmul();
 bool have_avx512();
 uint32_t crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size);
 uint32_t crc32_avx512(uint32_t crc, const unsigned char* data, size_t size);
+uint32_t copy_crc32_pclmul(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
+uint32_t copy_crc32_avx512(uint32_t crc, const unsigned char* data, size_t size, unsigned char* to);
 #endif
 }  // namespace detail
 

@@ -72,14 +72,28 @@ class ReadJob {
   void transfer() {
     queue_.expect(plan_.segments.size());
     for (size_t index = 0; index < plan_.segments.size(); ++index) queue_.push(index);
+    io::EngineOptions options = options_;
+    options.threads = workers();
     io::run_transfers(
-        queue_, options_,
+        queue_, options,
         [this](size_t index) {
           const Segment& segment = plan_.segments[index];
           return segment.in_place == nullptr && plan_.files.at(segment.file).file->remote() == nullptr;
         },
         [this](size_t index, io::Flight& flight) { prepare(plan_.segments[index], flight); },
         [this](io::Flight& flight) { complete(flight); });
+  }
+
+  // Twice the usual number where tensors make most transfers short: a disk needs bytes in flight, not calls.
+  unsigned workers() const {
+    uint64_t bytes = 0, count = 0;
+    for (const Segment& segment : plan_.segments) {
+      if (plan_.files.at(segment.file).file->access() != io::Access::direct) continue;
+      bytes += segment.end - segment.begin;
+      ++count;
+    }
+    const bool in_short_transfers = count > options_.threads && bytes / count < options_.slot_bytes / 2;
+    return options_.threads > 1 && in_short_transfers ? 2 * options_.threads : options_.threads;
   }
 
   // A failed transfer knows its file and offset: the item is the one whose record lies there.
@@ -141,16 +155,17 @@ class ReadJob {
     const uint64_t from = std::max(part.begin, body), to = std::min(part.end, body_end);
     if (from < to) {
       const std::byte* bytes = data + (from - part.begin);
-      const bool sums = verify_ && (record.check == Record::Check::frame || record.check == Record::Check::crc);
-      std::byte* const place = scatter && sums ? place_of(record, from, to) : nullptr;
-      if (verify_ && record.check == Record::Check::blocks) {
-        check_blocks(record, bytes, from, to);
-      } else if (place != nullptr) {
-        record.sums[part.sum] = {copy_crc32(place, bytes, to - from, 0), to - from};
+      const bool sums = verify_ && record.check != Record::Check::blocks && record.check != Record::Check::none;
+      std::byte* const copy_to = sums && scatter ? dense_target(record, from - body, to - body) : nullptr;
+      if (copy_to != nullptr) {
+        record.sums[part.sum] = {copy_crc32(copy_to, bytes, to - from, 0), to - from};
+        scatter = false;
       } else if (sums) {
         record.sums[part.sum] = {crc32(0, bytes, to - from), to - from};
+      } else if (verify_ && record.check == Record::Check::blocks) {
+        check_blocks(record, bytes, from, to);
       }
-      if (scatter && place == nullptr) {
+      if (scatter) {
         for (const uint32_t item : record.items) {
           if (items_[item].device >= 0) {
             batch->add(items_[item], bytes, from - body, to - body);
@@ -176,12 +191,12 @@ class ReadJob {
     if (record.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) conclude(record, record.prologue, record.epilogue);
   }
 
-  // Where the bytes of the file range [from, to) belong, if all of them belong to one place; else null.
-  std::byte* place_of(const Record& record, uint64_t from, uint64_t to) const {
-    if (record.items.size() != 1) return nullptr;
+  // Where the range [begin, end) of the body goes if it goes to one place in host memory, as it is; else null.
+  std::byte* dense_target(const Record& record, uint64_t begin, uint64_t end) const {
     const ReadItem& item = items_[record.items[0]];
-    const uint64_t begin = record.body_offset + item.box.begin(), end = record.body_offset + item.box.end();
-    return item.box.dense() && from >= begin && to <= end ? item.memory + (from - begin) : nullptr;
+    const bool fits = record.items.size() == 1 && item.device < 0 && item.box.dense() && begin >= item.box.begin() &&
+                      end <= item.box.end();
+    return fits ? item.memory + (begin - item.box.begin()) : nullptr;
   }
 
   // Framing may arrive in pieces, on several threads.

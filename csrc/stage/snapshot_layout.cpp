@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "base/memory.h"
 
@@ -11,12 +12,16 @@ namespace {
 class Arrangement {
  public:
   explicit Arrangement(std::span<const write::RecordSource> sources) : sources_(sources) {
+    contiguous_.reserve(sources.size());
     for (size_t row = 0; row < sources.size(); ++row) {
       if (sources[row].bytes == 0) continue;
-      (sources[row].strided ? strided_ : contiguous_).push_back(row);
+      if (sources[row].strided) {
+        strided_.push_back(row);
+      } else {
+        contiguous_.emplace_back(sources[row].data, row);
+      }
     }
-    std::sort(contiguous_.begin(), contiguous_.end(),
-              [&](size_t a, size_t b) { return std::tuple(sources[a].data, a) < std::tuple(sources[b].data, b); });
+    if (!std::ranges::is_sorted(contiguous_)) std::ranges::sort(contiguous_);
     std::sort(strided_.begin(), strided_.end(), [&](size_t a, size_t b) {
       if (sources[a].data != sources[b].data) return sources[a].data < sources[b].data;
       return std::tie(*sources[a].strided, a) < std::tie(*sources[b].strided, b);
@@ -27,7 +32,8 @@ class Arrangement {
   SnapshotLayout tail(size_t first) const {
     std::vector<Union> unions;
     std::vector<size_t> union_of(sources_.size() - first, kNone);
-    for (const size_t row : contiguous_) {
+    unions.reserve(contiguous_.size() + strided_.size());
+    for (const auto& [data, row] : contiguous_) {
       if (row < first) continue;
       const write::RecordSource& source = sources_[row];
       if (unions.empty() || source.data >= unions.back().begin + unions.back().bytes) {
@@ -94,7 +100,9 @@ class Arrangement {
   }
 
   const std::span<const write::RecordSource> sources_;
-  std::vector<size_t> contiguous_, strided_;  // rows with bytes, by address
+  // Rows with bytes, by address.
+  std::vector<std::pair<const std::byte*, size_t>> contiguous_;
+  std::vector<size_t> strided_;
 };
 
 }  // namespace

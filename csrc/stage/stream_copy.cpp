@@ -13,7 +13,7 @@ namespace vescale_ckpt::stage {
 // SSE2, which every x86-64 has: at the speed of memory wider registers measured the same.
 void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
   constexpr uint64_t kLine = 64;
-  constexpr uint64_t kLeast = 4096;  // below, the fence costs more than the lines
+  constexpr uint64_t kLeast = 512;  // below, the ends that are copied as usual are too large a part
   if (bytes < kLeast) {
     if (bytes != 0) std::memcpy(target, source, bytes);
     return;
@@ -28,6 +28,9 @@ void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
     for (int i = 0; i < 4; ++i) _mm_stream_si128(to + i, words[i]);
   }
   std::memcpy(target + at, source + at, bytes - at);
+}
+
+void finish_stream_copies() {
   _mm_sfence();  // such stores are not ordered before the release of a lock otherwise
 }
 
@@ -36,6 +39,8 @@ void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
 void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
   if (bytes != 0) std::memcpy(target, source, bytes);
 }
+
+void finish_stream_copies() {}
 
 #endif
 

@@ -8,7 +8,10 @@
 
 namespace vescale_ckpt::stage {
 
-// As memcpy. Other threads see the bytes after the usual synchronisation with this one.
+// As memcpy, but before the bytes are handed to another thread this one calls finish_stream_copies().
 void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes);
+
+// Orders all copies of this thread before what it does next: once for many of them.
+void finish_stream_copies();
 
 }  // namespace vescale_ckpt::stage

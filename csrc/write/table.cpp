@@ -1,5 +1,6 @@
 #include "write/table.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "io/table.h"
@@ -23,13 +24,24 @@ bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
   format::RecordCache framings;
+  if (table.size() > 2 && table[2] >= 0) {  // as many as there are if all are like the first
+    sources.reserve(table.size() / (3 + 2 * std::min<uint64_t>(static_cast<uint64_t>(table[2]), table.size())));
+  }
+  uint32_t last_dtype = 0;
+  std::span<const int64_t> last_sizes;
   for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
     const uint32_t dtype = cursor.dtype();
     const std::byte* data = cursor.address();
     const uint64_t dims = cursor.size();
     const auto sizes = cursor.take(dims), strides = cursor.take(dims);
     RecordSource source;
-    source.framing = cursor.made_of_row([&] { return framings.get(dtype, sizes); });
+    if (!sources.empty() && dtype == last_dtype && std::ranges::equal(sizes, last_sizes)) {
+      source.framing = sources.back().framing;
+    } else {
+      source.framing = cursor.made_of_row([&] { return framings.get(dtype, sizes); });
+    }
+    last_dtype = dtype;
+    last_sizes = sizes;
     source.data = data;
     source.bytes = source.framing->body_bytes();
     if (!contiguous(sizes, strides)) {

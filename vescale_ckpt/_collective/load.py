@@ -387,7 +387,8 @@ class _StateLoad:
             application.drop_absent_state(present)
         flat, self._paths = flatten(application.form)
         names = renamed(flat, of)
-        self._state_keys = {name: key for key, name in names.items() if name in selection}
+        by_name = {name: key for key, name in names.items()}
+        self._state_keys = {name: by_name[name] for name in selection.of(by_name)}
         values = {name: flat[key] for name, key in self._state_keys.items()}
         self._new = with_memory(values)
         wanted = self._per_rank.wanted({**values, **self._new}, lambda: present)

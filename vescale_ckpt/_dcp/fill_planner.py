@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from .._engine import _C
 from .._read.match import check_all_there, mismatch, mismatches_on_index
+from .._state.describe import Description
 from ..errors import Mismatch
 from .load_planner import LoadPlanner
 
@@ -23,6 +24,7 @@ class FillPlanner(LoadPlanner):
     def __init__(self, allow_cast: bool) -> None:
         super().__init__(flatten_state_dict=False, allow_cast=allow_cast)
         self.objects: dict[str, Any] = {}
+        self._found: tuple[Any, Description, _C.LoadPlan | None] | None = None  # and the state that it was found for
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -52,6 +54,12 @@ class FillPlanner(LoadPlanner):
 
     def put_object(self, key: str, value: Any) -> None:
         self.objects[key] = value
+
+    def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
+        """Looks once: nothing changes the state between `misfits` and the plan, unless keys are left out."""
+        if self._found is None or self._found[0] is not self.state_dict:
+            self._found = self.state_dict, *super()._found_in_index(index)
+        return self._found[1:]
 
     def _misfits_on_index(self, index: _C.Index) -> tuple[list[str], list[Mismatch]] | None:
         description, plan = self._found_in_index(index)

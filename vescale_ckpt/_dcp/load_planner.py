@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.tensor_checks import is_plain_tensor
+from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
 from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
@@ -30,6 +31,7 @@ from ..settings import checked_flag
 from .lazy_metadata import LazyMetadata
 from .overrides import is_method_of
 
+_IS_META = attrgetter("is_meta")
 _CASTS = "(LoadPlanner(allow_cast=True) casts)"
 #: Methods that return targets and take filled tensors: a subclass that overrides one gets each tensor separately.
 _FILLS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
@@ -80,7 +82,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """DCP calls it first, on each rank, with the state to fill. Keeps the state; does not change its tensors."""
         self._begin(metadata)
         flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
-        if not self.flatten_state_dict or any(_needs_stock_set_up(value) for value in flat.values()):
+        if not self.flatten_state_dict or _needs_stock_set_up(flat):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
             super().set_up_planner(state_dict, metadata, is_coordinator)
             for key, value in wrapped.items():  # DCP replaces objects that it does not know by None
@@ -223,9 +225,10 @@ def _on_the_host() -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
-def _needs_stock_set_up(value: Any) -> bool:
-    """Whether DCP must set the value up: it allocates meta tensors and flattens nested ShardedTensors."""
-    return isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
+def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
+    """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
+    tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
+    return holds_any(flat, ShardedTensor) or any(map(_IS_META, tensors))
 
 
 def item_targets(planner: DcpLoadPlanner) -> ItemTargets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .local_state import LocalState, describes_itself
 from .shard_boxes import ShardBox, boxes_at, local_shape
 
 _REQUIRES_GRAD = 1  # flag
+_IS_NESTED, _DTYPE, _SHAPE = attrgetter("is_nested"), attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,23 @@ class _Making:
 
     def _add_plain(self) -> None:
         state = self.state
-        for number, position in enumerate(state.groups.plain):
-            tensor, requires_grad = state.tensors[number], bool(state.requires_grad[number])
-            if tensor.is_nested:  # has no shape
+        tensors = state.tensors[: len(state.groups.plain)]
+        nested = list(map(_IS_NESTED, tensors))  # they have no shape
+        shapes = (
+            map(_SHAPE, tensors)
+            if not any(nested)
+            else [None if of else tensor.shape for of, tensor in zip(nested, tensors, strict=True)]
+        )
+        plain = zip(
+            state.groups.plain, zip(map(_DTYPE, tensors), shapes, state.requires_grad, strict=False), strict=True
+        )
+        for number, (position, traits) in enumerate(plain):
+            if nested[number]:
                 self.other.append(position)
                 continue
-            traits = tensor.dtype, tensor.shape, requires_grad
             found = self.rows.get(traits)
             if found is None:
+                tensor, requires_grad = tensors[number], bool(state.requires_grad[number])
                 code = dtype_code(tensor.dtype, state.keys[position])
                 origin = (0,) * tensor.dim()
                 box = ShardBox(origin, tuple(tensor.shape), origin)

@@ -39,6 +39,12 @@ class Selection:
             return False
         return self.names is None or key in self._exact or self._pattern.fullmatch(key) is not None
 
+    def of(self, keys: Iterable[str]) -> list[str]:
+        """Those of `keys` that it selects."""
+        if self.names is None and self._left_out is None:
+            return list(keys)
+        return [key for key in keys if key in self]
+
     def without_match(self, keys: Iterable[str]) -> list[str]:
         """The names and patterns that select none of `keys`; those with `!` are left out."""
         present = {key for key in keys if key in self}
@@ -56,7 +62,7 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     prefix that fits is used. An empty prefix fits every key.
     """
     if rename is None:
-        return lambda key: key
+        return same_key
     if not callable(rename) and not isinstance(rename, Mapping):
         raise ValueError(f"rename: a function or a mapping of keys is wanted, or None, not {type(rename).__name__}")
     if isinstance(rename, Mapping) and not all(isinstance(text, str) for pair in rename.items() for text in pair):
@@ -64,8 +70,14 @@ def renaming(rename: Rename | None) -> Callable[[str], str]:
     return rename if callable(rename) else _by_prefix(rename)
 
 
+def same_key(key: str) -> str:
+    return key
+
+
 def renamed(keys: Iterable[str], of: Callable[[str], str]) -> dict[str, str]:
     """The key of the checkpoint for each key of the state. Raises `ValueError` if two keys would become one."""
+    if of is same_key:
+        return {key: key for key in keys}
     result = {}
     back: dict[str, str] = {}
     for key in keys:

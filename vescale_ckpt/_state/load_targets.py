@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
+from .tensor_table import PLAIN_TYPES
+
+_IS_META, _NBYTES, _ITEM_BYTES = attrgetter("is_meta"), attrgetter("nbytes"), attrgetter("itemsize")
 
 
 def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -20,7 +24,7 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     new shards on the CPU in place. Storages that were freed or never allocated are allocated in place.
     """
     new = {}
-    for key, value in values.items():
+    for key, value in _without_plain_memory(values):
         if isinstance(value, ShardedTensor):  # its own methods work only with exactly one shard
             for shard in value.local_shards():
                 if shard.tensor.is_meta:
@@ -33,6 +37,30 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             else:
                 _allocate(value.to_local() if type(value) is DTensor else value)
     return new
+
+
+def _without_plain_memory(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """All values but contiguous tensors whose memory is there. It maps torch's C methods over the tensors."""
+    plain = [value for value in values.values() if type(value) in PLAIN_TYPES]
+    try:
+        sizes = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, plain))
+        known = {
+            id(tensor)
+            for tensor, meta, contiguous, room, offset, size, item in zip(
+                plain,
+                map(_IS_META, plain),
+                map(torch.Tensor.is_contiguous, plain),
+                sizes,
+                map(torch.Tensor.storage_offset, plain),
+                map(_NBYTES, plain),
+                map(_ITEM_BYTES, plain),
+                strict=True,
+            )
+            if contiguous and not meta and room >= offset * item + size
+        }
+    except (RuntimeError, NotImplementedError):  # one of them is not dense
+        known = set()
+    return [(key, value) for key, value in values.items() if id(value) not in known]
 
 
 def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
