@@ -244,6 +244,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     _answer(pipe, None)
     environment = dict(os.environ)
     while request := _next_request(pipe):
+        _destroy_groups()  # now: all ranks have answered, and none waits in a collective
         try:
             module, name, args = pickle.loads(request)
             function = getattr(__import__(module, fromlist=[name]), name)
@@ -272,6 +273,18 @@ def _answer(pipe: Connection, answer: Any) -> None:
         error = RuntimeError(f"a rank's answer cannot be pickled: {text}")
         data = pickle.dumps(_Failure(error, f"{error}\n{traceback.format_exc()}"))
     pipe.send_bytes(data)
+
+
+def _destroy_groups() -> None:
+    """Destroys the process groups that the last call has left, but that of all ranks. Each has a thread of gloo's that
+    wakes up 100 times a second: hundreds of them would take half of the machine."""
+    import torch.distributed as dist
+
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in groups:
+        dist.destroy_process_group(group)
+    if groups:
+        gc.collect()
 
 
 def _tidy(environment: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def begun_by(optimizer: torch.optim.Optimizer) -> threading.Event:
     begun = threading.Event()
     optimizer.register_step_pre_hook(lambda *_: begun.set())
     return begun
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background, whose processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_two_saves_behind_one_optimizer(tmp_path: Path) -> None:
@@ -75,7 +84,7 @@ def test_a_step_with_a_closure_waits(checkpoint: Path) -> None:
     assert stored(checkpoint).eq(1).all()
 
 
-def test_a_step_that_was_interrupted_waits_again(checkpoint: Path) -> None:
+def test_a_step_that_was_interrupted_waits_again(checkpoint: Path, ctrl_c: None) -> None:
     weight = ones()
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones(SIZE)
