@@ -68,6 +68,19 @@ void bind_export(py::module_& module) {
                              })
       .def("record_locations",
            [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.record_locations(rank)); })
+      .def(
+          "join",
+          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t window_bytes,
+             uint64_t least_bytes) {
+            const py::gil_scoped_release release;
+            layout.join(nodes, window_bytes, least_bytes);
+          },
+          py::arg("nodes"), py::arg("window_bytes"), py::arg("least_bytes"))
+      .def_property_readonly("rounds", &hf::ExportLayout::rounds)
+      .def("joined_ranges",
+           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_ranges(rank)); })
+      .def("joined_targets",
+           [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_targets(rank)); })
       .def("heads", &heads)
       .def("index", [](const hf::ExportLayout& layout, const std::vector<std::string>& names) {
         return py::bytes(layout.index(names));
@@ -85,6 +98,31 @@ void bind_export(py::module_& module) {
              const py::gil_scoped_release release;
              writer.write(words.values(), numbers.values());
            })
+      .def(
+          "join",
+          [](write::SharedWriter& writer, const py::buffer& ranges, uint32_t number, uint64_t window_bytes,
+             size_t first_target) {
+            const Table table(ranges);
+            const py::gil_scoped_release release;
+            writer.join(table.values(), number, window_bytes, first_target);
+          },
+          py::arg("ranges"), py::arg("writer"), py::arg("window_bytes"), py::arg("first_target"))
+      .def(
+          "fill",
+          [](const write::SharedWriter& writer, uint64_t round, const std::vector<uintptr_t>& windows) {
+            const py::gil_scoped_release release;
+            std::vector<std::byte*> addresses;
+            for (const uintptr_t window : windows) addresses.push_back(reinterpret_cast<std::byte*>(window));
+            writer.fill(round, addresses);
+          },
+          py::arg("round"), py::arg("windows"), "addresses of all writers' windows")
+      .def(
+          "send",
+          [](write::SharedWriter& writer, uint64_t round, uintptr_t window) {
+            const py::gil_scoped_release release;
+            writer.send(round, reinterpret_cast<const std::byte*>(window));
+          },
+          py::arg("round"), py::arg("window"), "the address of this writer's window")
       .def("finish",
            [](write::SharedWriter& writer, bool sync) {
              std::span<const uint32_t> blocks;

@@ -11,6 +11,7 @@
 #include "format/json.h"
 #include "format/torch_record.h"
 #include "io/box.h"
+#include "write/tiles.h"
 
 namespace vescale_ckpt::hf {
 namespace {
@@ -84,7 +85,7 @@ std::vector<std::vector<size_t>> shards_by_number(const metadata::Catalog& catal
 ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
                            const SafetensorsHeader::Metadata& metadata, std::span<const Alias> aliases,
                            std::span<const FileNumber> numbers)
-    : tensors_(catalog.keys.size()), rows_(catalog.ranks) {
+    : tensors_(catalog.keys.size()), rows_(catalog.ranks), joined_(catalog.ranks) {
   expect_only_tensors(catalog);
   std::vector<uint64_t> bytes(catalog.keys.size());
   for (size_t number = 0; number < catalog.keys.size(); ++number) {
@@ -149,8 +150,101 @@ ExportLayout::ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_
       std::vector<Row>& rows = rows_.at(chunk.writer);
       if (rows.size() <= chunk.row) rows.resize(size_t{chunk.row} + 1);
       rows[chunk.row] = {number, tensors_[number].begin + box.begin(), tensors_[number].begin + box.end()};
+      if (box.run_bytes() == box.end() - box.begin()) continue;
+      (box.run_bytes() < write::kShortRun ? tensors_[number].scattered : tensors_[number].apart) = true;
     }
   }
+}
+
+std::vector<size_t> ExportLayout::in_file_order() const {
+  std::vector<size_t> order;
+  for (const File& file : files_) {
+    for (const size_t number : file.layout.order()) {
+      if (tensors_[file.keys[number]].begin != tensors_[file.keys[number]].end) order.push_back(file.keys[number]);
+    }
+  }
+  return order;
+}
+
+std::vector<HeldSpan> ExportLayout::held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const {
+  std::vector<std::vector<HeldSpan>> spans(tensors_.size());
+  for (uint32_t rank = 0; rank < rows_.size(); ++rank) {
+    for (const Row& row : rows_[rank]) {
+      const Tensor& tensor = tensors_[row.tensor];
+      std::vector<HeldSpan>& held = spans[row.tensor];
+      if (row.begin == row.end) continue;
+      if (!tensor.scattered && !tensor.apart) {
+        held.push_back({tensor.file, row.begin, row.end, nodes[rank], rank});
+      } else if (held.empty()) {
+        held.push_back({tensor.file, tensor.begin, tensor.end, nodes[rank], HeldSpan::kNobody});
+        if (tensor.apart) held.back().node = HeldSpan::kNobody;
+      } else if (held.back().node != nodes[rank]) {
+        held.back().node = HeldSpan::kNobody;
+      }
+    }
+  }
+  std::vector<HeldSpan> all;
+  for (const size_t number : order) {
+    std::ranges::sort(spans[number], {}, &HeldSpan::begin);
+    all.insert(all.end(), spans[number].begin(), spans[number].end());
+  }
+  return all;
+}
+
+void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes) {
+  const size_t ranks = rows_.size();
+  if (nodes.size() != ranks || !nodes_.empty() || std::ranges::any_of(nodes, [&](uint32_t n) { return n >= ranks; })) {
+    throw Error::invalid("a number below the number of ranks is wanted for each rank, once");
+  }
+  if (least_bytes != 1 && std::ranges::none_of(tensors_, &Tensor::scattered)) return;
+  nodes_.assign(nodes.begin(), nodes.end());
+  std::vector<std::vector<uint32_t>> ranks_of(ranks);
+  for (uint32_t rank = 0; rank < ranks; ++rank) ranks_of[nodes[rank]].push_back(rank);
+  std::vector<uint32_t> counts(ranks);
+  for (size_t node = 0; node < ranks; ++node) counts[node] = static_cast<uint32_t>(ranks_of[node].size());
+  const std::vector<size_t> order = in_file_order();
+  ranges_ = choose_node_ranges(held_spans(order, nodes), counts, window_bytes, least_bytes);
+
+  for (size_t node = 0; node < ranks; ++node) {
+    size_t first = 0;  // in `order`: the first tensor that ends behind the range
+    for (const NodeRange& range : ranges_[node]) {
+      rounds_ = std::max<uint64_t>(rounds_, uint64_t{range.round} + 1);
+      const auto place = std::pair(range.file, range.begin);
+      while (std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place) ++first;
+      std::vector<Row>& rows = joined_[ranks_of[node][range.writer]];
+      for (size_t i = first; i < order.size(); ++i) {
+        const Tensor& tensor = tensors_[order[i]];
+        if (tensor.file != range.file || tensor.begin >= range.end) break;
+        rows.push_back({order[i], std::max(tensor.begin, range.begin), std::min(tensor.end, range.end)});
+      }
+    }
+  }
+}
+
+std::vector<int64_t> ExportLayout::joined_ranges(uint32_t rank) const {
+  std::vector<int64_t> table;
+  if (rounds_ == 0) return table;
+  const std::vector<NodeRange>& ranges = ranges_[nodes_.at(rank)];
+  table.reserve(ranges.size() * NodeRange::kWords);
+  for (const NodeRange& range : ranges) {
+    table.insert(table.end(), {range.file, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end),
+                               range.writer, range.round, static_cast<int64_t>(range.at)});
+  }
+  return table;
+}
+
+std::vector<int64_t> ExportLayout::joined_targets(uint32_t rank) const {
+  const auto bytes = std::ranges::find(format::dtypes(), std::string_view("uint8"), &format::DType::name);
+  const int64_t dtype = bytes - format::dtypes().begin();
+  std::vector<int64_t> table;
+  for (const Row& row : joined_.at(rank)) {
+    const Tensor& tensor = tensors_[row.tensor];
+    table.insert(
+        table.end(),
+        {tensor.file, static_cast<int64_t>(tensor.begin), dtype, 1, static_cast<int64_t>(tensor.end - tensor.begin),
+         static_cast<int64_t>(row.begin - tensor.begin), static_cast<int64_t>(row.end - row.begin)});
+  }
+  return table;
 }
 
 std::vector<int64_t> ExportLayout::record_locations(uint32_t rank) const {
@@ -174,15 +268,17 @@ std::vector<std::string> ExportLayout::heads(std::span<const std::span<const uin
   }
   for (size_t rank = 0; rank < rows_.size(); ++rank) {
     std::span<const uint32_t> rest = blocks[rank];
-    for (const Row& row : rows_[rank]) {
-      const Tensor& tensor = tensors_[row.tensor];
-      const uint64_t count = format::cells(row.begin, row.end);
-      if (rest.size() < count) throw Error::invalid(kOthers);
-      if (count == 0) continue;
-      const uint64_t first =
-          tensor.first_block + row.begin / format::kChecksumBlock - tensor.begin / format::kChecksumBlock;
-      for (uint64_t i = 0; i < count; ++i) of_file[tensor.file][first + i] ^= rest[i];
-      rest = rest.subspan(count);
+    for (const std::vector<Row>* rows : {&rows_[rank], &joined_[rank]}) {
+      for (const Row& row : *rows) {
+        const Tensor& tensor = tensors_[row.tensor];
+        const uint64_t count = format::cells(row.begin, row.end);
+        if (rest.size() < count) throw Error::invalid(kOthers);
+        if (count == 0) continue;
+        const uint64_t first =
+            tensor.first_block + row.begin / format::kChecksumBlock - tensor.begin / format::kChecksumBlock;
+        for (uint64_t i = 0; i < count; ++i) of_file[tensor.file][first + i] ^= rest[i];
+        rest = rest.subspan(count);
+      }
     }
     if (!rest.empty()) throw Error::invalid(kOthers);
   }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "hf/node_ranges.h"
 #include "hf/safetensors_layout.h"
 #include "metadata/catalog.h"
 #include "state/inventory.h"
@@ -35,6 +36,16 @@ class ExportLayout {
   // no number, and for what SafetensorsLayout refuses, naming keys.
   ExportLayout(const metadata::Catalog& catalog, uint64_t most_file_bytes, const SafetensorsHeader::Metadata& metadata,
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
+
+  // Lets ranks of a node put ranges together (hf/node_ranges.h). `nodes`: a number below the number of ranks for each
+  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once.
+  void join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes);
+  // The number of rounds, of the node that has most of them; 0 if no ranges are put together.
+  uint64_t rounds() const { return rounds_; }
+  // The ranges of the rank's node: rows of file, begin, end, writer, round, offset in the window.
+  std::vector<int64_t> joined_ranges(uint32_t rank) const;
+  // What the rank is the writer of, as rows of SharedWriter's targets: bytes of tensors, seen as one dimension.
+  std::vector<int64_t> joined_targets(uint32_t rank) const;
 
   size_t files() const { return files_.size(); }  // at least one
   uint64_t file_bytes(size_t file) const { return files_[file].layout.file_bytes(); }
@@ -60,15 +71,23 @@ class ExportLayout {
     uint64_t begin = 0, end = 0;  // in the file
     uint64_t first_block = 0;     // among those of the file
     uint32_t file = 0;
+    bool scattered = false;  // some box of it has short runs
+    bool apart = false;      // some box of it has long runs
   };
   struct Row {  // of a rank's local plan
     uint64_t tensor = 0;
     uint64_t begin = 0, end = 0;  // in the file: from the box's first byte to its last
   };
+  std::vector<size_t> in_file_order() const;
+  std::vector<HeldSpan> held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const;
 
   std::vector<File> files_;
   std::vector<Tensor> tensors_;
-  std::vector<std::vector<Row>> rows_;  // of each rank
+  std::vector<std::vector<Row>> rows_;          // of each rank
+  std::vector<std::vector<Row>> joined_;        // of each rank: what it is the writer of
+  std::vector<uint32_t> nodes_;                 // of each rank; empty if nothing is joined
+  std::vector<std::vector<NodeRange>> ranges_;  // of each node
+  uint64_t rounds_ = 0;
   uint64_t tensor_bytes_ = 0;
 };
 

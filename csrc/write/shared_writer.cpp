@@ -1,14 +1,23 @@
 #include "write/shared_writer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <utility>
 
 #include "base/error.h"
+#include "base/memory.h"
+#include "base/workers.h"
 #include "io/table.h"
 #include "write/writer.h"
 
 namespace vescale_ckpt::write {
+namespace {
+
+// How much of a window a thread fills at once, at most.
+constexpr uint64_t kFillStep = 1 << 20;
+
+}  // namespace
 
 SharedWriter::SharedWriter(std::vector<std::string> paths, std::span<const int64_t> targets,
                            const io::EngineOptions& options)
@@ -41,6 +50,13 @@ io::File* SharedWriter::opened(uint32_t file) {
   return files_[file].get();
 }
 
+TileSource SharedWriter::source_of(const Target& target, const std::byte* data, const io::Box& box) {
+  const uint64_t begin = target.begin + box.begin(), end = target.begin + box.end();
+  const TensorPlace place{opened(target.file), target.begin, target.end, begin / format::kChecksumBlock,
+                          std::span(blocks_).subspan(target.first_block, format::cells(begin, end))};
+  return {place, data, &box};
+}
+
 void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t> rows) {
   std::deque<io::Box> boxes;
   std::vector<TileSource> sources;
@@ -59,20 +75,124 @@ void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t
     if (dtype != target.dtype || !std::ranges::equal(sizes, target.sizes(2))) {
       throw Error::invalid("a tensor is not what the layout was made for", cursor.row());
     }
-    const io::Box& box =
-        boxes.emplace_back(format::dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), sizes, strides);
+    io::Box box(format::dtypes()[dtype].item_bytes, target.sizes(0), target.sizes(1), sizes, strides);
     if (box.bytes() == 0) continue;
-    const uint64_t begin = target.begin + box.begin(), end = target.begin + box.end();
-    const TensorPlace place{opened(target.file), target.begin, target.end, begin / format::kChecksumBlock,
-                            std::span(blocks_).subspan(target.first_block, format::cells(begin, end))};
-    sources.push_back({place, data, &box});
+    const auto joined = ranges_in(target.file, target.begin + box.begin(), target.begin + box.end());
+    const io::Box& kept = (joined.empty() ? boxes : boxes_).emplace_back(std::move(box));
+    TileSource source = source_of(target, data, kept);
+    if (!joined.empty()) held_.push_back({source, target.file});
+    for (const Range& range : joined) {  // what lies before it and behind the one before
+      source.to = std::max(range.begin, target.begin) - target.begin;
+      if (source.from < source.to) sources.push_back(source);
+      source.from = range.end - target.begin;
+    }
+    source.to = UINT64_MAX;
+    if (source.from < kept.end()) sources.push_back(source);
   }
   if (static_cast<size_t>(cursor.row()) != rows.size()) throw Error::invalid("as many boxes as tensors are wanted");
+  write_all(sources);
+}
+
+void SharedWriter::write_all(std::vector<TileSource>& sources) {
   const auto place = [](const TileSource& source) {
-    return std::pair(source.place.file, source.place.begin + source.box->begin());
+    return std::pair(source.place.file, source.place.begin + std::max(source.box->begin(), source.from));
   };
   std::ranges::sort(sources, {}, place);
   write_tiles(sources, TileEdges::shared, options_, control_, stats_);
+}
+
+void SharedWriter::join(std::span<const int64_t> ranges, uint32_t writer, uint64_t window_bytes, size_t first_target) {
+  std::vector<Range> found;
+  io::TableCursor cursor(ranges);
+  for (; !cursor.at_end(); cursor.next_row()) {
+    Range range{};
+    const uint64_t file = cursor.size();
+    range.file = static_cast<uint32_t>(file);
+    range.begin = cursor.size();
+    range.end = cursor.size();
+    range.writer = cursor.size();
+    range.round = cursor.size();
+    range.at = cursor.size();
+    const bool blocks = range.begin % kBlock == 0 && range.end % kBlock == 0 && range.at % kBlock == 0;
+    if (file >= paths_.size() || range.begin >= range.end || !blocks || range.at > window_bytes ||
+        range.end - range.begin > window_bytes - range.at || range.round >= ranges.size()) {
+      throw Error::invalid("no such range of a window", cursor.row());
+    }
+    writers_ = std::max(writers_, range.writer + 1);
+    found.push_back(range);
+  }
+  std::ranges::sort(found, {}, &Range::place);
+  ranges_ = std::move(found);
+  for (size_t number = first_target; number < targets_.size(); ++number) {
+    const Target& target = targets_[number];
+    if (target.boxes.size() != 3 || format::dtypes()[target.dtype].item_bytes != 1) {
+      throw Error::invalid("a target that is not of bytes", static_cast<int64_t>(number));
+    }
+    const uint64_t begin = target.begin + static_cast<uint64_t>(target.sizes(1)[0]);
+    const uint64_t end = begin + static_cast<uint64_t>(target.sizes(2)[0]);
+    const auto holding = ranges_in(target.file, begin, end);
+    if (holding.size() != 1 || holding[0].begin > begin || holding[0].end < end || holding[0].writer != writer) {
+      throw Error::invalid("a target that is not in a range of this writer", static_cast<int64_t>(number));
+    }
+    sent_.resize(std::max<size_t>(sent_.size(), holding[0].round + 1));
+    sent_[holding[0].round].push_back({number, holding.data()});
+  }
+}
+
+std::span<const SharedWriter::Range> SharedWriter::ranges_in(uint32_t file, uint64_t begin, uint64_t end) const {
+  const auto last = std::ranges::lower_bound(ranges_, std::pair(file, end), {}, &Range::place);
+  auto first = std::ranges::upper_bound(ranges_.begin(), last, std::pair(file, begin), {}, &Range::place);
+  if (first != ranges_.begin() && (first - 1)->file == file && (first - 1)->end > begin) --first;
+  return {first, last};
+}
+
+void SharedWriter::fill(uint64_t round, std::span<std::byte* const> windows) const {
+  if (windows.size() < writers_) throw Error::invalid("a window of each writer is wanted");
+  struct Step {
+    const Held* held;
+    const Range* range;
+    uint64_t begin, end;  // in the file
+  };
+  std::vector<Step> steps;
+  for (const Held& held : held_) {
+    const TensorPlace& place = held.source.place;
+    const uint64_t begin = place.begin + held.source.box->begin(), end = place.begin + held.source.box->end();
+    for (const Range& range : ranges_in(held.file, begin, end)) {
+      if (range.round != round) continue;
+      const uint64_t stop = std::min(range.end, end);
+      for (uint64_t at = std::max(range.begin, begin); at < stop;) {
+        const uint64_t next = std::min(stop, align_down(at, kFillStep) + kFillStep);
+        steps.push_back({&held, &range, at, next});
+        at = next;
+      }
+    }
+  }
+  if (steps.empty()) return;
+  std::atomic<size_t> taken{0};
+  const auto copy = [&](const std::atomic<bool>&) {
+    for (size_t number = taken++; number < steps.size(); number = taken++) {
+      const Step& step = steps[number];
+      const TileSource& source = step.held->source;
+      std::byte* out = windows[step.range->writer] + step.range->at + (step.begin - step.range->begin);
+      source.box->gather(out, step.begin - source.place.begin, step.end - source.place.begin, source.data);
+    }
+  };
+  run_workers(static_cast<unsigned>(std::min<size_t>(options_.threads, steps.size())), copy, options_.niceness);
+}
+
+void SharedWriter::send(uint64_t round, const std::byte* window) {
+  if (round >= sent_.size()) return;
+  std::deque<io::Box> boxes;
+  std::vector<TileSource> sources;
+  for (const Sent& sent : sent_[round]) {
+    const Target& target = targets_[sent.target];
+    constexpr int64_t kStride = 1;
+    const io::Box& box =
+        boxes.emplace_back(1, target.sizes(0), target.sizes(1), target.sizes(2), std::span(&kStride, 1));
+    const uint64_t at = sent.range->at + (target.begin + box.begin() - sent.range->begin);
+    sources.push_back(source_of(target, window + at, box));
+  }
+  write_all(sources);
 }
 
 std::span<const uint32_t> SharedWriter::finish(bool sync) {

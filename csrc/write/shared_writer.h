@@ -1,13 +1,21 @@
 // Writes one rank's boxes of tensors to files that several ranks fill, each box at its final offset. The files exist in
 // their final length; the coordinator writes their headers.
 //
-// One thread calls a SharedWriter, which runs workers of its own. Other threads may call progress() and cancel().
+// Ranks of one node may put ranges of the files together in memory that they share: with join(), write() leaves these
+// ranges out. In each round every rank copies its bytes of all ranges of the round into the writers' windows (fill),
+// and then, when all have, each writer sends its own window (send). So a range is written in one piece whatever the
+// boxes.
+//
+// One thread calls a SharedWriter, which runs workers of its own. Other threads may call progress() and cancel(); and
+// one may be in fill() while another is in send().
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/box.h"
@@ -25,6 +33,17 @@ class SharedWriter {
   // `table`: of memory, as for FileWriter::write (write/table.h); `rows`: which target each row of it is written to.
   // Throws Error: io, full, cancelled, or invalid with the row of the table.
   void write(std::span<const int64_t> table, std::span<const int64_t> rows);
+
+  // `ranges`: what the ranks of the node put together: rows of file, begin, end, writer, round, offset in the writer's
+  // window of the round. Blocks of a file are in them whole or not at all. `writer`: which of them this one is. The
+  // targets of its ranges follow those of its boxes, from `first_target` on: bytes of a tensor, seen as one dimension.
+  // Call it before write(), at most once. Throws Error(invalid, row).
+  void join(std::span<const int64_t> ranges, uint32_t writer, uint64_t window_bytes, size_t first_target);
+  // Copies what write() was given, and left out, into the windows of the round, one of each writer, of `window_bytes`.
+  // The memory given to write() must not have changed.
+  void fill(uint64_t round, std::span<std::byte* const> windows) const;
+  // Writes this writer's window of the round. Throws as write() does.
+  void send(uint64_t round, const std::byte* window);
 
   // Syncs if asked to. Returns what this writer contributes to the checksums of blocks (write/tiles.h): for each target
   // a word for each cell of its file from its first byte to its last.
@@ -46,7 +65,26 @@ class SharedWriter {
       return boxes.subspan(which * boxes.size() / 3, boxes.size() / 3);
     }
   };
+  struct Range {
+    uint32_t file;
+    uint64_t begin, end;
+    uint64_t writer, round, at;
+    std::pair<uint32_t, uint64_t> place() const { return {file, begin}; }
+  };
+  struct Held {  // a box that write() was given
+    TileSource source;
+    uint32_t file;
+  };
+  // A part of a target that this writer sends, and the range that it is in.
+  struct Sent {
+    size_t target;
+    const Range* range;
+  };
   io::File* opened(uint32_t file);
+  TileSource source_of(const Target& target, const std::byte* data, const io::Box& box);
+  // The ranges that have bytes of [begin, end) of the file, in rising order.
+  std::span<const Range> ranges_in(uint32_t file, uint64_t begin, uint64_t end) const;
+  void write_all(std::vector<TileSource>& sources);
 
   const io::EngineOptions options_;
   const std::vector<std::string> paths_;
@@ -54,6 +92,11 @@ class SharedWriter {
   std::vector<Target> targets_;
   std::vector<std::unique_ptr<io::File>> files_;
   std::vector<uint32_t> blocks_;
+  std::vector<Range> ranges_;  // in the order of the files
+  uint64_t writers_ = 0;
+  std::vector<std::vector<Sent>> sent_;  // by round
+  std::deque<io::Box> boxes_;            // of held_
+  std::vector<Held> held_;               // has bytes in ranges_
   io::TransferStats stats_;
   io::TransferControl control_;
 };

@@ -13,8 +13,6 @@
 namespace vescale_ckpt::write {
 namespace {
 
-// Runs of a box that are shorter go through the page cache, many for one segment.
-constexpr uint64_t kLongRun = 512 << 10;
 // What follows one another in a shared file and is shorter, too: one call instead of one for each end and the middle.
 constexpr uint64_t kShortExtent = 64 << 10;
 
@@ -91,9 +89,12 @@ class Tiles {
     if (box == nullptr) {
       add_run({&source, place.begin, place.end});
     } else if (box->run_bytes() == box->end() - box->begin()) {
-      add_run({&source, place.begin + box->begin(), place.begin + box->end()});
-    } else if (box->run_bytes() >= kLongRun) {
-      box->ranges(0, [&](uint64_t begin, uint64_t end) { add_run({&source, place.begin + begin, place.begin + end}); });
+      const uint64_t begin = std::max(box->begin(), source.from), end = std::min(box->end(), source.to);
+      if (begin < end) add_run({&source, place.begin + begin, place.begin + end});
+    } else if (box->run_bytes() >= kShortRun) {
+      box->runs(source.from, source.to, [&](uint64_t at, int64_t, uint64_t bytes) {
+        add_run({&source, place.begin + at, place.begin + at + bytes});
+      });
     } else {
       add_scattered(source);
     }
@@ -116,7 +117,8 @@ class Tiles {
       segments_.push_back({part.begin, part.end, parts_.size(), 1, Way::runs});
       parts_.push_back(part);
     };
-    source.box->ranges(0, [&](uint64_t begin, uint64_t end) {
+    source.box->runs(source.from, source.to, [&](uint64_t begin, int64_t, uint64_t bytes) {
+      const uint64_t end = begin + bytes;
       if (source.place.begin + end - part.begin > options_.slot_bytes || part.bytes() == 0) {
         close();
         part.begin = source.place.begin + begin;
@@ -232,9 +234,19 @@ class Tiles {
       return window->place(segment.begin, segment.end - segment.begin) == nullptr;
     }
     if (segment.way == Way::runs) return !part.source->box->runs_are_dense();
-    const std::byte* data = contiguous(part);
-    return segment.parts != 1 || data == nullptr || part.bytes() != segment.end - segment.begin ||
-           !(segment.way == Way::edge || can_send(*part.source->place.file, data));
+    const std::byte* data = contiguous(segment);
+    return data == nullptr || !(segment.way == Way::edge || can_send(*part.source->place.file, data));
+  }
+
+  // Where all bytes of a segment lie one behind another in memory; null if they do not.
+  const std::byte* contiguous(const Segment& segment) const {
+    const std::byte* data = contiguous(parts_[segment.first_part]);
+    uint64_t at = segment.begin;
+    for (const Part& part : parts_of(segment)) {
+      if (data == nullptr || part.begin != at || contiguous(part) != data + (at - segment.begin)) return nullptr;
+      at = part.end;
+    }
+    return at == segment.end ? data : nullptr;
   }
 
   static bool can_send(const io::File& file, const std::byte* data) {
@@ -279,7 +291,9 @@ class Tiles {
       fill(segment, flight.transfer.data);
     } else {
       flight.transfer.data = const_cast<std::byte*>(contiguous(first));
-      checksum(first.source->place, first.begin, flight.transfer.data, first.bytes(), nullptr);
+      for (const Part& part : parts_of(segment)) {
+        checksum(part.source->place, part.begin, contiguous(part), part.bytes(), nullptr);
+      }
     }
     if (segment.waiter == 0) return;
     const std::atomic_ref awaited(segments_[segment.waiter].awaited);

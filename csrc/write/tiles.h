@@ -26,6 +26,9 @@
 
 namespace vescale_ckpt::write {
 
+// Runs of a box in a file that are shorter go through the page cache, many for one segment.
+inline constexpr uint64_t kShortRun = 512 << 10;
+
 // The options, if slots hold whole cells of checksums, and any record that is not large with room to spare. Throws
 // Error(invalid) otherwise.
 const io::EngineOptions& usable_for_writing(const io::EngineOptions& options);
@@ -48,6 +51,8 @@ struct TileSource {
   // set apart where a slot does not hold it with what is before it.
   const format::TensorRecord* framing = nullptr;
   bool apart = false;  // begins a segment, on a block of its own
+  // With a box: only what lies in this range of the tensor's bytes is written.
+  uint64_t from = 0, to = UINT64_MAX;
 
   uint64_t begin() const { return place.begin - (framing != nullptr ? framing->prologue().size() : 0); }
   uint64_t end() const { return place.end + (framing != nullptr ? framing->epilogue_bytes() : 0); }

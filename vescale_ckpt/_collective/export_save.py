@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._engine import _C
+from .._engine.rows import int_table, words
 from .._observe.timeline import phase
-from .._plan.save_plan import PackedResults
+from .._plan.save_plan import ExportPart, JoinedRanges, PackedResults
 from .._ranks.message import pack, unpack
+from .._ranks.node import memory_domain
 from .._state.shared_memory import empty_duplicates, tied_names
 from .._write.export_save import ExportSave
 from .agree_plan import CollectivePlan
+from .joined_write import LEAST_BYTES, WINDOW_BYTES, JoinedWrite
 from .save import CollectiveSave
 
 
@@ -21,6 +24,8 @@ class CollectiveExport(CollectiveSave):
 
     _kind = ExportSave
     _save: ExportSave
+    _joined: JoinedRanges | None = None  # what the layout lets the ranks of this node put together
+    _rounds: JoinedWrite | None = None  # if all ranks do
     _tied: dict[str, str]  # for each name that is not stored, the name of the tensor in the same memory
 
     def begin(self, state: Mapping[str, Any], error: BaseException | None = None, gated: bool = False) -> bool:
@@ -47,41 +52,81 @@ class CollectiveExport(CollectiveSave):
         """Finds where in the files each rank writes. A kept layout is used if all ranks have it."""
         exchange, steps, save, items = self.exchange, self.steps, self._save, self._items
         assert items is not None
-        known, tied, table = items.exports.get(save.wanted, ("0", {}, b""))
-        have = int(known, 16) if tied == self._tied else 0
-        least, not_most, none_tied = exchange.agree([have, ~have, int(not self._tied)], steps.phase("agree on files"))
-        all_have = known if least == ~not_most and least != 0 else ""
-        of_all: list[dict[str, str]] = [{}]
-        if not (all_have or none_tied):
+        part = items.exports.get(save.wanted, ExportPart("0", {}, b"", None))
+        have = int(part.token, 16) if part.tied == self._tied else 0
+        if self._of_all is not None and self._of_all.exports.get(save.wanted, ("",))[0] != part.token:
+            have = 0  # the coordinator laid out the files again, and then failed to tell the other ranks
+        least, not_most = exchange.agree([have, ~have], steps.phase("agree on files"))
+        all_have = part.token if least == ~not_most and least != 0 else ""
+        of_all: list[list[bytes]] = []
+        if not all_have:
             texts = [text.encode() for names in self._tied.items() for text in names]
-            of_all = [_pairs(message) for message in exchange.gather(pack(*texts), steps.phase("gather names")) or []]
+            message = pack(memory_domain().encode(), *texts)
+            of_all = [unpack(message) for message in exchange.gather(message, steps.phase("gather names")) or []]
         answers = None
         if exchange.is_coordinator:
             answers = steps.take(self._make_files, all_have, of_all) or [b""] * exchange.size
         answer = exchange.scatter(answers, steps.phase("scatter files"))
         if not answer:  # the coordinator could not make them: all ranks learn why
             steps.raise_together("make files")
-        count, token, *locations = unpack(answer)
-        if locations:
-            table = _C.export_targets(items.description.inventory, items.local_plan, *locations)
-            items.exports[save.wanted] = token.decode(), self._tied, table
-        save.write_to(int(count), token.decode(), table)
+        count, token, *made = unpack(answer)
+        if made:
+            locations, rounds, ranks, ranges, targets = made
+            table = _C.export_targets(items.description.inventory, items.local_plan, locations) + targets
+            joined = JoinedRanges(int(rounds), [*words(ranks)], ranges, len(items)) if int(rounds) else None
+            part = items.exports[save.wanted] = ExportPart(token.decode(), self._tied, table, joined)
+        self._joined = part.joined
+        save.write_to(int(count), token.decode(), part.targets)
 
-    def _make_files(self, all_have: str, tied: list[dict[str, str]]) -> list[bytes]:
+    def _make_files(self, all_have: str, of_all: list[list[bytes]]) -> list[bytes]:
         """Creates the files on the coordinator. Returns the answers to all ranks. `all_have`: the token of the export
         whose layout all ranks have; empty if there is none. After a failed save some ranks may have a newer layout than
-        others."""
+        others. `of_all`: otherwise, of each rank its `memory_domain`, and pairs of names of tied tensors."""
         planned, save = self._of_all, self._save
         assert planned is not None
-        name, made = planned.exports.get(save.wanted, ("", None))
-        known = made is not None and name == all_have
-        if made is None or not known:
-            made = save.layout_of(planned, {name: kept for names in tied for name, kept in names.items()})
+        if all_have:
+            _, made = planned.exports[save.wanted]
+            token = save.make_files(made)
+            start = pack(str(len(made.file_bytes)).encode(), token.encode())
+            return [start] * self.exchange.size
+        domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
+        made = save.layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
+        if self.exchange.size > 1:
+            made.join([domains.index(domain) for domain in domains], WINDOW_BYTES, LEAST_BYTES)
         token = save.make_files(made)
-        if not known:
-            planned.exports[save.wanted] = token, made
-        start = str(len(made.file_bytes)).encode(), token.encode()
-        return [pack(*start, *([] if known else [made.record_locations(rank)])) for rank in range(self.exchange.size)]
+        planned.exports[save.wanted] = token, made
+        begin = str(len(made.file_bytes)).encode(), token.encode()
+        answers = []
+        for rank, domain in enumerate(domains):
+            ranks = int_table([other for other in range(len(domains)) if domains[other] == domain]).tobytes()
+            joined = made.joined_ranges(rank), made.joined_targets(rank)
+            answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
+        return answers
+
+    def _write_and_commit(self) -> None:
+        if (joined := self._joined) is not None:
+            ready = self.steps.error is None and self._is_in_one_table()
+            with phase("write", "share memory"):
+                rounds = JoinedWrite.begin(self.exchange, self.steps.phase("write together"), joined, ready)
+            if rounds is not None:
+                self._rounds = rounds
+                self._save.join(joined, WINDOW_BYTES, rounds.run)
+        super()._write_and_commit()
+
+    def _is_in_one_table(self) -> bool:
+        """Whether one table tells where all of this rank's tensors are in host memory."""
+        if self.staged_plan is not None:
+            return self.staged_plan.in_one_table
+        assert self._items is not None
+        return self._items.description.all_ready
+
+    def _write(self) -> PackedResults:
+        try:
+            return super()._write()
+        except Exception as error:
+            if self._rounds is not None:
+                self._rounds.give_up(error)
+            raise
 
     def _message(self, results: PackedResults) -> bytes:
         return pack(self._save.blocks)
@@ -91,8 +136,8 @@ class CollectiveExport(CollectiveSave):
             self.steps.take(self._commit, self._save.commit, [unpack(message)[0] for message in messages])
 
 
-def _pairs(message: bytes) -> dict[str, str]:
-    texts = [text.decode() for text in unpack(message)]
+def _pairs(names: list[bytes]) -> dict[str, str]:
+    texts = [name.decode() for name in names]
     return dict(zip(texts[::2], texts[1::2], strict=True))
 
 

@@ -11,7 +11,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -31,9 +31,27 @@ from ..errors import CheckpointError
 from ..settings import Placement
 from .lazy_list import LazyList
 
-#: By the options of an export: its token; for each tensor that is not stored, the name of the stored tensor that it is
-#: tied to; and the engine's targets.
-ExportParts = dict[Any, tuple[str, dict[str, str], bytes]]
+
+@dataclass(frozen=True)
+class JoinedRanges:
+    """The ranges of an export's files that the ranks of a node put together in shared memory, in rounds."""
+
+    rounds: int  #: equal on all ranks
+    ranks: Sequence[int]  #: of the node, rising: its writers
+    ranges: bytes  #: as `_C.SharedWriter.join` takes them
+    first_target: int  #: of the targets, those that this rank writes for all
+
+
+class ExportPart(NamedTuple):
+    """What a rank keeps of an export with its local plan."""
+
+    token: str  #: of the export that the layout was made for
+    tied: dict[str, str]  #: for each tensor that is not stored, the name of the stored tensor that it is tied to
+    targets: bytes  #: the engine's
+    joined: JoinedRanges | None
+
+
+ExportParts = dict[Any, ExportPart]  #: by the options of an export
 NOT_KEPT = bytes(16)  #: the id of plans that the coordinator does not keep, so that no rank refers to them later
 
 

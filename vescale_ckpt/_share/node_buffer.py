@@ -1,4 +1,4 @@
-"""Holds the memory of a broadcast load's rounds in a file in memory that other ranks of the node map.
+"""Holds the memory of rounds, of a broadcast load or an export, in a file in memory that other ranks of the node map.
 
 The file is a memfd: no quota of /dev/shm applies to it, and it vanishes with the last process that maps it.
 """
@@ -45,6 +45,11 @@ class NodeBuffer:
     def __getitem__(self, number: int) -> torch.Tensor:
         return self._own.memories[number % len(self._sizes)]
 
+    def neighbour(self, peer: int, number: int) -> torch.Tensor:
+        """A neighbour's buffer."""
+        memories = self._of_peers[peer].memories
+        return memories[number % len(memories)]
+
     def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
         """Sends and receives the messages of a round: first between nodes, then the words to neighbours, who look at
         what was read and at what came from other nodes."""
@@ -67,8 +72,7 @@ class NodeBuffer:
         """The buffers that the round's placements copy from, by peer (-1: this rank)."""
         found = {-1: self[number]}
         for peer in round_.same_node_peers(round_.receives):
-            memories = self._of_peers[peer].memories
-            found[peer] = memories[number % len(memories)]
+            found[peer] = self.neighbour(peer, number)
         return found
 
     def acknowledge(self, peers: Connections, round_: Round) -> None:

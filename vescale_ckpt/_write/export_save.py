@@ -17,7 +17,7 @@ from .._hf.folder import ExportFolder
 from .._hf.header import with_ties
 from .._hf.names import file_names, holds_export, temporary_name
 from .._observe.timeline import phase
-from .._plan.save_plan import GlobalSavePlan
+from .._plan.save_plan import GlobalSavePlan, JoinedRanges
 from .._ranks.shared_directory import separate_directories
 from .._storage.directory import directory_at
 from .._storage.urls import refuse
@@ -42,6 +42,8 @@ class ExportSave(RankSave):
         self._targets = b""
         self._files: _C.SharedWriter | None = None
         self._written = 0
+        #: What ranks of a node put together, and the step that does so; None: each rank writes its own bytes.
+        self._joined: tuple[JoinedRanges, int, Callable[[_C.SharedWriter], None]] | None = None
 
     @property
     def wanted(self) -> tuple[Any, ...]:
@@ -96,6 +98,11 @@ class ExportSave(RankSave):
         self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in names]
         self._targets = table
 
+    def join(self, joined: JoinedRanges, window_bytes: int, step: Callable[[_C.SharedWriter], None]) -> None:
+        """Lets ranks of a node put ranges together. All tensors must then be written by one `write_table`. `step` takes
+        the rounds; it is called once, unless this rank fails before."""
+        self._joined = joined, window_bytes, step
+
     @property
     def folder(self) -> ExportFolder:
         assert self._folder is not None
@@ -111,18 +118,36 @@ class ExportSave(RankSave):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
             self._files = _C.SharedWriter(paths, self._targets, for_engine)
+            if self._joined is not None:
+                joined, window_bytes, _ = self._joined
+                writer = joined.ranks.index(options.rank)
+                self._files.join(joined.ranges, writer, window_bytes, joined.first_target)
 
     def write_table(self, table: Any, key_of: Callable[[int], str], rows: Sequence[int]) -> list[int]:
         assert self._files is not None
         with named_errors(key_of, self.options.path):
             self._files.write(table, int_table(rows))
+            if self._joined is not None:
+                if len(rows) != self._joined[0].first_target:
+                    raise CheckpointError("ranks that put tensors together have all of theirs in one table")
+                self._take_rounds()
         return list(_NOT_PLACED) * len(rows)
+
+    def _take_rounds(self) -> None:
+        assert self._files is not None and self._joined is not None
+        step, self._joined = self._joined[2], None
+        step(self._files)
 
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         assert not contents, "a layout has tensors only"
         return []
 
     def finish(self, tensors: int, objects: int) -> SaveStats:
+        if self._joined is not None:  # this rank has no tensors, but may be a writer of the node's
+            if self._files is None:
+                self.open(b"")
+            with named_errors(str, self.options.path):
+                self._take_rounds()
         files, stats = self._files, []
         if files is not None:
             with named_errors(str, self.options.path), phase("sync", self.options.path):

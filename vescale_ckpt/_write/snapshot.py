@@ -75,6 +75,11 @@ class StagedPlan:
         """The bytes that were written, and those of all tensors in this rank's part."""
         return self._save.progress(), sum(words(self._body_bytes))
 
+    @property
+    def in_one_table(self) -> bool:
+        """Whether one snapshot has all tensors, so that one table tells where they are."""
+        return not self._is_open and len(self._copies) <= 1
+
     def write(self) -> tuple[PackedResults, SaveStats]:
         """Writes the content of the snapshots, and the objects. Raises as `write_packed` does."""
         try:

@@ -1,0 +1,162 @@
+"""Exports whose ranks put short runs of tensors together in memory that they share: the same files, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from damage import same
+from rank_pool import run_ranks
+from test_safetensors_save import nothing_left, read, state_of_rank, whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, SavePlanner
+from vescale_ckpt._collective import export_save, joined_write
+from vescale_ckpt._engine import _C
+from vescale_ckpt._share import node_buffer
+
+NEVER = 1 << 60
+SEND = _C.SharedWriter.send
+
+
+@contextlib.contextmanager
+def joining(least_bytes: int = 1) -> Iterator[mock.Mock]:
+    """Exports within it use small windows. The mock sees each `send` of a window: files, round, address."""
+    send = mock.Mock(side_effect=SEND)
+    with (
+        mock.patch.object(export_save, "LEAST_BYTES", least_bytes),
+        mock.patch.object(export_save, "WINDOW_BYTES", 128 << 10),
+        mock.patch.object(joined_write, "WINDOW_BYTES", 128 << 10),
+        mock.patch.object(_C.SharedWriter, "send", lambda *arguments: send(*arguments)),
+    ):
+        yield send
+
+
+def save(directory: str, state: dict[str, Any], **options: Any) -> Any:
+    return vescale_ckpt.save(directory, state, format="safetensors", max_shard_size="5MB", timeout=60.0, **options)
+
+
+def _export(directory: str, shape: tuple[int, ...]) -> list[int]:
+    state = state_of_rank(shape)
+    state["tied"] = state["columns"]
+    written = []
+    with joining(NEVER) as send:
+        save(f"{directory}/alone", state)
+        assert not send.called
+    with joining() as send:
+        planner = SavePlanner()
+        for way in ("together", "again"):
+            written.append(save(f"{directory}/{way}", state, planner=planner).result().bytes)
+            assert send.call_count > 16, way  # rounds
+            send.reset_mock()
+        save(f"{directory}/async", state, planner=planner, async_checkpoint=True).result(60)
+        assert send.called
+        send.reset_mock()
+        with mock.patch.dict(
+            os.environ, VESCALE_CKPT_SNAPSHOT_BYTES="1000000" if dist.get_rank() == 1 else "100000000"
+        ):
+            save(f"{directory}/early", state, planner=planner, async_checkpoint=True).result(60)
+        assert not send.called  # a rank that has written a part before cannot take part
+    with joining() as send, mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())):
+        save(f"{directory}/nodes", state)
+        assert not send.called
+    return written
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_the_files_are_those_of_ranks_that_write_alone(checkpoint: Path, shape: tuple[int, ...]) -> None:
+    size = 2 if shape == (2,) else 4
+    written = run_ranks(size, _export, str(checkpoint), shape)
+    expected = whole()
+    assert same(read(checkpoint / "together"), expected)
+    for way in ("together", "again", "async", "early", "nodes"):
+        assert nothing_left(checkpoint / way)
+        for path in (checkpoint / "alone").iterdir():
+            assert (checkpoint / way / path.name).read_bytes() == path.read_bytes(), (way, path.name)
+    total = sum(tensor.nbytes for tensor in expected.values())
+    for of_ranks in zip(*written, strict=True):
+        assert sum(of_ranks) == total and max(of_ranks) < 1.3 * total / size
+
+
+def _columns(k: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(1_200_000.0).view(600, 2000) + k, "b": torch.arange(99_000.0).view(990, 100) * k}
+
+
+def _save_columns(directory: str, who: int, what: str) -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
+    }
+    mine = dist.get_rank() == who
+    with contextlib.ExitStack() as stack:
+        send = stack.enter_context(joining())
+        warned = stack.enter_context(mock.patch.object(joined_write.logger, "warning"))
+        if mine and what == "memory":
+            stack.enter_context(mock.patch("os.memfd_create", side_effect=OSError(errno.ENOMEM, "no memory")))
+        elif mine and what == "namespace":
+            stack.enter_context(mock.patch.object(node_buffer, "_open", side_effect=FileNotFoundError("/proc/1/fd/3")))
+        elif mine and what == "die":
+
+            def send_and_die(files: Any, number: int, address: int) -> None:
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                SEND(files, number, address)
+
+            send.side_effect = send_and_die
+        elif mine and what == "late":
+
+            def fail_late(files: Any, number: int, address: int) -> None:
+                if number == 3:
+                    raise OSError(errno.EIO, "the disk is gone")
+
+            send.side_effect = fail_late
+        elif mine and what:
+            call, error = what.split()
+            _C.inject_fault(call, getattr(errno, error), 0, 1000)
+        try:
+            save(directory, state)
+        except CheckpointError as raised:
+            return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
+        finally:
+            _C.clear_faults()
+        return f"saved, {'together' if send.called else 'alone'}, {warned.call_count} warnings"
+
+
+@pytest.mark.parametrize("what", ["memory", "namespace"])
+def test_without_shared_memory_each_rank_writes_its_own(checkpoint: Path, what: str) -> None:
+    answers = run_ranks(2, _save_columns, str(checkpoint), 1, what)
+    assert answers == ["saved, alone, 0 warnings", "saved, alone, 1 warnings"]
+    assert same(read(checkpoint), _columns(1))
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [("write ENOSPC", "StorageFullError 1"), ("open EIO", "CheckpointError 1"), ("late", "SaveFailedError 1")],
+)
+def test_the_error_of_one_rank_ends_the_rounds_of_all(checkpoint: Path, what: str, kind: str) -> None:
+    vescale_ckpt.save(checkpoint, _columns(0), format="safetensors")
+    answers = run_ranks(2, _save_columns, str(checkpoint), 1, what)
+    assert all(answer.startswith(kind) for answer in answers), answers
+    assert same(read(checkpoint), _columns(0)) and nothing_left(checkpoint)
+    assert run_ranks(2, _save_columns, str(checkpoint), -1, "") == ["saved, together, 0 warnings"] * 2
+    assert same(read(checkpoint), _columns(1)) and nothing_left(checkpoint)
+
+
+def test_a_rank_that_dies_between_rounds_is_named(checkpoint: Path) -> None:
+    vescale_ckpt.save(checkpoint, _columns(0), format="safetensors")
+    answers = run_ranks(2, _save_columns, str(checkpoint), 1, "die", check=False)
+    assert "CheckpointTimeoutError" in str(answers[0]) and "rank 1" in str(answers[0]), answers
+    assert same(read(checkpoint), _columns(0))
+    vescale_ckpt.save(checkpoint, _columns(2), format="safetensors")
+    assert same(read(checkpoint), _columns(2)) and nothing_left(checkpoint)

@@ -1,0 +1,134 @@
+"""`JoinedWrite` lets the ranks of a node put short runs of tensors together in memory that they share, so that each
+block of a file has one writer."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+from .._engine import _C
+from .._observe.timeline import phase
+from .._plan.save_plan import JoinedRanges
+from .._ranks.connections import Connections, tensor_over
+from .._ranks.exchange import Exchange
+from .._share.node_buffer import NodeBuffer
+
+logger = logging.getLogger(__name__)
+
+WINDOW_BYTES = 8 << 20  #: what a rank writes in one round, at most; it has two windows
+LEAST_BYTES = 1 << 20  #: of a node, below which nothing is put together
+# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
+_ROUNDS_BETWEEN_CHECKS = 16
+_FINE, _FAILED = 0, 1
+
+
+class JoinedWrite:
+    """The rounds of one save. All ranks take each round, or none. `begin` makes it.
+
+    In a round each rank copies its bytes into the windows of all writers of its node. When all ranks of the node have,
+    each writes its own window, while the next round is copied into the other windows.
+    """
+
+    def __init__(self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer) -> None:
+        self._exchange = exchange
+        self._phase = doing
+        self._joined = joined
+        self._memory = memory
+        self._files: _C.SharedWriter | None = None
+        self._error: BaseException | None = None
+        self._node_is_fine = True
+        self._ran = False
+
+    @classmethod
+    def begin(cls, exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> JoinedWrite | None:
+        """Shares memory with the other ranks of the node. `ready`: whether this rank can take part. None on all ranks
+        if one cannot: then each rank writes its own bytes."""
+        memory, error = None, None
+        if ready:
+            try:
+                memory = NodeBuffer([WINDOW_BYTES, WINDOW_BYTES])
+            except Exception as raised:
+                error = raised
+        if exchange.agree([int(memory is not None)], f"{doing}: take memory") == [1]:
+            assert memory is not None
+            with exchange.peers("open buffers", doing) as peers:
+                error = memory.open_neighbours(peers, [rank for rank in joined.ranks if rank != exchange.rank])
+            if exchange.agree([int(error is None)], f"{doing}: open memory") == [1]:
+                memory.close()
+                return cls(exchange, doing, joined, memory)
+        if error is not None:
+            logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
+        if memory is not None:
+            memory.close()
+            memory.release()
+        return None
+
+    def run(self, files: _C.SharedWriter) -> None:
+        """Takes all rounds. `files` have what this rank contributes. Raises this rank's error only."""
+        self._files = files
+        self._take_rounds()
+        if self._error is not None:
+            raise self._error
+
+    def give_up(self, error: BaseException) -> None:
+        """Takes the rounds of a rank that has failed before them, or in them. The other ranks wait for its messages."""
+        if not self._ran:
+            self._error = error
+            self._take_rounds()
+
+    def _take_rounds(self) -> None:
+        self._ran = True
+        try:
+            with phase("write", "with the ranks of the node"), ThreadPoolExecutor(1, "vescale_ckpt") as pool:
+                self._run(pool)
+        finally:
+            self._files = None
+            self._memory.release()
+
+    def _run(self, pool: ThreadPoolExecutor) -> None:
+        count = self._joined.rounds
+        self._fill(0)
+        for first in range(0, count, _ROUNDS_BETWEEN_CHECKS):
+            stop = min(count, first + _ROUNDS_BETWEEN_CHECKS)
+            with self._exchange.peers(f"rounds {first} to {stop - 1} of {count}", self._phase) as peers:
+                for number in range(first, stop):
+                    peers.progress(number)
+                    # All ranks of the node have filled the windows of this round, and sent those of the last one.
+                    self._meet(peers)
+                    filled = pool.submit(self._fill, number + 1) if number + 1 < count else None
+                    self._send(number)
+                    if filled is not None:
+                        filled.result()
+            if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
+                return
+
+    def _meet(self, peers: Connections) -> None:
+        """Waits for the other ranks of the node. Learns whether one has failed."""
+        others = [rank for rank in self._joined.ranks if rank != self._exchange.rank]
+        said = tensor_over(bytearray([_FINE if self._error is None else _FAILED]))
+        received = [bytearray(1) for _ in others]
+        for peer, word in zip(others, received, strict=True):
+            peers.receive(peer, tensor_over(word))
+            peers.send(peer, said)
+        peers.wait()
+        if any(word[0] != _FINE for word in received):
+            self._node_is_fine = False
+
+    def _fill(self, number: int) -> None:
+        files, memory = self._files, self._memory
+        if self._error is None and self._node_is_fine and files is not None:
+            try:
+                windows = [
+                    (memory[number] if rank == self._exchange.rank else memory.neighbour(rank, number)).data_ptr()
+                    for rank in self._joined.ranks
+                ]
+                files.fill(number, windows)
+            except BaseException as error:
+                self._error = error
+
+    def _send(self, number: int) -> None:
+        if self._error is None and self._node_is_fine and self._files is not None:
+            try:
+                self._files.send(number, self._memory[number].data_ptr())
+            except BaseException as error:
+                self._error = error
