@@ -196,7 +196,7 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
   if (nodes.size() != ranks || !nodes_.empty() || std::ranges::any_of(nodes, [&](uint32_t n) { return n >= ranks; })) {
     throw Error::invalid("a number below the number of ranks is wanted for each rank, once");
   }
-  if (least_bytes != 1 && std::ranges::none_of(tensors_, &Tensor::scattered)) return;
+  if (std::ranges::none_of(tensors_, &Tensor::scattered)) return;
   nodes_.assign(nodes.begin(), nodes.end());
   std::vector<std::vector<uint32_t>> ranks_of(ranks);
   for (uint32_t rank = 0; rank < ranks; ++rank) ranks_of[nodes[rank]].push_back(rank);
