@@ -39,6 +39,7 @@ _PATIENCE_AFTER_FAILURE = 10.0
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Two-rank gloo programs abort at exit in some percent of cases, while a peer is still reading from a socket.
 _PAUSE_BEFORE_DESTROY = 0.5
+_MOST_THREADS = 60  # three for each process group
 _PRELOADED = [
     *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"),
     "torch._dynamo",  # the first optimizer of a process imports it
@@ -75,8 +76,8 @@ def run_ranks(
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)
     answers = pool.call(function, args, timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
-    if any(isinstance(answer, _Failure) for answer in answers):
-        # The group may be out of step: a rank that raised left others in a collective.
+    # After a failure the group may be out of step: a rank that raised left others in a collective.
+    if any(isinstance(answer, _Failure) for answer in answers) or pool.has_many_threads():
         _pools.pop(world_size).kill()
     if not check:
         return [answer.error if isinstance(answer, _Failure) else answer for answer in answers]
@@ -152,6 +153,13 @@ class _Pool:
             with contextlib.suppress(OSError):  # a dead rank is noticed below
                 pipe.send_bytes(request)
         return self._collect(timeout, patience)
+
+    def has_many_threads(self) -> bool:
+        """Whether calls have left many process groups. Each has a thread of gloo's that wakes up 100 times a second:
+        hundreds of them take half of the machine. DTensor keeps their names, so they cannot be destroyed one by one."""
+        with contextlib.suppress(OSError):
+            return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > _MOST_THREADS
+        return False
 
     def ask_to_end(self) -> None:
         for pipe in self.pipes:
@@ -244,7 +252,6 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     _answer(pipe, None)
     environment = dict(os.environ)
     while request := _next_request(pipe):
-        _destroy_groups()  # now: all ranks have answered, and none waits in a collective
         try:
             module, name, args = pickle.loads(request)
             function = getattr(__import__(module, fromlist=[name]), name)
@@ -273,18 +280,6 @@ def _answer(pipe: Connection, answer: Any) -> None:
         error = RuntimeError(f"a rank's answer cannot be pickled: {text}")
         data = pickle.dumps(_Failure(error, f"{error}\n{traceback.format_exc()}"))
     pipe.send_bytes(data)
-
-
-def _destroy_groups() -> None:
-    """Destroys the process groups that the last call has left, but that of all ranks. Each has a thread of gloo's that
-    wakes up 100 times a second: hundreds of them would take half of the machine."""
-    import torch.distributed as dist
-
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in groups:
-        dist.destroy_process_group(group)
-    if groups:
-        gc.collect()
 
 
 def _tidy(environment: dict[str, str]) -> None:
