@@ -68,6 +68,15 @@ def bucket_url(object_server: servers.ObjectServer, monkeypatch: pytest.MonkeyPa
     return f"s3://{object_server.bucket}/{uuid.uuid4().hex[:12]}"
 
 
+@pytest.fixture(params=["memory", "server"])
+def url(request: pytest.FixtureRequest) -> str:
+    """A prefix in an object store: in the memory of this process, and on the server."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}/run"
+    prefix: str = request.getfixturevalue("bucket_url")
+    return prefix
+
+
 @pytest.fixture
 def fault_proxy(
     bucket_url: str, object_server: servers.ObjectServer, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from vescale_ckpt._storage.directory import directory_at
 pytest.importorskip("obstore", reason="object stores need obstore")
 
 MiB = 1 << 20
-
-
-@pytest.fixture(params=["memory", "server"])
-def url(request: pytest.FixtureRequest) -> str:
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}/run"
-    prefix: str = request.getfixturevalue("bucket_url")
-    return prefix
 
 
 def state() -> dict[str, torch.Tensor]:

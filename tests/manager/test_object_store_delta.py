@@ -26,14 +26,6 @@ pytest.importorskip("obstore", reason="object stores need obstore")
 State = dict[str, Any]
 
 
-@pytest.fixture(params=["memory", "server"])
-def url(request: pytest.FixtureRequest) -> str:
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}/run"
-    prefix: str = request.getfixturevalue("bucket_url")
-    return prefix
-
-
 def lora(step: int, frozen: int = 0) -> State:
     """Most of it depends on `frozen` alone."""
     torch.manual_seed(100 + frozen)

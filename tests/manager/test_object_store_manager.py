@@ -6,7 +6,6 @@ import errno
 import logging
 import shutil
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt._storage.directory import directory_at
 
 pytest.importorskip("obstore", reason="object stores need obstore")
-
-
-@pytest.fixture(params=["memory", "server"])
-def url(request: pytest.FixtureRequest) -> str:
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4().hex}/run"
-    prefix: str = request.getfixturevalue("bucket_url")
-    return prefix
 
 
 def state(step: int) -> dict[str, torch.Tensor]:

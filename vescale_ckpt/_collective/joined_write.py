@@ -11,14 +11,13 @@ from .._observe.timeline import phase
 from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections, tensor_over
 from .._ranks.exchange import Exchange
-from .._share.node_buffer import NodeBuffer
+from .._share.node_buffer import NodeBuffer, open_on_all
+from .._share.rounds import ROUNDS_BETWEEN_CHECKS
 
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 8 << 20  #: what a rank writes in one round, at most; it has two windows
 LEAST_BYTES = 1 << 20  #: of a node, below which nothing is put together
-# After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
-_ROUNDS_BETWEEN_CHECKS = 16
 _FINE, _FAILED = 0, 1
 
 
@@ -43,25 +42,15 @@ class JoinedWrite:
     def begin(cls, exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> JoinedWrite | None:
         """Shares memory with the other ranks of the node. `ready`: whether this rank can take part. None on all ranks
         if one cannot: then each rank writes its own bytes."""
-        memory, error = None, None
-        if ready:
-            try:
-                memory = NodeBuffer([WINDOW_BYTES, WINDOW_BYTES])
-            except Exception as raised:
-                error = raised
-        if exchange.agree([int(memory is not None)], f"{doing}: take memory") == [1]:
-            assert memory is not None
-            with exchange.peers("open buffers", doing) as peers:
-                error = memory.open_neighbours(peers, [rank for rank in joined.ranks if rank != exchange.rank])
-            if exchange.agree([int(error is None)], f"{doing}: open memory") == [1]:
-                memory.close()
-                return cls(exchange, doing, joined, memory)
+
+        def make() -> NodeBuffer:
+            return NodeBuffer([WINDOW_BYTES, WINDOW_BYTES])
+
+        near = [rank for rank in joined.ranks if rank != exchange.rank]
+        memory, error = open_on_all(exchange, doing, make, near, ready)
         if error is not None:
             logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
-        if memory is not None:
-            memory.close()
-            memory.release()
-        return None
+        return None if memory is None else cls(exchange, doing, joined, memory)
 
     def run(self, files: _C.SharedWriter) -> None:
         """Takes all rounds. `files` have what this rank contributes. Raises this rank's error only."""
@@ -88,8 +77,8 @@ class JoinedWrite:
     def _run(self, pool: ThreadPoolExecutor) -> None:
         count = self._joined.rounds
         self._fill(0)
-        for first in range(0, count, _ROUNDS_BETWEEN_CHECKS):
-            stop = min(count, first + _ROUNDS_BETWEEN_CHECKS)
+        for first in range(0, count, ROUNDS_BETWEEN_CHECKS):
+            stop = min(count, first + ROUNDS_BETWEEN_CHECKS)
             with self._exchange.peers(f"rounds {first} to {stop - 1} of {count}", self._phase) as peers:
                 for number in range(first, stop):
                     peers.progress(number)

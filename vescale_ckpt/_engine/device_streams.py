@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,13 +19,13 @@ def current_streams() -> Streams:
     return {number: torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())}
 
 
-def producers(streams: Streams, devices: Any) -> list[tuple[int, int]]:
+def producers(devices: Any, stream_of: Callable[[int], Any]) -> list[tuple[int, int]]:
     """For the engine: the device and the stream of each device that occurs in `devices`, the table of a device for each
     row; -1 is host memory."""
     if not bytes(devices).strip(b"\xff"):  # all are -1
         return []
     numbers = {device for device in memoryview(devices).cast("B").cast("q") if device >= 0}
-    return [(number, int(streams[number].cuda_stream)) for number in sorted(numbers)]
+    return [(number, int(stream_of(number).cuda_stream)) for number in sorted(numbers)]
 
 
 @contextmanager

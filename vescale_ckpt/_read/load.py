@@ -299,7 +299,7 @@ class Load:
         """Reads the rows of the engine's table into memory. Returns a report for `count`; its `unread` are the rows of
         records that `fill_from_archive` has to read. `key_of` names a row in errors. `devices`: the CUDA device of each
         row, -1 for host memory; empty if all are there. What these devices have queued in `streams` comes before."""
-        producers = device_streams.producers(self.streams, devices)
+        producers = device_streams.producers(devices, self.streams.__getitem__)
         with named_errors(key_of, self.where):
             if self._safetensors:
                 return self._safetensors[through_cache].read_tensors(self.paths, table, devices, producers)

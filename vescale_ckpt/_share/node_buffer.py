@@ -9,17 +9,54 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 from .._engine import _C
 from .._ranks.connections import Connections, tensor_over
+from .._ranks.exchange import Exchange
 from ..errors import CheckpointError
 from .routes import Round
 
 _PAGE = 4096
 _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
+
+
+class _Buffer(Protocol):
+    def open_neighbours(self, peers: Connections, near: Iterable[int]) -> CheckpointError | None: ...
+    def close(self) -> None: ...
+    def release(self) -> None: ...
+
+
+_Made = TypeVar("_Made", bound=_Buffer)
+
+
+def open_on_all(
+    exchange: Exchange, phase: str, make: Callable[[], _Made], near: Iterable[int], ready: bool = True
+) -> tuple[_Made | None, Exception | None]:
+    """Makes this rank's buffer and maps those of the ranks `near`. All ranks call it together.
+
+    Returns the buffer, or None on all ranks unless each has its own and has mapped its neighbours'; and the error of
+    this rank, if it has one. `ready`: whether this rank can take part.
+    """
+    memory, error = None, None
+    try:
+        memory = make() if ready else None
+    except Exception as raised:
+        error = raised
+    if exchange.agree([int(memory is not None)], f"{phase}: take memory") == [1]:
+        assert memory is not None
+        with exchange.peers("open buffers", phase) as peers:
+            error = memory.open_neighbours(peers, near)
+        if exchange.agree([int(error is None)], phase) == [1]:
+            memory.close()
+            return memory, None
+    if memory is not None:
+        memory.close()
+        memory.release()
+    return None, error
 
 
 class NodeBuffer:

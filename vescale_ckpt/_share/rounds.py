@@ -24,13 +24,13 @@ from .._ranks.nccl import DeviceGroup
 from .._state.tensor_table import narrowed
 from ..errors import LoadFailedError
 from .device_buffer import DeviceBuffer
-from .node_buffer import NodeBuffer
+from .node_buffer import NodeBuffer, open_on_all
 from .routes import BUFFERS, Round, Routes
 
 logger = logging.getLogger(__name__)
 
 # After so many rounds all ranks agree whether one has failed. Until then a rank that failed sends its messages on.
-_ROUNDS_BETWEEN_CHECKS = 16
+ROUNDS_BETWEEN_CHECKS = 16
 
 
 class PieceReader(Protocol):
@@ -123,27 +123,18 @@ class RoutedRead:
 
     def _take_buffer(self, sizes: list[int]) -> NodeBuffer | DeviceBuffer | None:
         """Allocates the rounds' memory. None on all ranks unless each has its own and has mapped its neighbours'."""
-        memory, error = None, None
-        try:
-            memory = NodeBuffer(sizes) if self._devices is None else DeviceBuffer(sizes, self._devices)
-        except Exception as raised:
-            error = raised
-        if self._exchange.agree([int(memory is not None)], f"{self._phase}: take memory") == [1]:
-            assert memory is not None
-            near: set[int] = set()
-            for round_ in self.routes.rounds:
-                near.update(round_.same_node_peers(round_.sends), round_.same_node_peers(round_.receives))
-            with self._exchange.peers("open buffers", self._phase) as peers:
-                error = memory.open_neighbours(peers, near)
-            if self._exchange.agree([int(error is None)], self._phase) == [1]:
-                memory.close()
-                return memory
+        devices = self._devices
+
+        def make() -> NodeBuffer | DeviceBuffer:
+            return NodeBuffer(sizes) if devices is None else DeviceBuffer(sizes, devices)
+
+        near: set[int] = set()
+        for round_ in self.routes.rounds:
+            near.update(round_.same_node_peers(round_.sends), round_.same_node_peers(round_.receives))
+        memory, error = open_on_all(self._exchange, self._phase, make, near)
         if error is not None:
             logger.warning("%s: each rank reads all for itself: %s", self._phase, error)
-        if memory is not None:
-            memory.close()
-            memory.release()
-        return None
+        return memory
 
     def _run(self, pool: ThreadPoolExecutor, count: int) -> bool:
         """Runs the rounds, until all are done or one rank has failed: then it returns False."""
@@ -151,7 +142,7 @@ class RoutedRead:
         read = {0: pool.submit(self._read, 0)}
         placed: dict[int, Future[None]] = {}
         while start < count:
-            stop = min(count, start + _ROUNDS_BETWEEN_CHECKS)
+            stop = min(count, start + ROUNDS_BETWEEN_CHECKS)
             with self._peers(start, stop - 1) as peers:
                 for number in range(start, stop):
                     with phase("read"):
@@ -217,7 +208,9 @@ class RoutedRead:
                 return names[next(islice(rows, number, None))[2]]
 
             with named_errors(key_of, self._phase):
-                _C.copy_boxes(copies, self._reader.threads, devices, device_streams.producers(streams, devices))
+                _C.copy_boxes(
+                    copies, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
+                )
             if rest:
                 self._convert(round_.placements, set(rest), memories)
 
@@ -261,7 +254,9 @@ class RoutedRead:
                     devices.append(on_device[1])
                     keys.append(placement.key)
             with named_errors(keys.__getitem__, self._phase):
-                _C.copy_boxes(table, self._reader.threads, devices, device_streams.producers(streams, devices))
+                _C.copy_boxes(
+                    table, self._reader.threads, devices, device_streams.producers(devices, streams.__getitem__)
+                )
             for placement, on_device in zip(placements, staged, strict=True):
                 placement.target.copy_(placement.source() if on_device is None else on_device[0])
 

@@ -48,9 +48,8 @@ def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snap
 
     The copies run after the work that the current streams of the devices have queued when the copies start.
     """
-    numbers = {device for device in memoryview(devices).cast("B").cast("q") if device >= 0}
-    streams = {number: torch.cuda.current_stream(number) for number in numbers}
-    return _C.Snapshot(table, budget, threads, devices, producers(streams, devices), settings.number("pack_bytes"))
+    streams = producers(devices, torch.cuda.current_stream)
+    return _C.Snapshot(table, budget, threads, devices, streams, settings.number("pack_bytes"))
 
 
 def write_table(tensors: Sequence[torch.Tensor]) -> array[int]:
