@@ -36,4 +36,4 @@ def test_threads_lock_while_a_save_looks_for_locks_of_failed_ones(tmp_path: Path
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-    assert not locks._held_now()
+    assert not list(locks._held)

@@ -8,11 +8,11 @@ import threading
 import time
 from concurrent.futures import Future
 from typing import Literal, get_args
-from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
 from .. import settings
+from .._engine.live_objects import LiveObjects
 from .._ranks.exchange import Exchange
 from .._ranks.groups import PerGroup
 from .._ranks.rendezvous import GRACE
@@ -86,7 +86,7 @@ class BackgroundQueue:
             handle = SaveHandle(result, settled(error=save.steps.error))
         self._last, self._save, self._path = handle, save, save.path
         self._rank = save.exchange.rank
-        _busy_queues[id(self)] = self
+        _busy_queues.add(self)
         at_exit.add_save(handle.notice, _finish_before_exit)
 
         def finish() -> None:
@@ -120,16 +120,15 @@ class BackgroundQueue:
 
 
 _queues = PerGroup(BackgroundQueue)
-_busy_queues: WeakValueDictionary[int, BackgroundQueue] = WeakValueDictionary()
+_busy_queues: LiveObjects[BackgroundQueue] = LiveObjects()
 
 
 def _finish_before_exit() -> None:
     """Waits for running saves when the process ends, at most the setting `exit_timeout`; then cancels them."""
     seconds = int(settings.lenient("exit_timeout"))
     deadline = time.monotonic() + seconds
-    for reference in _busy_queues.valuerefs():
-        queue = reference()
-        if queue is None or (thread := queue._thread) is None:
+    for queue in _busy_queues:
+        if (thread := queue._thread) is None:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if queue.busy:

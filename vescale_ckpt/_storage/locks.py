@@ -12,9 +12,9 @@ import fcntl
 import gc
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+from .._engine.live_objects import LiveObjects
 from ..errors import CheckpointError
 from . import urls
 from .clock import seconds_since
@@ -37,11 +37,11 @@ class FileLock:
     def __init__(self, directory: str | None, descriptor: int) -> None:
         self.directory = directory
         self._descriptor = descriptor
-        _held[id(self)] = self
+        _held.add(self)
 
     def release(self) -> None:
         """May be called again."""
-        _held.pop(id(self), None)
+        _held.discard(self)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -49,16 +49,11 @@ class FileLock:
     __del__ = release
 
 
-# By this process. Other threads lock while one looks: a WeakSet could not be iterated then.
-_held: weakref.WeakValueDictionary[int, FileLock] = weakref.WeakValueDictionary()
-
-
-def _held_now() -> list[FileLock]:
-    return [lock for reference in _held.valuerefs() if (lock := reference()) is not None]
+_held: LiveObjects[FileLock] = LiveObjects()  # by this process
 
 
 def _release_after_fork() -> None:
-    for held in _held_now():  # the locks are the parent's, and must end with it
+    for held in _held:  # the locks are the parent's, and must end with it
         held.release()
 
 
@@ -95,7 +90,7 @@ def lock(path: str) -> FileLock | None:
 def drop_dead_locks(directory: str) -> None:
     """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
     keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
-    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in _held_now()):
+    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in _held):
         gc.collect()
 
 

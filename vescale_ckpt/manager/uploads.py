@@ -8,13 +8,13 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Literal
 
 from .. import settings
 from .._collective import at_exit
 from .._convert.store_copy import upload
+from .._engine.live_objects import LiveObjects
 from .._native.metadata_file import metadata_mark
 from .._native.names import METADATA_NAME
 from .._native.steps import SavedOrder, complete_steps, path_of
@@ -50,7 +50,7 @@ class Uploads:
         self._step: int | None = None  # that is being copied
         self._cancel: Callable[[], None] | None = None  # ends that
         self._sent: dict[int, str] = {}  # marks of metadata that is in the store, by step
-        _running[id(self)] = self
+        _running.add(self)
 
     def begin(self) -> None:
         """Looks for checkpoints to copy. Called after each save."""
@@ -157,14 +157,14 @@ class Uploads:
         clean_up(self.remote, self.retention, step, frozenset())
 
 
-_running: weakref.WeakValueDictionary[int, Uploads] = weakref.WeakValueDictionary()
+_running: LiveObjects[Uploads] = LiveObjects()
 
 
 def _finish_at_exit() -> None:
     until = time.monotonic() + settings.number("exit_timeout")
-    for running in _running.valuerefs():
+    for uploads in _running:
         with contextlib.suppress(Exception):
-            if (uploads := running()) is not None and not uploads.wait(max(0.0, until - time.monotonic())):
+            if not uploads.wait(max(0.0, until - time.monotonic())):
                 logger.warning("%s is not uploaded yet: the next manager goes on with it", uploads.local)
                 uploads.stop()
 
