@@ -226,7 +226,9 @@ int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   return called(__func__);
 }
 int cudaStreamIsCapturing(void*, int* status) {
-  return *status = called("captured") != 0 ? 1 : 0, last_error = 0;
+  const int code = called("captured");
+  *status = code == 1 ? 1 : 0;
+  return last_error = code == 1 ? 0 : code;
 }
 int cudaThreadExchangeStreamCaptureMode(int* mode) {
   return *mode = 0;
