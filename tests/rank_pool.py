@@ -39,7 +39,6 @@ _PATIENCE_AFTER_FAILURE = 10.0
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Two-rank gloo programs abort at exit in some percent of cases, while a peer is still reading from a socket.
 _PAUSE_BEFORE_DESTROY = 0.5
-_MOST_THREADS = 60  # three for each process group
 _PRELOADED = [
     *("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"),
     "torch._dynamo",  # the first optimizer of a process imports it
@@ -77,7 +76,7 @@ def run_ranks(
         pool = _pools[world_size] = _Pool(world_size)
     answers = pool.call(function, args, timeout, _PATIENCE_AFTER_FAILURE if check else timeout)
     # After a failure the group may be out of step: a rank that raised left others in a collective.
-    if any(isinstance(answer, _Failure) for answer in answers) or pool.has_many_threads():
+    if any(isinstance(answer, _Failure) for answer in answers):
         _pools.pop(world_size).kill()
     if not check:
         return [answer.error if isinstance(answer, _Failure) else answer for answer in answers]
@@ -153,13 +152,6 @@ class _Pool:
             with contextlib.suppress(OSError):  # a dead rank is noticed below
                 pipe.send_bytes(request)
         return self._collect(timeout, patience)
-
-    def has_many_threads(self) -> bool:
-        """Whether calls have left many process groups. Each has a thread of gloo's that wakes up 100 times a second:
-        hundreds of them take half of the machine. DTensor keeps their names, so they cannot be destroyed one by one."""
-        with contextlib.suppress(OSError):
-            return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > _MOST_THREADS
-        return False
 
     def ask_to_end(self) -> None:
         for pipe in self.pipes:
@@ -242,6 +234,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _share_gloo_device()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/store",
@@ -263,6 +256,23 @@ def _serve(rank: int, world_size: int, pipe: Connection, directory: str) -> None
     time.sleep(_PAUSE_BEFORE_DESTROY)
     dist.destroy_process_group()
     os._exit(0)  # no destructors: they are where gloo aborts
+
+
+def _share_gloo_device() -> None:
+    """Lets all process groups of this process share one device of gloo. Each device has a thread that wakes up 100
+    times a second: those of the hundreds of groups that tests leave would take a quarter of the processor."""
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class SharedDeviceGloo(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = _COLLECTIVE_TIMEOUT) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
 
 
 def _next_request(pipe: Connection) -> bytes:
