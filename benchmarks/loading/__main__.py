@@ -13,7 +13,7 @@ from benchmarks import harness
 from benchmarks.harness import STOCK, Sample, listed, one_of, positive
 from benchmarks.loading import cases, loads
 from benchmarks.loading.cases import Case
-from benchmarks.loading.loads import MODES, WRITERS
+from benchmarks.loading.loads import LIMIT, MODES, WRITERS
 from benchmarks.ranks import LOOPBACK, ONE_NODE, ranks_on
 from benchmarks.storage import UnavailableError, storage_limit
 
@@ -57,14 +57,21 @@ def _network(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    modes = "\n".join(f"  {name:<22} {summary}" for name, (summary, _) in MODES.items())
+    summaries = {name: summary for name, (summary, _) in MODES.items()}
+    summaries[LIMIT] = "one node: each byte read once by direct I/O, and copied to the ranks; nothing else"
+    modes = "\n".join(f"  {name:<22} {summary}" for name, summary in summaries.items())
     known = "\n".join(f"  {name:<22} {summary}" for name, summary in cases.NAMES.items())
     epilog = f"{EPILOG}\n\ncases:\n{known}\n\ncandidates:\n{modes}"
     parser = harness.command("benchmarks.loading", DESCRIPTION, epilog)
     add = parser.add_argument
     add("--table", choices=list(_DEFAULTS), default="cases", help="what to find out (default %(default)s)")
     add("--cases", type=listed(one_of(cases.NAMES)), metavar="A,B,…", help=f"(default {','.join(_CASES)})")
-    add("--modes", type=listed(one_of(MODES)), metavar="A,B,…", help=f"candidates (default auto,true,false,{STOCK})")
+    add(
+        "--modes",
+        type=listed(one_of([*MODES, LIMIT])),
+        metavar="A,B,…",
+        help=f"candidates (default auto,true,false,{STOCK})",
+    )
     add("--ranks", type=listed(positive), metavar="N,N,…", help="processes that load (default: as the table says)")
     add("--mib", type=harness.size, metavar="N", help="size of the state in MiB (default 600, crossover 128)")
     add("--throttle", type=listed(_rate), metavar="N,N,…", help="storage in MB/s; 0: as fast as it is (default 0)")
@@ -115,7 +122,8 @@ def _on_ranks(
         if limit is not None:
             limit.add(ranks.pids)
         for case in wanted:
-            with loads.saved(ranks, network, case, directory, options.written_by, options.seed):
+            with_limit = LIMIT in options.modes
+            with loads.saved(ranks, network, case, directory, options.written_by, options.seed, with_limit):
                 for storage in storages:
                     turns = {
                         name: partial(loads.load, ranks, case, directory, name, limit, storage, options.warm)

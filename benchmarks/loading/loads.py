@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import vescale_ckpt
 from benchmarks import cache, states
 from benchmarks.harness import STOCK, Steps, WrongContentsError
+from benchmarks.loading import limit
 from benchmarks.loading.cases import Case, Held
 from benchmarks.measure import settle
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, timed, together
@@ -53,6 +54,7 @@ MODES: dict[str, tuple[str, Load]] = {
     "plug": ("reader, ranks read for each other", _plugged(broadcast_checkpoint=True)),
     "plug-auto": ("reader, by the rule", _plugged(broadcast_checkpoint="auto")),
 }
+LIMIT = "limit"  #: beside them: a direct read of each byte once on one node, and the copies
 WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
     "vescale": lambda path, state: vescale_ckpt.save(path, state),
     STOCK: lambda path, state: dcp_save(state, storage_writer=FileSystemWriter(path)),
@@ -60,7 +62,9 @@ WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
 
 
 @contextlib.contextmanager
-def saved(ranks: Ranks, network: str, case: Case, directory: Path, writer: str, seed: int) -> Iterator[None]:
+def saved(
+    ranks: Ranks, network: str, case: Case, directory: Path, writer: str, seed: int, with_limit: bool
+) -> Iterator[None]:
     """Saves what the case says; then the ranks hold what they load into. It is gone afterwards.
 
     Ranks on nodes of their own have each its own copy of the checkpoint, because nodes share no page cache: what stock
@@ -79,9 +83,12 @@ def saved(ranks: Ranks, network: str, case: Case, directory: Path, writer: str, 
             ranks.call(_save, state, case.saved, path, writer)
         for place in places[1:]:
             shutil.copytree(path, place / CHECKPOINT)
-        ranks.call(_hold, state, case.shapes, case.loaded, places)
+        if with_limit:
+            limit.write(state, case.shapes, places[0])
+        ranks.call(_hold, state, case.shapes, case.loaded, places, with_limit)
         yield
     finally:
+        limit.remove(places[0])
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -119,7 +126,7 @@ def _save(rank: Rank, state: State, held: Held, path: Path, writer: str) -> None
     WRITERS[writer](path, {"model": held.wrapped(pieces, shapes, rank.mesh)})
 
 
-def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence[Path]) -> None:
+def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence[Path], with_limit: bool) -> None:
     """Makes what is loaded into, every page touched, and keeps what it has to be then."""
     rank.kept.clear()
     os.chdir(places[rank.rank % len(places)])
@@ -127,6 +134,8 @@ def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence
     expected = {name: piece.contiguous() for name, piece in pieces.items()}  # a copy, unless it is whole rows
     targets = states.targets_for(expected)
     rank.kept.update(expected=expected, targets=targets, state=held.wrapped(targets, shapes, rank.mesh))
+    if with_limit:
+        rank.kept["limit"] = limit.LeastLoad(places[0], shapes, held, targets, rank.rank, rank.size)
 
 
 def _make_ready(rank: Rank) -> None:
@@ -136,6 +145,9 @@ def _make_ready(rank: Rank) -> None:
 
 def _load(rank: Rank, name: str) -> tuple[Timed, list[str], float | None]:
     """What a load took, which tensors are wrong then, and how much of it was shared."""
+    if name == LIMIT:
+        taken = timed(rank, rank.kept["limit"].load)
+        return taken, states.differences(rank.kept["expected"], rank.kept["targets"]), None
     told: list[Any] = []
     state = {"model": dict(rank.kept["state"])}  # a tensor that is replaced in it is not loaded in place
     taken = timed(rank, lambda: told.append(MODES[name][1](Path(CHECKPOINT), state)))
