@@ -1,6 +1,7 @@
 #include "base/system.h"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -13,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <mutex>
 #include <string>
@@ -235,6 +237,16 @@ int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {
   const iovec to{target, bytes};
   const iovec from{const_cast<std::byte*>(source), bytes};
   return completed(Call::peek, ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0));
+}
+
+int wait_for_change(const uint32_t* word, uint32_t value, double seconds) {
+  const auto whole = static_cast<time_t>(seconds);
+  const timespec limit{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
+  return static_cast<int>(or_errno(::syscall(SYS_futex, word, FUTEX_WAIT, value, &limit, nullptr, 0)));
+}
+
+void wake_waiters(const uint32_t* word) {
+  ::syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 int lower_priority(int niceness) {

@@ -84,6 +84,11 @@ int populate(std::byte* address, uint64_t bytes);
 // or -EFAULT where it is unmapped. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.
 int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes);
 
+// Sleeps while the word, which other processes may map, has this value, at most so many seconds. 0 or -errno: -EAGAIN
+// where it has another value, -ETIMEDOUT, -EINTR. It may also return early.
+int wait_for_change(const uint32_t* word, uint32_t value, double seconds);
+void wake_waiters(const uint32_t* word);
+
 // Lowers the calling thread's priority, and no other's, by `niceness`. Its priority in I/O follows, where it has none
 // of its own: the kernel derives it.
 int lower_priority(int niceness);

@@ -9,6 +9,7 @@
 #include "bindings/bindings.h"
 #include "bindings/device_load.h"
 #include "io/box_copy.h"
+#include "io/shared_counter.h"
 #include "io/shared_map.h"
 #include "share/route_tables.h"
 #include "share/routes.h"
@@ -90,6 +91,17 @@ void bind_routes(py::module_& module) {
       .def_buffer([](const io::SharedMap& map) {
         return py::buffer_info(map.bytes().data(), 1, "B", static_cast<py::ssize_t>(map.bytes().size()));
       });
+  py::class_<io::SharedCounter>(module, "SharedCounter")
+      .def(py::init([](const io::SharedMap& map, uint64_t offset) {
+             if (offset % sizeof(uint32_t) != 0 || offset + sizeof(uint32_t) > map.bytes().size()) {
+               throw Error::invalid("a counter is not within its memory");
+             }
+             return io::SharedCounter(map.bytes().data() + offset);
+           }),
+           py::arg("map"), py::arg("offset"), py::keep_alive<1, 2>())
+      .def("set", &io::SharedCounter::set, py::arg("value"))
+      .def("wait", &io::SharedCounter::wait, py::arg("least"), py::arg("seconds"),
+           py::call_guard<py::gil_scoped_release>());
   const share::RouteOptions standard;
   module.def(
       "plan_routes",

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks.node import Process
 from vescale_ckpt._share import node_buffer, rounds, routes
 from vescale_ckpt._share.node_buffer import NodeBuffer
 
@@ -352,6 +355,30 @@ def test_memory_of_another_size_is_not_looked_at(tmp_path: Path) -> None:
         hello = bytearray(node_buffer._HELLO.pack(os.getpid(), file.fileno(), 3, memory._token))
         with pytest.raises(ValueError, match="of another size"):
             node_buffer._open(hello + sizes)
+
+
+def test_nobody_waits_for_a_neighbour_that_has_left_or_died() -> None:
+    memory, half_a_minute = NodeBuffer([4096]), timedelta(seconds=30)
+    hello = bytearray(node_buffer._HELLO.pack(os.getpid(), memory._file, 1, memory._token))
+    opened = node_buffer._open(hello + struct.pack("<q", 4096))
+    waits = node_buffer._Counted(opened, "filled", 2)
+    memory._own.filled.set(1)
+    with pytest.raises(RuntimeError, match="is late"):
+        waits.wait(timedelta(seconds=0.01))
+    memory._own.filled.set(3)
+    waits.wait(half_a_minute)  # it has come further
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    opened.process = Process(child.pid)
+    placed = node_buffer._Counted(opened, "placed", 1)
+    assert opened.process.lives()
+    child.kill()
+    with pytest.raises(RuntimeError, match="has died"):
+        placed.wait(half_a_minute)
+    child.communicate()  # until here a zombie
+    assert not opened.process.lives()
+    memory.leave()
+    with pytest.raises(RuntimeError, match="has left"):
+        waits.wait(half_a_minute)
 
 
 def test_one_rank_shares_nothing(checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,14 @@ _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _CONNECTING = "connecting the ranks"
+
+
+class Arrival(Protocol):
+    """What a rank waits for: a message, or a word in memory that it shares with the peer."""
+
+    def wait(self, timeout: timedelta) -> object:
+        """Raises RuntimeError if it does not come in time, and as soon as it is known that it will not come."""
+
 
 _Result = TypeVar("_Result")
 
@@ -84,7 +92,7 @@ class Connections:
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
         # No other variable may hold work in flight: gloo closes only after all of it is released.
-        self._pending: deque[tuple[int, dist.Work]] = deque()
+        self._pending: deque[tuple[int, Arrival]] = deque()
         self._gloo: dist.ProcessGroupGloo | None = None
         with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
             rendezvous.meet(_CONNECTING, timeout)
@@ -169,8 +177,12 @@ class Connections:
         """Begins to receive a tensor, of exactly the size that the peer sends."""
         self._begin("recv", peer, tensor)
 
+    def expect(self, peer: int, arrival: Arrival) -> None:
+        """Adds something of `peer` that does not come over these connections to what `wait` waits for."""
+        self._pending.append((peer, arrival))
+
     def wait(self) -> None:
-        """Returns when all sends and receives that were begun are done."""
+        """Returns when all sends and receives that were begun are done, and all that is expected has come."""
         while self._pending:
             try:
                 self._pending[0][1].wait(timedelta(seconds=self._left()))

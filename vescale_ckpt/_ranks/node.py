@@ -40,3 +40,23 @@ def ranks_of_this_node(otherwise: int) -> int:
     """`LOCAL_WORLD_SIZE`, which the launcher sets, if it is a number above 0; else `otherwise`."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text) > 0 else otherwise
+
+
+class Process:
+    """A process of this machine. When it has ended, another one may get its number."""
+
+    def __init__(self, number: int) -> None:
+        self._path = f"/proc/{number}/stat"
+        _, self._start = self._state_and_start()
+
+    def lives(self) -> bool:
+        """False also for a process that has ended and that its parent has not waited for."""
+        state, start = self._state_and_start()
+        return start == self._start and state not in ("Z", "X")
+
+    def _state_and_start(self) -> tuple[str, str]:
+        try:
+            fields = Path(self._path).read_bytes().rpartition(b")")[2].split()  # a name may hold spaces
+        except OSError:
+            return "X", ""
+        return fields[0].decode(), fields[19].decode()

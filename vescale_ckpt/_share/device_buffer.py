@@ -75,8 +75,11 @@ class DeviceBuffer:
         if not self._device.finish(self._group.seconds):
             raise CheckpointError(f"the device has not placed what it got within {self._group.seconds:g} s")
 
-    def acknowledge(self, peers: Connections, round_: Round) -> None:
+    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
         """Does nothing: no rank reads another rank's buffer."""
+
+    def leave(self) -> None:
+        """Does nothing: NCCL's group ends with the connections."""
 
 
 def _from_page(allocate: Callable[[int], torch.Tensor], size: int) -> torch.Tensor:

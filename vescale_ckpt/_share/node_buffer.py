@@ -9,18 +9,24 @@ import os
 import secrets
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from datetime import timedelta
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from .._engine import _C
 from .._ranks.connections import Connections, tensor_over
 from .._ranks.exchange import Exchange
+from .._ranks.node import Process
 from ..errors import CheckpointError
 from .routes import Round
 
 _PAGE = 4096
+_FILLED, _PLACED = 64, 128  # offsets of the counters in the last page, in lines of the cache of their own
+_LEFT = (1 << 32) - 1  # a counter of a rank that has left after an error
+_LOOK_SECONDS = 0.05  # so often a rank that waits looks whether the other one lives
 _HELLO = struct.Struct("<qqq16s")  # process, file, bytes, token
 
 
@@ -72,7 +78,7 @@ class NodeBuffer:
         self._file = os.memfd_create("vescale_ckpt")
         try:
             os.ftruncate(self._file, sum(self._sizes) + _PAGE)
-            self._own = _Mapped(self._file, self._sizes)
+            self._own = _Mapped(self._file, self._sizes, Process(os.getpid()))
         except BaseException:
             self.close()
             raise
@@ -98,10 +104,9 @@ class NodeBuffer:
             if size:
                 peers.send(peer, memory[offset : offset + size])
         peers.wait()
+        self._own.filled.set(number + 1)
         for peer in round_.same_node_peers(round_.receives):
-            peers.receive(peer, _word())
-        for peer in round_.same_node_peers(round_.sends):
-            peers.send(peer, _word())
+            peers.expect(peer, _Counted(self._of_peers[peer], "filled", number + 1))
         peers.wait()
         return None
 
@@ -112,14 +117,18 @@ class NodeBuffer:
             found[peer] = self.neighbour(peer, number)
         return found
 
-    def acknowledge(self, peers: Connections, round_: Round) -> None:
-        """Tells the neighbours whose buffers this rank read in a round that it is done, and waits until the neighbours
-        that read this rank's buffer are."""
+    def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
+        """Tells the neighbours that this rank does not read their buffers of a round any more, and waits until the
+        neighbours that read this rank's buffer do not."""
+        self._own.placed.set(number + 1)
         for peer in round_.same_node_peers(round_.sends):
-            peers.receive(peer, _word())
-        for peer in round_.same_node_peers(round_.receives):
-            peers.send(peer, _word())
+            peers.expect(peer, _Counted(self._of_peers[peer], "placed", number + 1))
         peers.wait()
+
+    def leave(self) -> None:
+        """Tells the neighbours that this rank takes part no more, after an error: they need not wait for it."""
+        self._own.filled.set(_LEFT)
+        self._own.placed.set(_LEFT)
 
     def __del__(self) -> None:
         self.close()
@@ -154,18 +163,43 @@ class NodeBuffer:
         return None
 
 
-def _word() -> torch.Tensor:
-    """A message of one byte without meaning: only its arrival counts."""
-    return torch.zeros(1, dtype=torch.uint8, device="cpu")
-
-
 class _Mapped:
-    """A mapped file of buffers, one behind another, and a last page that begins with the token."""
+    """A mapped file of buffers, one behind another, and a last page that begins with the token. `process`: that made
+    it.
 
-    def __init__(self, file: int, sizes: Sequence[int]) -> None:
-        whole = torch.frombuffer(_C.SharedMap(file, sum(sizes) + _PAGE), dtype=torch.uint8)
+    The last page also counts the rounds for which the owner's buffer is `filled`, and those of which it has `placed`
+    what it looked at in the buffers of its neighbours.
+    """
+
+    def __init__(self, file: int, sizes: Sequence[int], process: Process) -> None:
+        size = sum(sizes)
+        mapped = _C.SharedMap(file, size + _PAGE)
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
         self.memories: list[torch.Tensor] = list(torch.split(whole[:-_PAGE], list(sizes)))
         self.end = whole[-_PAGE:]
+        self.filled, self.placed = (_C.SharedCounter(mapped, size + at) for at in (_FILLED, _PLACED))
+        self.process = process
+
+
+class _Counted:
+    """That a counter of a neighbour has come to a value, for `Connections.wait`."""
+
+    def __init__(self, owner: _Mapped, name: Literal["filled", "placed"], value: int) -> None:
+        self._process = owner.process
+        self._counter: _C.SharedCounter = getattr(owner, name)
+        self._value = value
+
+    def wait(self, timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while (left := end - time.monotonic()) > 0:
+            found = self._counter.wait(self._value, min(left, _LOOK_SECONDS))
+            if found == _LEFT:
+                raise RuntimeError("the neighbour has left")
+            if found >= self._value:
+                return
+            if not self._process.lives():
+                raise RuntimeError("the neighbour has died")
+        raise RuntimeError("the neighbour is late")
 
 
 def _open(hello: bytearray) -> _Mapped:
@@ -175,7 +209,7 @@ def _open(hello: bytearray) -> _Mapped:
     try:
         if os.fstat(file).st_size != sum(sizes) + _PAGE:  # an access beyond a file's end kills the process
             raise ValueError("a file of another size is in its place")
-        mapped = _Mapped(file, sizes)
+        mapped = _Mapped(file, sizes, Process(process))
     finally:
         os.close(file)
     if bytes(mapped.end[: len(token)].tolist()) != token:

@@ -102,6 +102,9 @@ class RoutedRead:
         try:
             with ThreadPoolExecutor(2, thread_name_prefix="vescale_ckpt") as pool:
                 is_complete = self._run(pool, len(rounds))
+        except BaseException:
+            memory.leave()
+            raise
         finally:
             memory.release()
         if is_complete:
@@ -150,7 +153,7 @@ class RoutedRead:
                     peers.progress(2 * number)
                     if number - 2 in placed:  # the next round is read into the buffer of this one
                         placed.pop(number - 2).result()
-                        self._memory.acknowledge(peers, self.routes.rounds[number - 2])
+                        self._memory.acknowledge(peers, number - 2, self.routes.rounds[number - 2])
                     if number + 1 < count:
                         read[number + 1] = pool.submit(self._read, number + 1)
                     self._send(peers, number)
