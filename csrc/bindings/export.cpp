@@ -19,8 +19,13 @@ namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
 
-py::bytes packed(std::span<const int64_t> words) {
+template <typename Word>
+py::bytes packed(std::span<const Word> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
+}
+
+py::bytes packed(const std::vector<int64_t>& words) {
+  return packed(std::span<const int64_t>(words));
 }
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
@@ -76,6 +81,7 @@ void bind_export(py::module_& module) {
             layout.join(nodes, window_bytes, least_bytes);
           },
           py::arg("nodes"), py::arg("window_bytes"), py::arg("least_bytes"))
+      .def("stream", &hf::ExportLayout::stream, py::arg("window_bytes"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("rounds", &hf::ExportLayout::rounds)
       .def("joined_ranges",
            [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_ranges(rank)); })
@@ -123,6 +129,22 @@ void bind_export(py::module_& module) {
             writer.send(round, reinterpret_cast<const std::byte*>(window));
           },
           py::arg("round"), py::arg("window"), "the address of this writer's window")
+      .def("sum",
+           [](write::SharedWriter& writer) {
+             std::vector<uint32_t> blocks;
+             {
+               const py::gil_scoped_release release;
+               blocks = writer.sum();
+             }
+             return packed(std::span<const uint32_t>(blocks));
+           })
+      .def(
+          "sum_window",
+          [](write::SharedWriter& writer, uint64_t round, uintptr_t window) {
+            const py::gil_scoped_release release;
+            writer.sum_window(round, reinterpret_cast<const std::byte*>(window));
+          },
+          py::arg("round"), py::arg("window"), "the address of this writer's window")
       .def("finish",
            [](write::SharedWriter& writer, bool sync) {
              std::span<const uint32_t> blocks;
@@ -130,7 +152,7 @@ void bind_export(py::module_& module) {
                const py::gil_scoped_release release;
                blocks = writer.finish(sync);
              }
-             return py::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size_bytes());
+             return packed(blocks);
            })
       .def("progress", &write::SharedWriter::progress, "bytes given to the files so far; from any thread")
       .def("cancel", &write::SharedWriter::cancel, "from any thread")

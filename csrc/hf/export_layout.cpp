@@ -198,19 +198,46 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
   }
   if (std::ranges::none_of(tensors_, &Tensor::scattered)) return;
   nodes_.assign(nodes.begin(), nodes.end());
-  std::vector<std::vector<uint32_t>> ranks_of(ranks);
-  for (uint32_t rank = 0; rank < ranks; ++rank) ranks_of[nodes[rank]].push_back(rank);
   std::vector<uint32_t> counts(ranks);
-  for (size_t node = 0; node < ranks; ++node) counts[node] = static_cast<uint32_t>(ranks_of[node].size());
+  for (const uint32_t node : nodes) ++counts[node];
   const std::vector<size_t> order = in_file_order();
   ranges_ = choose_node_ranges(held_spans(order, nodes), counts, window_bytes, least_bytes);
+  deal_out(order);
+}
 
-  for (size_t node = 0; node < ranks; ++node) {
+void ExportLayout::stream(uint64_t window_bytes) {
+  if (!nodes_.empty() || window_bytes == 0 || window_bytes % kBlock != 0) {
+    throw Error::invalid("a window is of whole blocks, and files are streamed or joined, once");
+  }
+  const size_t ranks = rows_.size();
+  nodes_.assign(ranks, 0);
+  ranges_.resize(ranks);
+  std::vector<uint64_t> done(ranks);
+  for (size_t file = 0; file < files_.size(); ++file) {
+    const auto writer = static_cast<uint32_t>(std::ranges::min_element(done) - done.begin());
+    const uint64_t end = align_up(file_bytes(file), kBlock);
+    for (uint64_t begin = 0; begin < end;) {
+      const uint64_t at = done[writer] % window_bytes, size = std::min(end - begin, window_bytes - at);
+      const auto round = static_cast<uint32_t>(done[writer] / window_bytes);
+      ranges_[0].push_back({static_cast<uint32_t>(file), begin, begin + size, writer, round, at});
+      begin += size;
+      done[writer] += size;
+    }
+  }
+  deal_out(in_file_order());
+}
+
+// Gives each writer the tensors that its ranges hold.
+void ExportLayout::deal_out(std::span<const size_t> order) {
+  std::vector<std::vector<uint32_t>> ranks_of(nodes_.size());
+  for (uint32_t rank = 0; rank < nodes_.size(); ++rank) ranks_of[nodes_[rank]].push_back(rank);
+  for (size_t node = 0; node < ranges_.size(); ++node) {
     size_t first = 0;  // in `order`: the first tensor that ends behind the range
     for (const NodeRange& range : ranges_[node]) {
       rounds_ = std::max<uint64_t>(rounds_, uint64_t{range.round} + 1);
       const auto place = std::pair(range.file, range.begin);
-      while (std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place) ++first;
+      while (first < order.size() && std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place)
+        ++first;
       std::vector<Row>& rows = joined_[ranks_of[node][range.writer]];
       for (size_t i = first; i < order.size(); ++i) {
         const Tensor& tensor = tensors_[order[i]];

@@ -38,8 +38,12 @@ class ExportLayout {
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
 
   // Lets ranks of a node put ranges together (hf/node_ranges.h). `nodes`: a number below the number of ranks for each
-  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once.
+  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once; or stream().
   void join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes);
+  // The same for files of an object store, which takes each file in order from one rank: all of each file is a range of
+  // its writer, from its first byte on, its head included. Files are dealt out to the ranks evenly. All ranks must be
+  // of one node.
+  void stream(uint64_t window_bytes);
   // The number of rounds, of the node that has most of them; 0 if no ranges are put together.
   uint64_t rounds() const { return rounds_; }
   // The ranges of the rank's node: rows of file, begin, end, writer, round, offset in the window.
@@ -80,6 +84,7 @@ class ExportLayout {
   };
   std::vector<size_t> in_file_order() const;
   std::vector<HeldSpan> held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const;
+  void deal_out(std::span<const size_t> order);
 
   std::vector<File> files_;
   std::vector<Tensor> tensors_;

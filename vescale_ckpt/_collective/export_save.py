@@ -91,8 +91,7 @@ class CollectiveExport(CollectiveSave):
             return [start] * self.exchange.size
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = save.layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
-        if self.exchange.size > 1:
-            made.join([domains.index(domain) for domain in domains], WINDOW_BYTES, LEAST_BYTES)
+        self._choose_ranges(made, domains)
         token = save.make_files(made)
         planned.exports[save.wanted] = token, made
         begin = str(len(made.file_bytes)).encode(), token.encode()
@@ -103,15 +102,23 @@ class CollectiveExport(CollectiveSave):
             answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
         return answers
 
+    def _choose_ranges(self, made: _C.ExportLayout, domains: list[bytes]) -> None:
+        """Chooses what ranks of a node put together. `domains`: the `memory_domain` of each rank."""
+        if self.exchange.size > 1:
+            made.join([domains.index(domain) for domain in domains], WINDOW_BYTES, LEAST_BYTES)
+
     def _write_and_commit(self) -> None:
-        if (joined := self._joined) is not None:
-            ready = self.steps.error is None and self._is_in_one_table()
+        if self._joined is not None:
             with phase("write", "share memory"):
-                rounds = JoinedWrite.begin(self.exchange, self.steps.phase("write together"), joined, ready)
-            if rounds is not None:
-                self._rounds = rounds
-                self._save.join(joined, WINDOW_BYTES, rounds.run)
+                self._share_memory(self._joined)
         super()._write_and_commit()
+
+    def _share_memory(self, joined: JoinedRanges) -> None:
+        ready = self.steps.error is None and self._is_in_one_table()
+        rounds = JoinedWrite.begin(self.exchange, self.steps.phase("write together"), joined, ready)
+        if rounds is not None:
+            self._rounds = rounds
+            self._save.join(joined, WINDOW_BYTES, rounds.run)
 
     def _is_in_one_table(self) -> bool:
         """Whether one table tells where all of this rank's tensors are in host memory."""
