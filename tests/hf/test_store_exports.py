@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import blank, same
+from fault_proxy import Action, FaultProxy, Kind, Rule
+from object_server import ObjectServer
 from rank_pool import run_ranks
 from test_safetensors_save import model, state_of_rank, whole
 from torch.distributed.device_mesh import init_device_mesh
@@ -326,3 +328,88 @@ def test_a_rank_that_dies_in_the_middle_of_its_upload_is_named(bucket_url: str, 
     assert loads(bucket_url, _columns(0))
     save(bucket_url, _columns(2))
     assert loads(bucket_url, _columns(2))
+
+
+# --- Harm on the way
+
+
+def large(k: int) -> State:
+    """Two parts of an upload, and a file of one part."""
+    return {"large": torch.arange(3 << 20, dtype=torch.float32) + k, "small": torch.full((3, 5), float(k))}
+
+
+def uploads(server: ObjectServer, url: str) -> list[str]:
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    client = boto3.client("s3", endpoint_url=server.endpoint)
+    found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=url.split("/", 3)[3])
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("upload_part", "reset_middle"),
+        ("complete_upload", "lost_answer"),
+        pytest.param("create_upload", "late_error", marks=pytest.mark.slow),
+        pytest.param("complete_upload", "late_error", marks=pytest.mark.slow),
+        ("put", "lost_answer"),  # of the small file, and of the index
+    ],
+)
+def test_passing_harm_is_outlived(fault_proxy: FaultProxy, bucket_url: str, kind: Kind, action: Action) -> None:
+    save(bucket_url, large(0), overwrite=False)
+    for skip in range(2 if kind == "put" else 1):
+        rule = Rule(action, kind=kind, skip=skip)
+        fault_proxy.add(rule)
+        save(f"{bucket_url}/{skip}", large(1), overwrite=False, async_checkpoint=bool(skip)).result(60)
+        fault_proxy.clear()
+        assert rule.hits == 1
+        assert loads(f"{bucket_url}/{skip}", large(1))
+        index = json.loads(directory_at(f"{bucket_url}/{skip}").read(INDEX_NAME))["weight_map"]
+        assert names(f"{bucket_url}/{skip}") == {*index.values(), INDEX_NAME}
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("upload_part", "denied"),
+        ("complete_upload", "expired"),
+        pytest.param("upload_part", "error", marks=pytest.mark.slow),
+        pytest.param("create_upload", "slow_down", marks=pytest.mark.slow),
+        pytest.param("complete_upload", "reset", marks=pytest.mark.slow),
+        pytest.param("put", "denied", marks=pytest.mark.slow),
+    ],
+)
+def test_lasting_harm_is_an_error_and_leaves_nothing(
+    fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer, kind: Kind, action: Action
+) -> None:
+    save(bucket_url, large(0))
+    before = names(bucket_url)
+    fault_proxy.add(Rule(action, kind=kind, times=10**6))
+    with pytest.MonkeyPatch.context() as impatient, pytest.raises(CheckpointError):
+        impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+        save(bucket_url, large(1))
+    fault_proxy.clear()
+    assert names(bucket_url) == before and loads(bucket_url, large(0)) and not uploads(object_server, bucket_url)
+
+
+def test_bytes_that_change_on_their_way_up_are_found(fault_proxy: FaultProxy, bucket_url: str) -> None:
+    for skip in range(2):  # of the parts
+        fault_proxy.add(Rule("flip_up", kind="upload_part", skip=skip))
+        with contextlib.suppress(CheckpointError):  # from a server that compares
+            save(bucket_url, large(1))
+            assert not vescale_ckpt.verify(bucket_url).ok
+            with pytest.raises(CheckpointError):
+                vescale_ckpt.load(bucket_url, large(0))
+        fault_proxy.clear()
+
+
+def test_a_gate_guards_what_is_sent(url: str) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    net(torch.randn(4, 300)).sum().backward()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    handle = vescale_ckpt.save(url, {"": net}, format="safetensors", async_checkpoint=True, gate=optimizer)
+    optimizer.step()
+    handle.result(60)
+    assert loads(url, expected) and not same(net.state_dict(), expected)

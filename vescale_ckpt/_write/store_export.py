@@ -60,7 +60,7 @@ class StoreExport(ExportSave):
         self._rounds: dict[int, list[tuple[int, int, int, int]]] = {}  # of this rank: file, begin, end, place in window
         self._heads: list[bytes] = []  # of all files, on the coordinator
         self._objects: dict[int, _Object] = {}  # that this rank writes, by number
-        self._sent: list[str] = []  # names of objects that this rank has completed
+        self._begun: list[str] = []  # names of objects that this rank has sent bytes of
         self._sent_bytes = self._tensor_bytes = 0
         self._stats_of_objects: list[dict[str, int]] = []
         self._in_background = self._cancelled = self._may_be_committed = False
@@ -185,6 +185,7 @@ class StoreExport(ExportSave):
         if self._cancelled:
             raise CheckpointError(f"writing {one.url} was cancelled", path=one.url)
         if one.file is None:
+            self._begun.append(os.path.basename(one.url))
             one.file = _C.FileWriter.exactly(one.url, one.length, self._for_engine(), False)
         one.file.write_bytes(address, end - begin, begin)
         self._tensor_bytes += end - min(end, max(begin, len(one.head)))
@@ -193,7 +194,6 @@ class StoreExport(ExportSave):
         with phase("sync", one.url):
             self._sent_bytes += one.file.finish_bytes(b"", True)
         self._stats_of_objects.append(one.file.stats())
-        self._sent.append(os.path.basename(one.url))
         one.file = None
 
     def progress(self) -> int:
@@ -212,8 +212,8 @@ class StoreExport(ExportSave):
     def discard(self) -> None:
         """Aborts uploads, and removes the objects of this rank: with its error nobody commits."""
         self._close()
-        self._remove(self._sent)
-        self._sent = []
+        self._remove(self._begun)
+        self._begun = []
 
     def _close(self) -> None:
         self._files = None
