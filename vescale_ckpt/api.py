@@ -88,9 +88,9 @@ def save(
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: whether training continues while data is written.
         format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; all ranks write into
-            the same files. In an object store each file is sent by one rank, and all ranks are of one machine. The
-            state may then hold tensors only. Of several tensors in the same memory the first is stored, and the header
-            maps the other names to it. The keys of a value under the name "" (a module, say) get no prefix.
+            the same files (into an object store each file is sent by one rank). The state may then hold tensors only.
+            Of several tensors in the same memory the first is stored, and the header maps the other names to it. The
+            keys of a value under the name "" (a module, say) get no prefix.
         planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
             None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.

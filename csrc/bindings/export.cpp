@@ -81,7 +81,14 @@ void bind_export(py::module_& module) {
             layout.join(nodes, window_bytes, least_bytes);
           },
           py::arg("nodes"), py::arg("window_bytes"), py::arg("least_bytes"))
-      .def("stream", &hf::ExportLayout::stream, py::arg("window_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "stream",
+          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t window_bytes) {
+            const py::gil_scoped_release release;
+            layout.stream(nodes, window_bytes);
+          },
+          py::arg("nodes"), py::arg("window_bytes"))
+      .def("messages", [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.messages(rank)); })
       .def_property_readonly("rounds", &hf::ExportLayout::rounds)
       .def("joined_ranges",
            [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_ranges(rank)); })

@@ -205,8 +205,8 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
   deal_out(order);
 }
 
-void ExportLayout::stream(uint64_t window_bytes) {
-  if (!nodes_.empty() || window_bytes == 0 || window_bytes % kBlock != 0) {
+void ExportLayout::stream(std::span<const uint32_t> nodes, uint64_t window_bytes) {
+  if (nodes.size() != rows_.size() || !nodes_.empty() || window_bytes == 0 || window_bytes % kBlock != 0) {
     throw Error::invalid("a window is of whole blocks, and files are streamed or joined, once");
   }
   const size_t ranks = rows_.size();
@@ -225,6 +225,27 @@ void ExportLayout::stream(uint64_t window_bytes) {
     }
   }
   deal_out(in_file_order());
+
+  messages_.resize(ranks);
+  const auto end_of = [](const NodeRange& range) { return std::pair(range.file, range.end); };
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    for (const Row& row : rows_[rank]) {
+      const uint32_t file = tensors_[row.tensor].file;
+      auto range = std::ranges::upper_bound(ranges_[0], std::pair(file, row.begin), {}, end_of);
+      for (; range != ranges_[0].end() && range->file == file && range->begin < row.end; ++range) {
+        if (nodes[rank] == nodes[range->writer]) continue;
+        for (const uint32_t side : {rank, range->writer}) messages_[side].insert({range->round, rank, range->writer});
+      }
+    }
+  }
+}
+
+std::vector<int64_t> ExportLayout::messages(uint32_t rank) const {
+  std::vector<int64_t> table;
+  for (const std::array<uint32_t, 3>& message : messages_.at(rank)) {
+    table.insert(table.end(), message.begin(), message.end());
+  }
+  return table;
 }
 
 // Gives each writer the tensors that its ranges hold.

@@ -176,7 +176,7 @@ void SharedWriter::fill(uint64_t round, std::span<std::byte* const> windows) con
   std::vector<Step> steps;
   for (const Held& held : held_) {
     for (const Range& range : ranges_in(held.file, held.begin(), held.end())) {
-      if (range.round != round) continue;
+      if (range.round != round || windows[range.writer] == nullptr) continue;
       by_steps(std::max(range.begin, held.begin()), std::min(range.end, held.end()),
                [&](uint64_t begin, uint64_t end) { steps.push_back({&held, &range, begin, end}); });
     }

@@ -46,6 +46,7 @@ class SharedWriter {
   // Call it before write(), at most once. Throws Error(invalid, row).
   void join(std::span<const int64_t> ranges, uint32_t writer, uint64_t window_bytes, size_t first_target);
   // Copies what write() was given, and left out, into the windows of the round, one of each writer, of `window_bytes`.
+  // What belongs into a window that is null is left out.
   // The memory given to write() must not have changed.
   void fill(uint64_t round, std::span<std::byte* const> windows) const;
   // Writes this writer's window of the round. Throws as write() does.

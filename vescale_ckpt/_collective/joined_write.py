@@ -109,13 +109,13 @@ class JoinedWrite:
             if peers is not None:
                 peers.progress(number)
                 # All ranks of the node have filled the windows of this round, and sent those of the last one.
-                self._meet(peers)
+                self._meet(peers, number)
             filled = pool.submit(self._fill, number + 1) if number + 1 < self._joined.rounds else None
             self._send(number)
             if filled is not None:
                 filled.result()
 
-    def _meet(self, peers: Connections) -> None:
+    def _meet(self, peers: Connections, number: int) -> None:
         """Waits for the other ranks of the node. Learns whether one has failed."""
         others = [rank for rank in self._joined.ranks if rank != self._exchange.rank]
         said = tensor_over(bytearray([_FINE if self._error is None else _FAILED]))
@@ -127,14 +127,21 @@ class JoinedWrite:
         if any(word[0] != _FINE for word in received):
             self._node_is_fine = False
 
+    def _window(self, rank: int, number: int) -> int:
+        memory = self._memory[number] if rank == self._exchange.rank else self._memory.neighbour(rank, number)
+        return memory.data_ptr()
+
+    def _windows(self, number: int) -> list[int]:
+        """The addresses of the writers' windows in a round."""
+        return [self._window(rank, number) for rank in self._joined.ranks]
+
     def _fill(self, number: int) -> None:
-        files, memory = self._files, self._memory
+        self._fill_windows(number, self._windows(number))
+
+    def _fill_windows(self, number: int, windows: list[int]) -> None:
+        files = self._files
         if self._error is None and self._node_is_fine and files is not None:
             try:
-                windows = [
-                    (memory[number] if rank == self._exchange.rank else memory.neighbour(rank, number)).data_ptr()
-                    for rank in self._joined.ranks
-                ]
                 files.fill(number, windows)
             except BaseException as error:
                 self._error = error

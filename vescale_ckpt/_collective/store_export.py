@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from .._engine import _C
+from .._engine.rows import words
 from .._plan.save_plan import JoinedRanges
+from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
 from .._share.node_buffer import NodeBuffer
@@ -23,15 +27,11 @@ class CollectiveStoreExport(CollectiveExport):
     _kind = StoreExport
     _save: StoreExport
 
-    def _choose_ranges(self, made: _C.ExportLayout, domains: list[bytes]) -> None:
-        if len(set(domains)) > 1:
-            raise CheckpointError(
-                f"{self.path}: ranks of several machines or containers share no memory, in which they could put a "
-                "safetensors file of an object store together. Save with format='dcp' and convert "
-                "(vescale_ckpt.convert, also from the store to the store)",
-                path=self.path,
-            )
-        made.stream(WINDOW_BYTES)
+    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
+        made.stream(nodes, WINDOW_BYTES)
+
+    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
+        return made.messages(rank)
 
     def _share_memory(self, joined: JoinedRanges) -> None:
         """Raises on all ranks if one has an error, or cannot share memory."""
@@ -48,13 +48,22 @@ class CollectiveStoreExport(CollectiveExport):
 
 
 class StreamedWrite(JoinedWrite):
-    """The rounds of a save into an object store. Before them the ranks learn what the files begin with."""
+    """The rounds of a save into an object store. Before them the ranks learn what the files begin with.
+
+    Ranks of a node copy their bytes into the windows of its writers. For a writer of another node a rank copies them
+    into a window of zeros, and sends it: the writer's own window has zeros there, and takes the exclusive or. A rank
+    sends one message at a time, and receives one.
+    """
 
     def __init__(
         self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer, save: StoreExport
     ) -> None:
         super().__init__(exchange, doing, joined, memory)
         self._save = save
+        self._far: dict[int, list[tuple[int, int]]] = {}  # by round: sender, writer
+        table = words(joined.messages).tolist()
+        for number, sender, writer in zip(table[::3], table[1::3], table[2::3], strict=True):
+            self._far.setdefault(number, []).append((sender, writer))
 
     def _run(self, pool: ThreadPoolExecutor) -> None:
         if self._agree_on_heads():
@@ -83,3 +92,32 @@ class StreamedWrite(JoinedWrite):
         if packed:
             save.take_heads(packed)
         return bool(packed)
+
+    def _windows(self, number: int) -> list[int]:
+        """Addresses by rank; 0 for those of other nodes."""
+        near = self._joined.ranks
+        return [self._window(rank, number) if rank in near else 0 for rank in range(self._exchange.size)]
+
+    def _meet(self, peers: Connections, number: int) -> None:
+        super()._meet(peers, number)
+        me, size = self._exchange.rank, self._exchange.size
+        sends = {writer for sender, writer in self._far.get(number, ()) if sender == me}
+        receives = {sender for sender, writer in self._far.get(number, ()) if writer == me}
+        for step in range(1, size if sends or receives else 1):  # in the same order on all ranks
+            to, source = (me + step) % size, (me - step) % size
+            received = sent = None
+            if source in receives:
+                received = torch.empty(self._save.window_bytes(me, number), dtype=torch.uint8)
+                peers.receive(source, received)
+            if to in sends:
+                sent = torch.zeros(self._save.window_bytes(to, number), dtype=torch.uint8)
+                self._fill_windows(number, [sent.data_ptr() if rank == to else 0 for rank in range(size)])
+                peers.send(to, sent)
+            peers.wait()
+            if received is not None:
+                self._memory[number][: len(received)].bitwise_xor_(received)
+
+    def _send(self, number: int) -> None:
+        super()._send(number)
+        if self._far:
+            self._memory[number].zero_()  # for the round after the next

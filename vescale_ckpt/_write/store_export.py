@@ -23,6 +23,7 @@ from .._hf.names import holds_export, object_names
 from .._observe.timeline import phase
 from .._plan.save_plan import JoinedRanges
 from .._ranks.message import pack, unpack
+from .._ranks.node import memory_domain
 from .._storage.directory import directory_at
 from .._storage.object_clients import ObjectExistsError
 from .._storage.pending import new_token
@@ -56,7 +57,8 @@ class StoreExport(ExportSave):
     def __init__(self, options: SaveOptions) -> None:
         super().__init__(options)
         self._names: list[str] = []
-        self._writers: dict[int, int] = {}  # of all files, by number
+        self._writers: dict[int, int] = {}  # of all files, by number: ranks
+        self._window_bytes: dict[tuple[int, int], int] = {}  # by writer and round
         self._rounds: dict[int, list[tuple[int, int, int, int]]] = {}  # of this rank: file, begin, end, place in window
         self._heads: list[bytes] = []  # of all files, on the coordinator
         self._objects: dict[int, _Object] = {}  # that this rank writes, by number
@@ -67,7 +69,7 @@ class StoreExport(ExportSave):
 
     @property
     def wanted(self) -> tuple[Any, ...]:
-        return *super().wanted, "in order"
+        return *super().wanted, "in order", memory_domain()
 
     def begin(self) -> None:
         path = self.options.path
@@ -92,11 +94,12 @@ class StoreExport(ExportSave):
     def join(self, joined: JoinedRanges, window_bytes: int, step: Callable[[Any], None]) -> None:
         """The ranges are all of each file. `step` takes the rounds with this object."""
         super().join(joined, window_bytes, step)
-        mine, table = joined.ranks.index(self.options.rank), words(joined.ranges)
+        table = words(joined.ranges)
         for at in range(0, len(table), _RANGE_WORDS):
             file, begin, end, writer, number, place = table[at : at + _RANGE_WORDS].tolist()
             self._writers[file] = writer
-            if writer == mine:
+            self._window_bytes[writer, number] = place + end - begin
+            if writer == self.options.rank:
                 self._rounds.setdefault(number, []).append((file, begin, end, place))
 
     # --- This rank's tensors
@@ -107,8 +110,7 @@ class StoreExport(ExportSave):
             self._files = _C.SharedWriter(self._paths, self._targets, self._for_engine())
             if self._joined is not None:
                 joined, window_bytes, _ = self._joined
-                mine = joined.ranks.index(self.options.rank)
-                self._files.join(joined.ranges, mine, window_bytes, joined.first_target)
+                self._files.join(joined.ranges, self.options.rank, window_bytes, joined.first_target)
 
     def _for_engine(self) -> _C.Options:
         return engine_options(self.options.thread_count, self.options.direct_io, self._in_background)
@@ -162,8 +164,12 @@ class StoreExport(ExportSave):
         for number, length, head in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             self._objects[int(number)] = _Object(self._paths[int(number)], int(length), head)
 
+    def window_bytes(self, writer: int, number: int) -> int:
+        """How much of the writer's window a round uses."""
+        return self._window_bytes[writer, number]
+
     def fill(self, number: int, windows: list[int]) -> None:
-        """Copies this rank's bytes of a round into the windows of all writers, given by address."""
+        """Copies this rank's bytes of a round into the windows of all writers, given by address; 0: none."""
         assert self._files is not None
         with named_errors(str, self.options.path):
             self._files.fill(number, windows)
