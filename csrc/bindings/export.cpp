@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "hf/export_layout.h"
+#include "hf/node_ranges.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
 #include "state/shared_memory.h"
@@ -165,6 +166,14 @@ void bind_export(py::module_& module) {
       .def("cancel", &write::SharedWriter::cancel, "from any thread")
       .def("stats", [](const write::SharedWriter& writer) { return stats_dict(writer.stats()); });
 
+  module.def(
+      "stream_ranges",
+      [](const py::buffer& file_bytes, uint32_t ranks, uint64_t window_bytes) {
+        const Table table(file_bytes);
+        const std::vector<uint64_t> bytes(table.values().begin(), table.values().end());
+        return packed(hf::range_rows(hf::choose_stream_ranges(bytes, ranks, window_bytes)));
+      },
+      py::arg("file_bytes"), py::arg("ranks"), py::arg("window_bytes"), "as ExportLayout.stream chooses them");
   module.def(
       "export_targets",
       [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations) {

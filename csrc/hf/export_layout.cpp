@@ -16,7 +16,8 @@
 namespace vescale_ckpt::hf {
 namespace {
 
-constexpr size_t kMostNamed = 10;  // keys in an error
+constexpr size_t kMostNamed = 10;              // keys in an error
+constexpr uint64_t kMostMessages = 2'000'000;  // of a save; each takes some hundred bytes of the coordinator's memory
 constexpr size_t kLocalPlanRow = 4, kLocationRow = 2;
 
 void expect_only_tensors(const metadata::Catalog& catalog) {
@@ -206,27 +207,16 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
 }
 
 void ExportLayout::stream(std::span<const uint32_t> nodes, uint64_t window_bytes) {
-  if (nodes.size() != rows_.size() || !nodes_.empty() || window_bytes == 0 || window_bytes % kBlock != 0) {
-    throw Error::invalid("a window is of whole blocks, and files are streamed or joined, once");
-  }
   const size_t ranks = rows_.size();
-  nodes_.assign(ranks, 0);
-  ranges_.resize(ranks);
-  std::vector<uint64_t> done(ranks);
-  for (size_t file = 0; file < files_.size(); ++file) {
-    const auto writer = static_cast<uint32_t>(std::ranges::min_element(done) - done.begin());
-    const uint64_t end = align_up(file_bytes(file), kBlock);
-    for (uint64_t begin = 0; begin < end;) {
-      const uint64_t at = done[writer] % window_bytes, size = std::min(end - begin, window_bytes - at);
-      const auto round = static_cast<uint32_t>(done[writer] / window_bytes);
-      ranges_[0].push_back({static_cast<uint32_t>(file), begin, begin + size, writer, round, at});
-      begin += size;
-      done[writer] += size;
-    }
-  }
+  if (nodes.size() != ranks || !nodes_.empty()) throw Error::invalid("a node is wanted for each rank, once");
+  nodes_.assign(ranks, 0);  // each rank is a writer for all
+  std::vector<uint64_t> bytes;
+  for (size_t file = 0; file < files_.size(); ++file) bytes.push_back(file_bytes(file));
+  ranges_.push_back(choose_stream_ranges(bytes, static_cast<uint32_t>(ranks), window_bytes));
   deal_out(in_file_order());
 
   messages_.resize(ranks);
+  uint64_t count = 0;
   const auto end_of = [](const NodeRange& range) { return std::pair(range.file, range.end); };
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     for (const Row& row : rows_[rank]) {
@@ -234,7 +224,11 @@ void ExportLayout::stream(std::span<const uint32_t> nodes, uint64_t window_bytes
       auto range = std::ranges::upper_bound(ranges_[0], std::pair(file, row.begin), {}, end_of);
       for (; range != ranges_[0].end() && range->file == file && range->begin < row.end; ++range) {
         if (nodes[rank] == nodes[range->writer]) continue;
-        for (const uint32_t side : {rank, range->writer}) messages_[side].insert({range->round, rank, range->writer});
+        if (messages_[rank].insert({range->round, rank, range->writer}).second && ++count > kMostMessages) {
+          throw Error::invalid("ranks of many nodes hold parts of the same rows: more than " +
+                               std::to_string(kMostMessages) + " messages would bring them to one writer");
+        }
+        messages_[range->writer].insert({range->round, rank, range->writer});
       }
     }
   }
@@ -270,15 +264,7 @@ void ExportLayout::deal_out(std::span<const size_t> order) {
 }
 
 std::vector<int64_t> ExportLayout::joined_ranges(uint32_t rank) const {
-  std::vector<int64_t> table;
-  if (rounds_ == 0) return table;
-  const std::vector<NodeRange>& ranges = ranges_[nodes_.at(rank)];
-  table.reserve(ranges.size() * NodeRange::kWords);
-  for (const NodeRange& range : ranges) {
-    table.insert(table.end(), {range.file, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end),
-                               range.writer, range.round, static_cast<int64_t>(range.at)});
-  }
-  return table;
+  return rounds_ == 0 ? std::vector<int64_t>() : range_rows(ranges_[nodes_.at(rank)]);
 }
 
 std::vector<int64_t> ExportLayout::joined_targets(uint32_t rank) const {

@@ -44,7 +44,8 @@ class ExportLayout {
   void join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes);
   // The same for files of an object store, which takes each file in order from one rank: all of each file is a range of
   // its writer, from its first byte on, its head included. Files are dealt out to the ranks evenly. `nodes`: as
-  // for join(). Bytes for a writer of another node travel in messages.
+  // for join(). Bytes for a writer of another node travel in messages;
+  // throws Error(invalid) if these are too many.
   void stream(std::span<const uint32_t> nodes, uint64_t window_bytes);
   // The messages that the rank sends and receives, in order: rows of round, sender, writer.
   std::vector<int64_t> messages(uint32_t rank) const;
@@ -96,7 +97,7 @@ class ExportLayout {
   std::vector<std::vector<Row>> joined_;                     // of each rank: what it is the writer of
   std::vector<uint32_t> nodes_;                              // of each rank; empty if nothing is joined
   std::vector<std::vector<NodeRange>> ranges_;               // of each node
-  std::vector<std::set<std::array<uint32_t, 3>>> messages_;  // of each rank
+  std::vector<std::set<std::array<uint32_t, 3>>> messages_;  // of each rank; see messages()
   uint64_t rounds_ = 0;
   uint64_t tensor_bytes_ = 0;
 };

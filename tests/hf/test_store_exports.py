@@ -31,6 +31,7 @@ from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
 from vescale_ckpt._collective import joined_write
 from vescale_ckpt._collective import store_export as collective_export
 from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.rows import int_table, words
 from vescale_ckpt._hf import folder as hf_folder
 from vescale_ckpt._hf.names import INDEX_NAME, SINGLE_NAME, object_names
 from vescale_ckpt._storage import leftovers, object_store
@@ -154,6 +155,23 @@ def test_many_rounds_and_a_header_of_many_windows(tmp_path: Path) -> None:
         vescale_ckpt.save("memory://rounds/run", state, format="safetensors")
         save("memory://rounds/more", state)
     assert loads("memory://rounds/run", state) and same(download("memory://rounds/more", tmp_path / "more"), state)
+
+
+def test_each_file_is_sent_once_and_in_order() -> None:
+    window, lengths = 16 << 10, [70_000, 5, 4096, 33_000, 100_000]
+    table = words(_C.stream_ranges(int_table(lengths), 3, window)).tolist()
+    rows = [table[at : at + 6] for at in range(0, len(table), 6)]
+    for number, length in enumerate(lengths):
+        of_file = [row for row in rows if row[0] == number]
+        assert len({writer for *_, writer, _, _ in of_file}) == 1
+        ends = [0, *(end for _, _, end, *_ in of_file)]
+        assert [begin for _, begin, *_ in of_file] == ends[:-1] and 0 <= ends[-1] - length < 4096
+        assert [round_ for *_, round_, _ in of_file] == sorted(round_ for *_, round_, _ in of_file)
+    used: dict[tuple[int, int], int] = {}  # of windows, by writer and round
+    for _, begin, end, writer, round_, place in rows:
+        assert place == used.get((writer, round_), 0)
+        used[writer, round_] = place + end - begin
+    assert max(used.values()) == window and {writer for writer, _ in used} == {0, 1, 2}
 
 
 def changing(state: State) -> Any:

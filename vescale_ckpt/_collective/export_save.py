@@ -75,7 +75,7 @@ class CollectiveExport(CollectiveSave):
             table = _C.export_targets(items.description.inventory, items.local_plan, locations) + targets
             joined = None
             if int(rounds):
-                joined = JoinedRanges(int(rounds), [*words(ranks)], ranges, len(items), messages)
+                joined = JoinedRanges(int(rounds), [*words(ranks)], self._unpacked(ranges), len(items), messages)
             part = items.exports[save.wanted] = ExportPart(token.decode(), self._tied, table, joined)
         self._joined = part.joined
         save.write_to(int(count), token.decode(), part.targets)
@@ -100,7 +100,7 @@ class CollectiveExport(CollectiveSave):
         answers = []
         for rank, domain in enumerate(domains):
             ranks = int_table([other for other in range(len(domains)) if domains[other] == domain]).tobytes()
-            joined = made.joined_ranges(rank), made.joined_targets(rank), self._messages(made, rank)
+            joined = self._ranges(made, rank), made.joined_targets(rank), self._messages(made, rank)
             answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
         return answers
 
@@ -108,6 +108,13 @@ class CollectiveExport(CollectiveSave):
         """Chooses what ranks put together. `nodes`: a number for each rank, equal where ranks share memory."""
         if self.exchange.size > 1:
             made.join(nodes, WINDOW_BYTES, LEAST_BYTES)
+
+    def _ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
+        """From what `_unpacked` makes the ranges of the rank's node."""
+        return made.joined_ranges(rank)
+
+    def _unpacked(self, ranges: bytes) -> bytes:
+        return ranges
 
     def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
         """What the rank sends to other nodes, or receives from them."""

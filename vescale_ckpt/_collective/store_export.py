@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from .._engine import _C
-from .._engine.rows import words
+from .._engine.rows import int_table, words
 from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
@@ -28,7 +28,20 @@ class CollectiveStoreExport(CollectiveExport):
     _save: StoreExport
 
     def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
-        made.stream(nodes, WINDOW_BYTES)
+        try:
+            made.stream(nodes, WINDOW_BYTES)
+        except _C.EngineError as error:
+            raise CheckpointError(
+                f"{self.path}: {error}. Save with format='dcp' and convert (vescale_ckpt.convert, also from the store "
+                "to the store)",
+                path=self.path,
+            ) from None
+
+    def _ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
+        return int_table(made.file_bytes).tobytes()  # all ranges are the same for all ranks, and may be many
+
+    def _unpacked(self, ranges: bytes) -> bytes:
+        return _C.stream_ranges(ranges, self.exchange.size, WINDOW_BYTES)
 
     def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
         return made.messages(rank)
@@ -95,24 +108,31 @@ class StreamedWrite(JoinedWrite):
 
     def _windows(self, number: int) -> list[int]:
         """Addresses by rank; 0 for those of other nodes."""
-        near = self._joined.ranks
-        return [self._window(rank, number) if rank in near else 0 for rank in range(self._exchange.size)]
+        windows = [0] * self._exchange.size
+        for rank in self._joined.ranks:
+            windows[rank] = self._window(rank, number)
+        return windows
 
     def _meet(self, peers: Connections, number: int) -> None:
         super()._meet(peers, number)
         me, size = self._exchange.rank, self._exchange.size
-        sends = {writer for sender, writer in self._far.get(number, ()) if sender == me}
-        receives = {sender for sender, writer in self._far.get(number, ()) if writer == me}
-        for step in range(1, size if sends or receives else 1):  # in the same order on all ranks
-            to, source = (me + step) % size, (me - step) % size
-            received = sent = None
-            if source in receives:
-                received = torch.empty(self._save.window_bytes(me, number), dtype=torch.uint8)
-                peers.receive(source, received)
-            if to in sends:
-                sent = torch.zeros(self._save.window_bytes(to, number), dtype=torch.uint8)
-                self._fill_windows(number, [sent.data_ptr() if rank == to else 0 for rank in range(size)])
-                peers.send(to, sent)
+        messages = self._far.get(number, ())
+        sends = {(writer - me) % size: writer for sender, writer in messages if sender == me}
+        receives = {(me - sender) % size: sender for sender, writer in messages if writer == me}
+        for step in sorted(
+            sends.keys() | receives.keys()
+        ):  # an order in which no ranks wait for each other in a circle
+            received = None
+            if step in receives:
+                received = torch.empty(self._save.window_bytes(me, number), dtype=torch.uint8, device="cpu")
+                peers.receive(receives[step], received)
+            if step in sends:
+                writer = sends[step]
+                sent = torch.zeros(self._save.window_bytes(writer, number), dtype=torch.uint8, device="cpu")
+                windows = [0] * size
+                windows[writer] = sent.data_ptr()
+                self._fill_windows(number, windows)
+                peers.send(writer, sent)
             peers.wait()
             if received is not None:
                 self._memory[number][: len(received)].bitwise_xor_(received)
