@@ -23,6 +23,7 @@ from ._collective.load import CollectiveLoad
 from ._collective.save import CollectiveSave
 from ._collective.save_native import CollectiveNativeSave
 from ._collective.steps import Steps
+from ._collective.store_export import CollectiveStoreExport
 from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import check_format
@@ -38,6 +39,7 @@ from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import NOT_READY, device_number
 from ._storage.directory import checkpoint_path
+from ._storage.urls import is_url
 from ._write import snapshot_budget
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.optimizer_gate import Gate
@@ -86,9 +88,9 @@ def save(
             value with `state_dict` and `load_state_dict`, its state dict is saved.
         async_checkpoint: whether training continues while data is written.
         format: "dcp", or "safetensors": the files of a model as Hugging Face's tools know them; all ranks write into
-            the same files. The state may then hold tensors only. Of several tensors in the same memory the first is
-            stored, and the header maps the other names to it. The keys of a value under the name "" (a module, say)
-            get no prefix.
+            the same files (into an object store each file is sent by one rank). The state may then hold tensors only.
+            Of several tensors in the same memory the first is stored, and the header maps the other names to it. The
+            keys of a value under the name "" (a module, say) get no prefix.
         planner: decides which rank writes what. A planner of a derived class is called in the steps of `dcp.save`.
             None: the planner that this package keeps for the process group.
         process_group: None: all ranks, or this process alone where torch.distributed is not initialised.
@@ -175,7 +177,10 @@ def save(
         timeline.begin(exchange.rank, exchange.size, ", asynchronously" if async_checkpoint else "")
         kind: type[CollectiveSave] = CollectiveNativeSave
         if format == "safetensors":
-            kind = LocalExport if planner.placement == "local" else CollectiveExport
+            if planner.placement == "local":
+                kind = LocalExport
+            else:
+                kind = CollectiveStoreExport if is_url(directory) else CollectiveExport
             if kind is LocalExport and fqn_to_index_mapping is not None:
                 raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}

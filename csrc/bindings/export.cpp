@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "hf/export_layout.h"
+#include "hf/node_ranges.h"
 #include "io/commit.h"
 #include "metadata/catalog.h"
 #include "state/shared_memory.h"
@@ -19,8 +20,13 @@ namespace {
 
 using Texts = std::vector<std::pair<std::string, std::string>>;
 
-py::bytes packed(std::span<const int64_t> words) {
+template <typename Word>
+py::bytes packed(std::span<const Word> words) {
   return {reinterpret_cast<const char*>(words.data()), words.size_bytes()};
+}
+
+py::bytes packed(const std::vector<int64_t>& words) {
+  return packed(std::span<const int64_t>(words));
 }
 
 std::unique_ptr<hf::ExportLayout> make_export_layout(const metadata::Catalog& catalog, uint64_t most_file_bytes,
@@ -76,6 +82,14 @@ void bind_export(py::module_& module) {
             layout.join(nodes, window_bytes, least_bytes);
           },
           py::arg("nodes"), py::arg("window_bytes"), py::arg("least_bytes"))
+      .def(
+          "stream",
+          [](hf::ExportLayout& layout, const std::vector<uint32_t>& nodes, uint64_t window_bytes) {
+            const py::gil_scoped_release release;
+            layout.stream(nodes, window_bytes);
+          },
+          py::arg("nodes"), py::arg("window_bytes"))
+      .def("messages", [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.messages(rank)); })
       .def_property_readonly("rounds", &hf::ExportLayout::rounds)
       .def("joined_ranges",
            [](const hf::ExportLayout& layout, uint32_t rank) { return packed(layout.joined_ranges(rank)); })
@@ -123,6 +137,22 @@ void bind_export(py::module_& module) {
             writer.send(round, reinterpret_cast<const std::byte*>(window));
           },
           py::arg("round"), py::arg("window"), "the address of this writer's window")
+      .def("sum",
+           [](write::SharedWriter& writer) {
+             std::vector<uint32_t> blocks;
+             {
+               const py::gil_scoped_release release;
+               blocks = writer.sum();
+             }
+             return packed(std::span<const uint32_t>(blocks));
+           })
+      .def(
+          "sum_window",
+          [](write::SharedWriter& writer, uint64_t round, uintptr_t window) {
+            const py::gil_scoped_release release;
+            writer.sum_window(round, reinterpret_cast<const std::byte*>(window));
+          },
+          py::arg("round"), py::arg("window"), "the address of this writer's window")
       .def("finish",
            [](write::SharedWriter& writer, bool sync) {
              std::span<const uint32_t> blocks;
@@ -130,12 +160,20 @@ void bind_export(py::module_& module) {
                const py::gil_scoped_release release;
                blocks = writer.finish(sync);
              }
-             return py::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size_bytes());
+             return packed(blocks);
            })
       .def("progress", &write::SharedWriter::progress, "bytes given to the files so far; from any thread")
       .def("cancel", &write::SharedWriter::cancel, "from any thread")
       .def("stats", [](const write::SharedWriter& writer) { return stats_dict(writer.stats()); });
 
+  module.def(
+      "stream_ranges",
+      [](const py::buffer& file_bytes, uint32_t ranks, uint64_t window_bytes) {
+        const Table table(file_bytes);
+        const std::vector<uint64_t> bytes(table.values().begin(), table.values().end());
+        return packed(hf::range_rows(hf::choose_stream_ranges(bytes, ranks, window_bytes)));
+      },
+      py::arg("file_bytes"), py::arg("ranks"), py::arg("window_bytes"), "as ExportLayout.stream chooses them");
   module.def(
       "export_targets",
       [](const py::bytes& inventory, const py::buffer& local_plan, const py::buffer& record_locations) {

@@ -16,7 +16,8 @@
 namespace vescale_ckpt::hf {
 namespace {
 
-constexpr size_t kMostNamed = 10;  // keys in an error
+constexpr size_t kMostNamed = 10;              // keys in an error
+constexpr uint64_t kMostMessages = 2'000'000;  // of a save; each takes some hundred bytes of the coordinator's memory
 constexpr size_t kLocalPlanRow = 4, kLocationRow = 2;
 
 void expect_only_tensors(const metadata::Catalog& catalog) {
@@ -198,19 +199,60 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
   }
   if (std::ranges::none_of(tensors_, &Tensor::scattered)) return;
   nodes_.assign(nodes.begin(), nodes.end());
-  std::vector<std::vector<uint32_t>> ranks_of(ranks);
-  for (uint32_t rank = 0; rank < ranks; ++rank) ranks_of[nodes[rank]].push_back(rank);
   std::vector<uint32_t> counts(ranks);
-  for (size_t node = 0; node < ranks; ++node) counts[node] = static_cast<uint32_t>(ranks_of[node].size());
+  for (const uint32_t node : nodes) ++counts[node];
   const std::vector<size_t> order = in_file_order();
   ranges_ = choose_node_ranges(held_spans(order, nodes), counts, window_bytes, least_bytes);
+  deal_out(order);
+}
 
-  for (size_t node = 0; node < ranks; ++node) {
+void ExportLayout::stream(std::span<const uint32_t> nodes, uint64_t window_bytes) {
+  const size_t ranks = rows_.size();
+  if (nodes.size() != ranks || !nodes_.empty()) throw Error::invalid("a node is wanted for each rank, once");
+  nodes_.assign(ranks, 0);  // each rank is a writer for all
+  std::vector<uint64_t> bytes;
+  for (size_t file = 0; file < files_.size(); ++file) bytes.push_back(file_bytes(file));
+  ranges_.push_back(choose_stream_ranges(bytes, static_cast<uint32_t>(ranks), window_bytes));
+  deal_out(in_file_order());
+
+  messages_.resize(ranks);
+  uint64_t count = 0;
+  const auto end_of = [](const NodeRange& range) { return std::pair(range.file, range.end); };
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    for (const Row& row : rows_[rank]) {
+      const uint32_t file = tensors_[row.tensor].file;
+      auto range = std::ranges::upper_bound(ranges_[0], std::pair(file, row.begin), {}, end_of);
+      for (; range != ranges_[0].end() && range->file == file && range->begin < row.end; ++range) {
+        if (nodes[rank] == nodes[range->writer]) continue;
+        if (messages_[rank].insert({range->round, rank, range->writer}).second && ++count > kMostMessages) {
+          throw Error::invalid("ranks of many nodes hold parts of the same rows: more than " +
+                               std::to_string(kMostMessages) + " messages would bring them to one writer");
+        }
+        messages_[range->writer].insert({range->round, rank, range->writer});
+      }
+    }
+  }
+}
+
+std::vector<int64_t> ExportLayout::messages(uint32_t rank) const {
+  std::vector<int64_t> table;
+  for (const std::array<uint32_t, 3>& message : messages_.at(rank)) {
+    table.insert(table.end(), message.begin(), message.end());
+  }
+  return table;
+}
+
+// Gives each writer the tensors that its ranges hold.
+void ExportLayout::deal_out(std::span<const size_t> order) {
+  std::vector<std::vector<uint32_t>> ranks_of(nodes_.size());
+  for (uint32_t rank = 0; rank < nodes_.size(); ++rank) ranks_of[nodes_[rank]].push_back(rank);
+  for (size_t node = 0; node < ranges_.size(); ++node) {
     size_t first = 0;  // in `order`: the first tensor that ends behind the range
     for (const NodeRange& range : ranges_[node]) {
       rounds_ = std::max<uint64_t>(rounds_, uint64_t{range.round} + 1);
       const auto place = std::pair(range.file, range.begin);
-      while (std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place) ++first;
+      while (first < order.size() && std::pair(tensors_[order[first]].file, tensors_[order[first]].end) <= place)
+        ++first;
       std::vector<Row>& rows = joined_[ranks_of[node][range.writer]];
       for (size_t i = first; i < order.size(); ++i) {
         const Tensor& tensor = tensors_[order[i]];
@@ -222,15 +264,7 @@ void ExportLayout::join(std::span<const uint32_t> nodes, uint64_t window_bytes, 
 }
 
 std::vector<int64_t> ExportLayout::joined_ranges(uint32_t rank) const {
-  std::vector<int64_t> table;
-  if (rounds_ == 0) return table;
-  const std::vector<NodeRange>& ranges = ranges_[nodes_.at(rank)];
-  table.reserve(ranges.size() * NodeRange::kWords);
-  for (const NodeRange& range : ranges) {
-    table.insert(table.end(), {range.file, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end),
-                               range.writer, range.round, static_cast<int64_t>(range.at)});
-  }
-  return table;
+  return rounds_ == 0 ? std::vector<int64_t>() : range_rows(ranges_[nodes_.at(rank)]);
 }
 
 std::vector<int64_t> ExportLayout::joined_targets(uint32_t rank) const {

@@ -6,7 +6,9 @@
 // they lie as SafetensorsLayout orders them. Immutable, hence thread-safe.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -38,8 +40,15 @@ class ExportLayout {
                std::span<const Alias> aliases, std::span<const FileNumber> numbers = {});
 
   // Lets ranks of a node put ranges together (hf/node_ranges.h). `nodes`: a number below the number of ranks for each
-  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once.
+  // rank, equal for ranks that see each other's memory. Call it before any other method, at most once; or stream().
   void join(std::span<const uint32_t> nodes, uint64_t window_bytes, uint64_t least_bytes);
+  // The same for files of an object store, which takes each file in order from one rank: all of each file is a range of
+  // its writer, from its first byte on, its head included. Files are dealt out to the ranks evenly. `nodes`: as
+  // for join(). Bytes for a writer of another node travel in messages;
+  // throws Error(invalid) if these are too many.
+  void stream(std::span<const uint32_t> nodes, uint64_t window_bytes);
+  // The messages that the rank sends and receives, in order: rows of round, sender, writer.
+  std::vector<int64_t> messages(uint32_t rank) const;
   // The number of rounds, of the node that has most of them; 0 if no ranges are put together.
   uint64_t rounds() const { return rounds_; }
   // The ranges of the rank's node: rows of file, begin, end, writer, round, offset in the window.
@@ -80,13 +89,15 @@ class ExportLayout {
   };
   std::vector<size_t> in_file_order() const;
   std::vector<HeldSpan> held_spans(std::span<const size_t> order, std::span<const uint32_t> nodes) const;
+  void deal_out(std::span<const size_t> order);
 
   std::vector<File> files_;
   std::vector<Tensor> tensors_;
-  std::vector<std::vector<Row>> rows_;          // of each rank
-  std::vector<std::vector<Row>> joined_;        // of each rank: what it is the writer of
-  std::vector<uint32_t> nodes_;                 // of each rank; empty if nothing is joined
-  std::vector<std::vector<NodeRange>> ranges_;  // of each node
+  std::vector<std::vector<Row>> rows_;                       // of each rank
+  std::vector<std::vector<Row>> joined_;                     // of each rank: what it is the writer of
+  std::vector<uint32_t> nodes_;                              // of each rank; empty if nothing is joined
+  std::vector<std::vector<NodeRange>> ranges_;               // of each node
+  std::vector<std::set<std::array<uint32_t, 3>>> messages_;  // of each rank; see messages()
   uint64_t rounds_ = 0;
   uint64_t tensor_bytes_ = 0;
 };

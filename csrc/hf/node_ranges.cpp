@@ -79,4 +79,33 @@ std::vector<std::vector<NodeRange>> choose_node_ranges(std::span<const HeldSpan>
   return chosen;
 }
 
+std::vector<int64_t> range_rows(std::span<const NodeRange> ranges) {
+  std::vector<int64_t> table;
+  table.reserve(ranges.size() * NodeRange::kWords);
+  for (const NodeRange& range : ranges) {
+    table.insert(table.end(), {range.file, static_cast<int64_t>(range.begin), static_cast<int64_t>(range.end),
+                               range.writer, range.round, static_cast<int64_t>(range.at)});
+  }
+  return table;
+}
+
+std::vector<NodeRange> choose_stream_ranges(std::span<const uint64_t> file_bytes, uint32_t ranks,
+                                            uint64_t window_bytes) {
+  if (ranks == 0 || window_bytes == 0 || window_bytes % kBlock != 0)
+    throw Error::invalid("a window is of whole blocks");
+  std::vector<NodeRange> chosen;
+  std::vector<uint64_t> done(ranks);
+  for (uint32_t file = 0; file < file_bytes.size(); ++file) {
+    const auto writer = static_cast<uint32_t>(std::ranges::min_element(done) - done.begin());
+    const uint64_t end = align_up(file_bytes[file], kBlock);
+    for (uint64_t begin = 0; begin < end;) {
+      const uint64_t at = done[writer] % window_bytes, size = std::min(end - begin, window_bytes - at);
+      chosen.push_back({file, begin, begin + size, writer, static_cast<uint32_t>(done[writer] / window_bytes), at});
+      begin += size;
+      done[writer] += size;
+    }
+  }
+  return chosen;
+}
+
 }  // namespace vescale_ckpt::hf

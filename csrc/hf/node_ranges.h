@@ -37,4 +37,12 @@ struct NodeRange {
 std::vector<std::vector<NodeRange>> choose_node_ranges(std::span<const HeldSpan> spans, std::span<const uint32_t> ranks,
                                                        uint64_t window_bytes, uint64_t least_bytes);
 
+// As rows of file, begin, end, writer, round, offset in the window.
+std::vector<int64_t> range_rows(std::span<const NodeRange> ranges);
+
+// The ranges of files of an object store, which takes each file in order from one rank: all of each file, from its
+// first byte on, in the order of the files. The files are dealt out evenly to ranks, of which each is a writer.
+std::vector<NodeRange> choose_stream_ranges(std::span<const uint64_t> file_bytes, uint32_t ranks,
+                                            uint64_t window_bytes);
+
 }  // namespace vescale_ckpt::hf

@@ -14,8 +14,19 @@
 namespace vescale_ckpt::write {
 namespace {
 
-// How much of a window a thread fills at once, at most.
-constexpr uint64_t kFillStep = 1 << 20;
+// How much a thread copies or sums at once, at most.
+constexpr uint64_t kStep = 1 << 20;
+static_assert(kStep % format::kChecksumBlock == 0);
+
+// Calls `emit(begin, end)` for parts of a range of a file.
+template <typename Emit>
+void by_steps(uint64_t begin, uint64_t end, const Emit& emit) {
+  for (uint64_t at = begin; at < end;) {
+    const uint64_t next = std::min(end, align_down(at, kStep) + kStep);
+    emit(at, next);
+    at = next;
+  }
+}
 
 }  // namespace
 
@@ -25,6 +36,7 @@ SharedWriter::SharedWriter(std::vector<std::string> paths, std::span<const int64
       paths_(std::move(paths)),
       table_(targets.begin(), targets.end()),
       files_(paths_.size()),
+      remote_(!paths_.empty() && io::is_remote(paths_.front())),
       control_(paths_.empty() ? std::string() : paths_.front(), options.bytes_per_second) {
   uint64_t blocks = 0;
   for (io::TableCursor cursor(table_); !cursor.at_end(); cursor.next_row()) {
@@ -50,11 +62,10 @@ io::File* SharedWriter::opened(uint32_t file) {
   return files_[file].get();
 }
 
-TileSource SharedWriter::source_of(const Target& target, const std::byte* data, const io::Box& box) {
+TensorPlace SharedWriter::place_of(const Target& target, const io::Box& box, io::File* file) {
   const uint64_t begin = target.begin + box.begin(), end = target.begin + box.end();
-  const TensorPlace place{opened(target.file), target.begin, target.end, begin / format::kChecksumBlock,
-                          std::span(blocks_).subspan(target.first_block, format::cells(begin, end))};
-  return {place, data, &box};
+  return {file, target.begin, target.end, begin / format::kChecksumBlock,
+          std::span(blocks_).subspan(target.first_block, format::cells(begin, end))};
 }
 
 void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t> rows) {
@@ -79,7 +90,8 @@ void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t
     if (box.bytes() == 0) continue;
     const auto joined = ranges_in(target.file, target.begin + box.begin(), target.begin + box.end());
     const io::Box& kept = (joined.empty() ? boxes : boxes_).emplace_back(std::move(box));
-    TileSource source = source_of(target, data, kept);
+    TileSource source{place_of(target, kept, remote_ ? nullptr : opened(target.file)), data, &kept};
+    source.from = kept.begin();
     if (!joined.empty()) held_.push_back({source, target.file});
     for (const Range& range : joined) {  // what lies before it and behind the one before
       source.to = std::max(range.begin, target.begin) - target.begin;
@@ -88,6 +100,9 @@ void SharedWriter::write(std::span<const int64_t> table, std::span<const int64_t
     }
     source.to = UINT64_MAX;
     if (source.from < kept.end()) sources.push_back(source);
+    if (remote_ && !sources.empty()) {
+      throw Error::invalid("several writers cannot fill one file of an object store", cursor.row());
+    }
   }
   if (static_cast<size_t>(cursor.row()) != rows.size()) throw Error::invalid("as many boxes as tensors are wanted");
   write_all(sources);
@@ -139,6 +154,11 @@ void SharedWriter::join(std::span<const int64_t> ranges, uint32_t writer, uint64
   }
 }
 
+io::Box SharedWriter::box_of(const Target& target) {
+  constexpr int64_t kStride = 1;
+  return {1, target.sizes(0), target.sizes(1), target.sizes(2), std::span(&kStride, 1)};
+}
+
 std::span<const SharedWriter::Range> SharedWriter::ranges_in(uint32_t file, uint64_t begin, uint64_t end) const {
   const auto last = std::ranges::lower_bound(ranges_, std::pair(file, end), {}, &Range::place);
   auto first = std::ranges::upper_bound(ranges_.begin(), last, std::pair(file, begin), {}, &Range::place);
@@ -155,29 +175,84 @@ void SharedWriter::fill(uint64_t round, std::span<std::byte* const> windows) con
   };
   std::vector<Step> steps;
   for (const Held& held : held_) {
-    const TensorPlace& place = held.source.place;
-    const uint64_t begin = place.begin + held.source.box->begin(), end = place.begin + held.source.box->end();
-    for (const Range& range : ranges_in(held.file, begin, end)) {
-      if (range.round != round) continue;
-      const uint64_t stop = std::min(range.end, end);
-      for (uint64_t at = std::max(range.begin, begin); at < stop;) {
-        const uint64_t next = std::min(stop, align_down(at, kFillStep) + kFillStep);
-        steps.push_back({&held, &range, at, next});
-        at = next;
-      }
+    for (const Range& range : ranges_in(held.file, held.begin(), held.end())) {
+      if (range.round != round || windows[range.writer] == nullptr) continue;
+      by_steps(std::max(range.begin, held.begin()), std::min(range.end, held.end()),
+               [&](uint64_t begin, uint64_t end) { steps.push_back({&held, &range, begin, end}); });
     }
   }
-  if (steps.empty()) return;
+  in_parallel(steps.size(), [&](size_t number) {
+    const Step& step = steps[number];
+    const TileSource& source = step.held->source;
+    std::byte* out = windows[step.range->writer] + step.range->at + (step.begin - step.range->begin);
+    source.box->gather(out, step.begin - source.place.begin, step.end - source.place.begin, source.data);
+  });
+}
+
+void SharedWriter::in_parallel(size_t count, const std::function<void(size_t)>& body) const {
+  if (count == 0) return;
   std::atomic<size_t> taken{0};
-  const auto copy = [&](const std::atomic<bool>&) {
-    for (size_t number = taken++; number < steps.size(); number = taken++) {
-      const Step& step = steps[number];
-      const TileSource& source = step.held->source;
-      std::byte* out = windows[step.range->writer] + step.range->at + (step.begin - step.range->begin);
-      source.box->gather(out, step.begin - source.place.begin, step.end - source.place.begin, source.data);
+  const auto work = [&](const std::atomic<bool>& stop) {
+    for (size_t number = taken++; number < count && !stop; number = taken++) {
+      control_.check();
+      body(number);
     }
   };
-  run_workers(static_cast<unsigned>(std::min<size_t>(options_.threads, steps.size())), copy, options_.niceness);
+  run_workers(static_cast<unsigned>(std::min<size_t>(options_.threads, count)), work, options_.niceness);
+}
+
+std::vector<uint32_t> SharedWriter::sum() {
+  struct Step {
+    const TileSource* source;
+    uint64_t begin, end;  // in the tensor
+  };
+  std::vector<Step> steps;
+  for (const Held& held : held_) {
+    by_steps(held.begin(), held.end(), [&](uint64_t begin, uint64_t end) {
+      const uint64_t first = held.source.place.begin;
+      steps.push_back({&held.source, begin - first, end - first});
+    });
+  }
+  in_parallel(steps.size(), [&](size_t number) {
+    const auto& [source, begin, end] = steps[number];
+    const TensorPlace& place = source->place;
+    const io::Box& box = *source->box;
+    if (box.dense()) {
+      add_checksum(place, place.begin + begin, source->data + (begin - box.begin()), end - begin, nullptr);
+      return;
+    }
+    const auto scratch = std::make_unique_for_overwrite<std::byte[]>(end - begin);
+    box.gather(scratch.get(), begin, end, source->data);
+    box.runs(begin, end, [&](uint64_t at, int64_t, uint64_t bytes) {
+      add_checksum(place, place.begin + at, scratch.get() + (at - begin), bytes, nullptr);
+    });
+  });
+  std::vector<uint32_t> summed = blocks_;
+  std::ranges::fill(blocks_, 0);
+  return summed;
+}
+
+void SharedWriter::sum_window(uint64_t round, const std::byte* window) {
+  if (round >= sent_.size()) return;
+  struct Step {
+    TensorPlace place;
+    uint64_t at;  // in the file
+    const std::byte* data;
+    uint64_t bytes;
+  };
+  std::vector<Step> steps;
+  for (const Sent& sent : sent_[round]) {
+    const Target& target = targets_[sent.target];
+    const io::Box box = box_of(target);
+    const TensorPlace place = place_of(target, box, nullptr);
+    by_steps(target.begin + box.begin(), target.begin + box.end(), [&](uint64_t begin, uint64_t end) {
+      steps.push_back({place, begin, window + sent.range->at + (begin - sent.range->begin), end - begin});
+    });
+  }
+  in_parallel(steps.size(), [&](size_t number) {
+    const Step& step = steps[number];
+    add_checksum(step.place, step.at, step.data, step.bytes, nullptr);
+  });
 }
 
 void SharedWriter::send(uint64_t round, const std::byte* window) {
@@ -186,11 +261,9 @@ void SharedWriter::send(uint64_t round, const std::byte* window) {
   std::vector<TileSource> sources;
   for (const Sent& sent : sent_[round]) {
     const Target& target = targets_[sent.target];
-    constexpr int64_t kStride = 1;
-    const io::Box& box =
-        boxes.emplace_back(1, target.sizes(0), target.sizes(1), target.sizes(2), std::span(&kStride, 1));
+    const io::Box& box = boxes.emplace_back(box_of(target));
     const uint64_t at = sent.range->at + (target.begin + box.begin() - sent.range->begin);
-    sources.push_back(source_of(target, window + at, box));
+    sources.push_back({place_of(target, box, opened(target.file)), window + at, &box});
   }
   write_all(sources);
 }

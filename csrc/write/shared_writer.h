@@ -6,12 +6,17 @@
 // and then, when all have, each writer sends its own window (send). So a range is written in one piece whatever the
 // boxes.
 //
+// Files of a remote store take bytes in order, from one writer. There the ranges are all of the files, and nothing is
+// written here: whoever calls fill() gives the windows to files of its own. Such a file begins with the checksums of
+// its tensors, so these are taken beforehand (sum), and once more of what the windows hold (sum_window).
+//
 // One thread calls a SharedWriter, which runs workers of its own. Other threads may call progress() and cancel(); and
 // one may be in fill() while another is in send().
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -31,7 +36,8 @@ class SharedWriter {
   SharedWriter(std::vector<std::string> paths, std::span<const int64_t> targets, const io::EngineOptions& options);
 
   // `table`: of memory, as for FileWriter::write (write/table.h); `rows`: which target each row of it is written to.
-  // Throws Error: io, full, cancelled, or invalid with the row of the table.
+  // Throws Error: io, full, cancelled, or invalid with the row of the table, also for bytes of a remote file that are
+  // in no range.
   void write(std::span<const int64_t> table, std::span<const int64_t> rows);
 
   // `ranges`: what the ranks of the node put together: rows of file, begin, end, writer, round, offset in the writer's
@@ -40,10 +46,17 @@ class SharedWriter {
   // Call it before write(), at most once. Throws Error(invalid, row).
   void join(std::span<const int64_t> ranges, uint32_t writer, uint64_t window_bytes, size_t first_target);
   // Copies what write() was given, and left out, into the windows of the round, one of each writer, of `window_bytes`.
+  // What belongs into a window that is null is left out.
   // The memory given to write() must not have changed.
   void fill(uint64_t round, std::span<std::byte* const> windows) const;
   // Writes this writer's window of the round. Throws as write() does.
   void send(uint64_t round, const std::byte* window);
+
+  // For remote files: what the boxes that write() was given contribute to the checksums of blocks, as finish() returns
+  // it. The memory given to write() must not have changed.
+  std::vector<uint32_t> sum();
+  // Adds what the window of this writer holds to what finish() returns, instead of send().
+  void sum_window(uint64_t round, const std::byte* window);
 
   // Syncs if asked to. Returns what this writer contributes to the checksums of blocks (write/tiles.h): for each target
   // a word for each cell of its file from its first byte to its last.
@@ -74,6 +87,8 @@ class SharedWriter {
   struct Held {  // a box that write() was given
     TileSource source;
     uint32_t file;
+    uint64_t begin() const { return source.place.begin + source.box->begin(); }  // in the file
+    uint64_t end() const { return source.place.begin + source.box->end(); }
   };
   // A part of a target that this writer sends, and the range that it is in.
   struct Sent {
@@ -81,10 +96,13 @@ class SharedWriter {
     const Range* range;
   };
   io::File* opened(uint32_t file);
-  TileSource source_of(const Target& target, const std::byte* data, const io::Box& box);
+  TensorPlace place_of(const Target& target, const io::Box& box, io::File* file);
+  static io::Box box_of(const Target& target);  // of one that is a part of a range
   // The ranges that have bytes of [begin, end) of the file, in rising order.
   std::span<const Range> ranges_in(uint32_t file, uint64_t begin, uint64_t end) const;
   void write_all(std::vector<TileSource>& sources);
+  // Calls `body(number)` for all numbers below `count`, by several threads.
+  void in_parallel(size_t count, const std::function<void(size_t)>& body) const;
 
   const io::EngineOptions options_;
   const std::vector<std::string> paths_;
@@ -97,6 +115,7 @@ class SharedWriter {
   std::vector<std::vector<Sent>> sent_;  // by round
   std::deque<io::Box> boxes_;            // of held_
   std::vector<Held> held_;               // has bytes in ranges_
+  const bool remote_;
   io::TransferStats stats_;
   io::TransferControl control_;
 };

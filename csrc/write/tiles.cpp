@@ -292,7 +292,7 @@ class Tiles {
     } else {
       flight.transfer.data = const_cast<std::byte*>(contiguous(first));
       for (const Part& part : parts_of(segment)) {
-        checksum(part.source->place, part.begin, contiguous(part), part.bytes(), nullptr);
+        add_checksum(part.source->place, part.begin, contiguous(part), part.bytes(), nullptr);
       }
     }
     if (segment.waiter == 0) return;
@@ -316,10 +316,10 @@ class Tiles {
         source.framing->write_epilogue(format::joined_crc(source.place.begin, source.place.end, source.place.blocks),
                                        out);
       } else if (const std::byte* data = contiguous(part)) {
-        checksum(source.place, part.begin, data, part.bytes(), out);
+        add_checksum(source.place, part.begin, data, part.bytes(), out);
       } else {
         source.box->gather(out, part.body(), part.body() + part.bytes(), source.data);
-        checksum(source.place, part.begin, out, part.bytes(), nullptr);
+        add_checksum(source.place, part.begin, out, part.bytes(), nullptr);
       }
     }
     std::memset(slot + (at - segment.begin), 0, segment.end - at);
@@ -334,7 +334,7 @@ class Tiles {
     if (flight.slot) source.box->gather(flight.slot->data(), begin, end, source.data);
     source.box->runs(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
       const std::byte* data = flight.slot ? flight.slot->data() + (at - begin) : source.data + memory;
-      checksum(source.place, source.place.begin + at, data, bytes, nullptr);
+      add_checksum(source.place, source.place.begin + at, data, bytes, nullptr);
       if (last.size != 0) {
         io::write_exactly(*last.file, last.offset, {last.data, last.size});
         flight.moved_before += last.size;
@@ -343,26 +343,6 @@ class Tiles {
       last.data = const_cast<std::byte*>(data);
       last.size = last.needed = bytes;
     });
-  }
-
-  // Adds a tensor's bytes, which lie at `at` in the file, to the checksums of its blocks, copying them on the way if
-  // there is where to. A prologue has no checksums.
-  static void checksum(const TensorPlace& place, uint64_t at, const std::byte* data, uint64_t bytes, std::byte* out) {
-    if (place.blocks.empty() || at < place.begin) {
-      if (out != nullptr) std::memcpy(out, data, bytes);
-      return;
-    }
-    for (const uint64_t end = at + bytes; at < end;) {
-      const uint64_t block_end = std::min(place.end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
-      const uint64_t next = std::min(end, block_end), size = next - at;
-      const uint32_t crc = out != nullptr ? copy_crc32(out, data, size, 0) : crc32(0, data, size);
-      const uint32_t moved = next == block_end ? crc : crc32_combine(crc, 0, block_end - next);
-      std::atomic_ref(place.blocks[at / format::kChecksumBlock - place.first_cell])
-          .fetch_xor(moved, std::memory_order_relaxed);
-      data += size;
-      if (out != nullptr) out += size;
-      at = next;
-    }
   }
 
   const bool shared_;
@@ -395,6 +375,24 @@ const io::EngineOptions& usable_for_writing(const io::EngineOptions& options) {
     throw Error::invalid("niceness " + std::to_string(options.niceness) + ": 0 to 19 is wanted");
   }
   return options;
+}
+
+void add_checksum(const TensorPlace& place, uint64_t at, const std::byte* data, uint64_t bytes, std::byte* out) {
+  if (place.blocks.empty() || at < place.begin) {
+    if (out != nullptr) std::memcpy(out, data, bytes);
+    return;
+  }
+  for (const uint64_t end = at + bytes; at < end;) {
+    const uint64_t block_end = std::min(place.end, align_down(at, format::kChecksumBlock) + format::kChecksumBlock);
+    const uint64_t next = std::min(end, block_end), size = next - at;
+    const uint32_t crc = out != nullptr ? copy_crc32(out, data, size, 0) : crc32(0, data, size);
+    const uint32_t moved = next == block_end ? crc : crc32_combine(crc, 0, block_end - next);
+    std::atomic_ref(place.blocks[at / format::kChecksumBlock - place.first_cell])
+        .fetch_xor(moved, std::memory_order_relaxed);
+    data += size;
+    if (out != nullptr) out += size;
+    at = next;
+  }
 }
 
 void write_tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,

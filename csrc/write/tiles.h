@@ -63,6 +63,10 @@ enum class TileEdges {
   shared,  // others write to the same files, and perhaps to the same blocks
 };
 
+// Adds a tensor's bytes, which lie at `at` in the file, to the checksums of its blocks, copying them on the way if
+// there is where to. A prologue has no checksums. Thread-safe.
+void add_checksum(const TensorPlace& place, uint64_t at, const std::byte* data, uint64_t bytes, std::byte* out);
+
 // Writes them all. Within a file sources come in rising order and do not overlap; sources of one file follow each
 // other. They, and what they point to, live until this returns. Throws the first Error.
 void write_tiles(std::span<const TileSource> sources, TileEdges edges, const io::EngineOptions& options,

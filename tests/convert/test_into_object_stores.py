@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_proxy import FaultProxy, Rule
 from rank_pool import run_ranks
 
 import vescale_ckpt
@@ -154,3 +155,28 @@ def test_damage_in_the_source_leaves_nothing(url: str, source: Path) -> None:
         with pytest.raises(CorruptCheckpointError):
             vescale_ckpt.convert(source, url + to, format=format)  # type: ignore[arg-type]
     assert names(url) == set()
+
+
+def test_a_file_that_is_replaced_is_the_new_one_or_an_error_is_raised(
+    fault_proxy: FaultProxy, bucket_url: str, source: Path, tmp_path: Path
+) -> None:
+    def into(path: Path) -> None:
+        vescale_ckpt.convert(path, f"{bucket_url}/one.safetensors", format="safetensors", overwrite=True)
+
+    def content() -> bytes:
+        return directory_at(bucket_url).read("one.safetensors")
+
+    into(source)
+    before = content()
+    vescale_ckpt.save(tmp_path / "other", {name: value + 1 for name, value in state().items()})
+    vescale_ckpt.convert(tmp_path / "other", tmp_path / "one.safetensors", format="safetensors")
+    after = (tmp_path / "one.safetensors").read_bytes()
+    assert len(after) == len(before)
+    fault_proxy.add(Rule("denied", kind="complete_upload", times=100))
+    with pytest.raises(CheckpointError, match="denied"):
+        into(tmp_path / "other")
+    fault_proxy.clear()
+    assert content() == before
+    fault_proxy.add(Rule("lost_answer", kind="complete_upload"))
+    into(tmp_path / "other")
+    assert content() == after

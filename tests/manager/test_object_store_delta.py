@@ -14,13 +14,15 @@ import torch.distributed.checkpoint as dcp
 from damage import blank, same
 
 import vescale_ckpt
-from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
+from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
 from vescale_ckpt._convert.copy import copy
 from vescale_ckpt._native.commit import remove_leftovers
-from vescale_ckpt._native.names import MARK_NAME
-from vescale_ckpt._storage import use_notes
+from vescale_ckpt._native.names import MARK_NAME, METADATA_NAME
+from vescale_ckpt._storage import leftovers, use_notes
 from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._storage.leftovers import SAVE_GRACE
+from vescale_ckpt.cli import main
+from vescale_ckpt.manager import step_directories
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 State = dict[str, Any]
@@ -150,3 +152,47 @@ def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
         manager.save(3, lora(3, 7))
         assert manager.steps() == [3]
     assert not data_files(f"{url}/step-0"), "nobody names it"
+
+
+def test_prune_leaves_what_kept_steps_name(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_steps(url, range(4))
+    assert main(["prune", url, "--keep", "2", "--dry-run"]) == 0
+    assert "would remove 2, 2 stay" in capsys.readouterr().out and names(f"{url}/step-1")
+    assert main(["prune", url, "--keep", "2"]) == 0
+    assert "removed 2, 2 stay" in capsys.readouterr().out
+    (kept,) = data_files(f"{url}/step-0")
+    assert names(f"{url}/step-0") == {kept, MARK_NAME} and not names(f"{url}/step-1")
+    assert loads(f"{url}/step-2", lora(2)) and loads(f"{url}/step-3", lora(3))
+    # A base of its own from now on: then nobody names the old object.
+    save_steps(url, range(4, 6), frozen=1)
+    assert main(["prune", url, "--keep", "2"]) == 0
+    assert loads(f"{url}/step-4", lora(4, 1)) and loads(f"{url}/step-5", lora(5, 1))
+    assert CheckpointManager(url).steps() == [4, 5]
+    assert not any(names(f"{url}/step-{step}") for step in range(1, 4)) and kept in names(f"{url}/step-0")
+    with pytest.MonkeyPatch.context() as patch:  # it goes when it is a day old
+        patch.setattr(step_directories, "SAVE_GRACE", 0.0)
+        patch.setattr(leftovers, "SAVE_GRACE", 0.0)
+        assert main(["repair", url]) == 0
+    assert not data_files(f"{url}/step-0")
+    assert loads(f"{url}/step-5", lora(5, 1))
+
+
+def test_conversions_and_copies_of_a_step_need_no_other(url: str, tmp_path: Path) -> None:
+    save_steps(url, range(2))
+    step, expected = f"{url}/step-1", lora(1)
+    convert(step, tmp_path / "dcp", format="dcp")
+    convert(step, f"{url}/dcp", format="dcp")
+    assert main(["convert", step, f"{url}/model", "--format", "safetensors"]) == 0
+    assert main(["copy", step, f"{url}/copy"]) == 0
+    assert main(["copy", step, str(tmp_path / "copy")]) == 0
+    convert(step, step + "-again", format="dcp")
+    for name in data_files(f"{url}/step-0"):
+        directory_at(f"{url}/step-0").remove(name)
+    for path in (tmp_path / "dcp", f"{url}/dcp", f"{url}/copy", tmp_path / "copy", step + "-again"):
+        assert loads(str(path), expected) and vescale_ckpt.verify(path).ok, path
+    tensors = {name: expected[name] for name in ("frozen", "adapter")}
+    assert loads(f"{url}/model", tensors)
+    # A damaged base is found by whatever reads it.
+    for command in (["verify", step], ["copy", step, f"{url}/other"], ["convert", step, f"{url}/npz.npz"]):
+        assert main(command) != 0
+    assert METADATA_NAME not in names(f"{url}/other") and not names(f"{url}/npz.npz")

@@ -71,9 +71,11 @@ class CollectiveExport(CollectiveSave):
             steps.raise_together("make files")
         count, token, *made = unpack(answer)
         if made:
-            locations, rounds, ranks, ranges, targets = made
+            locations, rounds, ranks, ranges, targets, messages = made
             table = _C.export_targets(items.description.inventory, items.local_plan, locations) + targets
-            joined = JoinedRanges(int(rounds), [*words(ranks)], ranges, len(items)) if int(rounds) else None
+            joined = None
+            if int(rounds):
+                joined = JoinedRanges(int(rounds), [*words(ranks)], self._unpacked(ranges), len(items), messages)
             part = items.exports[save.wanted] = ExportPart(token.decode(), self._tied, table, joined)
         self._joined = part.joined
         save.write_to(int(count), token.decode(), part.targets)
@@ -91,27 +93,45 @@ class CollectiveExport(CollectiveSave):
             return [start] * self.exchange.size
         domains, ties = [message[0] for message in of_all], [message[1:] for message in of_all]
         made = save.layout_of(planned, {name: kept for names in ties for name, kept in _pairs(names).items()})
-        if self.exchange.size > 1:
-            made.join([domains.index(domain) for domain in domains], WINDOW_BYTES, LEAST_BYTES)
+        self._choose_ranges(made, [domains.index(domain) for domain in domains])
         token = save.make_files(made)
         planned.exports[save.wanted] = token, made
         begin = str(len(made.file_bytes)).encode(), token.encode()
         answers = []
         for rank, domain in enumerate(domains):
             ranks = int_table([other for other in range(len(domains)) if domains[other] == domain]).tobytes()
-            joined = made.joined_ranges(rank), made.joined_targets(rank)
+            joined = self._ranges(made, rank), made.joined_targets(rank), self._messages(made, rank)
             answers.append(pack(*begin, made.record_locations(rank), str(made.rounds).encode(), ranks, *joined))
         return answers
 
+    def _choose_ranges(self, made: _C.ExportLayout, nodes: list[int]) -> None:
+        """Chooses what ranks put together. `nodes`: a number for each rank, equal where ranks share memory."""
+        if self.exchange.size > 1:
+            made.join(nodes, WINDOW_BYTES, LEAST_BYTES)
+
+    def _ranges(self, made: _C.ExportLayout, rank: int) -> bytes:
+        """From what `_unpacked` makes the ranges of the rank's node."""
+        return made.joined_ranges(rank)
+
+    def _unpacked(self, ranges: bytes) -> bytes:
+        return ranges
+
+    def _messages(self, made: _C.ExportLayout, rank: int) -> bytes:
+        """What the rank sends to other nodes, or receives from them."""
+        return b""
+
     def _write_and_commit(self) -> None:
-        if (joined := self._joined) is not None:
-            ready = self.steps.error is None and self._is_in_one_table()
+        if self._joined is not None:
             with phase("write", "share memory"):
-                rounds = JoinedWrite.begin(self.exchange, self.steps.phase("write together"), joined, ready)
-            if rounds is not None:
-                self._rounds = rounds
-                self._save.join(joined, WINDOW_BYTES, rounds.run)
+                self._share_memory(self._joined)
         super()._write_and_commit()
+
+    def _share_memory(self, joined: JoinedRanges) -> None:
+        ready = self.steps.error is None and self._is_in_one_table()
+        rounds = JoinedWrite.begin(self.exchange, self.steps.phase("write together"), joined, ready)
+        if rounds is not None:
+            self._rounds = rounds
+            self._save.join(joined, WINDOW_BYTES, rounds.run)
 
     def _is_in_one_table(self) -> bool:
         """Whether one table tells where all of this rank's tensors are in host memory."""

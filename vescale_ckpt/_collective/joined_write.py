@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-from .._engine import _C
 from .._observe.timeline import phase
 from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections, tensor_over
@@ -21,6 +21,16 @@ LEAST_BYTES = 1 << 20  #: of a node, below which nothing is put together
 _FINE, _FAILED = 0, 1
 
 
+class _Files(Protocol):
+    """What takes part with this rank's bytes: `_C.SharedWriter`, for instance. Windows are given by address."""
+
+    def fill(self, round: int, windows: list[int], /) -> None:
+        """Copies this rank's bytes of the round into the windows of all writers."""
+
+    def send(self, round: int, window: int, /) -> None:
+        """Writes this rank's window."""
+
+
 class JoinedWrite:
     """The rounds of one save. All ranks take each round, or none. `begin` makes it.
 
@@ -33,7 +43,7 @@ class JoinedWrite:
         self._phase = doing
         self._joined = joined
         self._memory = memory
-        self._files: _C.SharedWriter | None = None
+        self._files: _Files | None = None
         self._error: BaseException | None = None
         self._node_is_fine = True
         self._ran = False
@@ -42,17 +52,24 @@ class JoinedWrite:
     def begin(cls, exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> JoinedWrite | None:
         """Shares memory with the other ranks of the node. `ready`: whether this rank can take part. None on all ranks
         if one cannot: then each rank writes its own bytes."""
+        memory, error = cls.share_memory(exchange, doing, joined, ready)
+        if error is not None:
+            logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
+        return None if memory is None else cls(exchange, doing, joined, memory)
+
+    @staticmethod
+    def share_memory(
+        exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool
+    ) -> tuple[NodeBuffer | None, Exception | None]:
+        """As `open_on_all`."""
 
         def make() -> NodeBuffer:
             return NodeBuffer([WINDOW_BYTES, WINDOW_BYTES])
 
         near = [rank for rank in joined.ranks if rank != exchange.rank]
-        memory, error = open_on_all(exchange, doing, make, near, ready)
-        if error is not None:
-            logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
-        return None if memory is None else cls(exchange, doing, joined, memory)
+        return open_on_all(exchange, doing, make, near, ready)
 
-    def run(self, files: _C.SharedWriter) -> None:
+    def run(self, files: _Files) -> None:
         """Takes all rounds. `files` have what this rank contributes. Raises this rank's error only."""
         self._files = files
         self._take_rounds()
@@ -78,20 +95,27 @@ class JoinedWrite:
         count = self._joined.rounds
         self._fill(0)
         for first in range(0, count, ROUNDS_BETWEEN_CHECKS):
-            stop = min(count, first + ROUNDS_BETWEEN_CHECKS)
-            with self._exchange.peers(f"rounds {first} to {stop - 1} of {count}", self._phase) as peers:
-                for number in range(first, stop):
-                    peers.progress(number)
-                    # All ranks of the node have filled the windows of this round, and sent those of the last one.
-                    self._meet(peers)
-                    filled = pool.submit(self._fill, number + 1) if number + 1 < count else None
-                    self._send(number)
-                    if filled is not None:
-                        filled.result()
-            if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
+            rounds = range(first, min(count, first + ROUNDS_BETWEEN_CHECKS))
+            if self._exchange.size == 1:
+                self._take(rounds, pool, None)
+                continue
+            with self._exchange.peers(f"rounds {first} to {rounds[-1]} of {count}", self._phase) as peers:
+                self._take(rounds, pool, peers)
+            if rounds.stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
                 return
 
-    def _meet(self, peers: Connections) -> None:
+    def _take(self, rounds: range, pool: ThreadPoolExecutor, peers: Connections | None) -> None:
+        for number in rounds:
+            if peers is not None:
+                peers.progress(number)
+                # All ranks of the node have filled the windows of this round, and sent those of the last one.
+                self._meet(peers, number)
+            filled = pool.submit(self._fill, number + 1) if number + 1 < self._joined.rounds else None
+            self._send(number)
+            if filled is not None:
+                filled.result()
+
+    def _meet(self, peers: Connections, number: int) -> None:
         """Waits for the other ranks of the node. Learns whether one has failed."""
         others = [rank for rank in self._joined.ranks if rank != self._exchange.rank]
         said = tensor_over(bytearray([_FINE if self._error is None else _FAILED]))
@@ -103,14 +127,21 @@ class JoinedWrite:
         if any(word[0] != _FINE for word in received):
             self._node_is_fine = False
 
+    def _window(self, rank: int, number: int) -> int:
+        memory = self._memory[number] if rank == self._exchange.rank else self._memory.neighbour(rank, number)
+        return memory.data_ptr()
+
+    def _windows(self, number: int) -> list[int]:
+        """The addresses of the writers' windows in a round."""
+        return [self._window(rank, number) for rank in self._joined.ranks]
+
     def _fill(self, number: int) -> None:
-        files, memory = self._files, self._memory
+        self._fill_windows(number, self._windows(number))
+
+    def _fill_windows(self, number: int, windows: list[int]) -> None:
+        files = self._files
         if self._error is None and self._node_is_fine and files is not None:
             try:
-                windows = [
-                    (memory[number] if rank == self._exchange.rank else memory.neighbour(rank, number)).data_ptr()
-                    for rank in self._joined.ranks
-                ]
                 files.fill(number, windows)
             except BaseException as error:
                 self._error = error

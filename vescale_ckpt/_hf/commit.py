@@ -11,6 +11,9 @@ removed:
 Steps after the commit change nothing for readers, and raise no error: files of the old model are removed, and files
 with spare names get usual ones. For that each gets its usual name as a second name, a second index names these, and
 the spare names are removed.
+
+In an object store nothing can be renamed. There the files have names that no other save has, and an index always names
+them: one request that makes it commits.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from .._engine.errors import named_system_errors
 from .._storage import locks
 from .._storage.directory import directory_at
 from .._storage.pending import Pending
+from .._storage.urls import is_url
 from ..errors import CheckpointError
 from .names import (
     INDEX_NAME,
@@ -79,6 +83,34 @@ def replace_model(files: Pending, index: IndexOf) -> None:
                 _remove_indexes(directory, before)
         except Exception as error:  # an export that has committed must not fail here
             logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
+
+
+def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bool) -> None:
+    """Makes the objects `names`, which are complete, the model of a folder in an object store.
+
+    Raises `CheckpointError` if the folder holds a model that must not be replaced, and OSError.
+    """
+    storage = directory_at(directory)
+    before = _look(directory)
+    if not overwrite and SINGLE_NAME in before.names:
+        raise holds_model(directory)
+    storage.commit(INDEX_NAME, index, overwrite)
+    if SINGLE_NAME in before.names:  # readers prefer it to an index
+        storage.remove(SINGLE_NAME)
+    try:
+        _remove_models(directory, before, names)
+    except Exception as error:  # an export that has committed must not fail here
+        logger.warning("the export to %s is complete, but not all cleaned up after: %r", directory, error)
+
+
+def holds_model(directory: str) -> CheckpointError:
+    return CheckpointError(f"{directory} holds a model already and overwrite=False", path=directory)
+
+
+def is_named(directory: str, name: str) -> bool | None:
+    """Whether the index in a folder names a file. None if the index cannot be read."""
+    named = _named(directory)
+    return None if named is None else name in named
 
 
 def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
@@ -145,7 +177,17 @@ def _remove_indexes(directory: str, before: _Before) -> None:
 
 
 def _look(directory: str) -> _Before:
-    return _Before(frozenset(directory_at(directory).names()), frozenset(_named(directory) or ()))
+    return _Before(frozenset(names_in(directory)), frozenset(_named(directory) or ()))
+
+
+def names_in(directory: str) -> list[str]:
+    """All names in a folder. None are there if it is in an object store and nothing was written yet."""
+    try:
+        return directory_at(directory).names()
+    except FileNotFoundError:
+        if not is_url(directory):
+            raise
+        return []
 
 
 def _named(directory: str) -> set[str] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
@@ -15,8 +16,17 @@ from .._storage import leftovers
 from .._storage.directory import directory_at
 from .._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
 from .._storage.pending import Pending, new_token
-from .commit import IndexOf, check_replaceable, replace_model
-from .names import INDEX_NAME, file_names, is_model_file, is_temporary_index, temporary_name, token_of
+from .._storage.urls import is_url
+from .commit import IndexOf, check_replaceable, is_named, names_in, replace_model
+from .names import (
+    INDEX_NAME,
+    file_names,
+    is_model_file,
+    is_temporary_index,
+    temporary_name,
+    token_of,
+    token_of_object,
+)
 
 _UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
@@ -116,6 +126,8 @@ class ExportFolder:
 
 def left_by_exports(directory: str) -> list[Leftover]:
     """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
+    if is_url(directory):
+        return _left_in_store(directory)
     exports: dict[str, list[str]] = {}
     found: list[Leftover] = []
     for name in sorted(directory_at(directory).names()):
@@ -125,3 +137,16 @@ def left_by_exports(directory: str) -> list[Leftover]:
         elif is_temporary_index(name):
             found.append(Leftover([path], None, SMALL_FILE_GRACE))
     return found + [Leftover(paths, paths[0], SAVE_GRACE) for paths in exports.values()]
+
+
+def _left_in_store(directory: str) -> list[Leftover]:
+    """The same in an object store: files of saves that the index does not name."""
+    saves: dict[str, list[str]] = {}
+    for name in sorted(names_in(directory)):
+        if (token := token_of_object(name)) is not None:
+            saves.setdefault(token, []).append(os.path.join(directory, name))
+
+    def is_model(first: str) -> bool:
+        return is_named(directory, os.path.basename(first)) is not False
+
+    return [Leftover(paths, None, SAVE_GRACE, partial(is_model, paths[0])) for paths in saves.values()]

@@ -40,6 +40,8 @@ class JoinedRanges:
     ranks: Sequence[int]  #: of the node, rising: its writers
     ranges: bytes  #: as `_C.SharedWriter.join` takes them
     first_target: int  #: of the targets, those that this rank writes for all
+    #: in an object store, where writers may be on any node: bytes for other nodes, rows of round, sender, writer
+    messages: bytes = b""
 
 
 class ExportPart(NamedTuple):

@@ -54,8 +54,9 @@ def open_on_all(
         error = raised
     if exchange.agree([int(memory is not None)], f"{phase}: take memory") == [1]:
         assert memory is not None
-        with exchange.peers("open buffers", phase) as peers:
-            error = memory.open_neighbours(peers, near)
+        if exchange.size > 1:
+            with exchange.peers("open buffers", phase) as peers:
+                error = memory.open_neighbours(peers, near)
         if exchange.agree([int(error is None)], phase) == [1]:
             memory.close()
             return memory, None

@@ -36,7 +36,8 @@ from .object_clients import (
 from .use_notes import UseNote
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
-_OUR_DATA_FILE = re.compile(r"/__\d+_[0-9a-f]{8}(_\d+)?\.distcp$")
+# Names that are random, so that no save writes to one again.
+_OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
 _ATTEMPTS = 3  # to read a range of the length that was asked for, or a whole list
 
@@ -70,12 +71,13 @@ class Client:
             found, _ = self.get((0, 1))  # the answer to HEAD has no body, that to GET says why
         return found
 
-    def has_bytes(self, size: int) -> bool:
-        """Whether there is an object of that size. Raises nothing."""
+    def version(self) -> tuple[Any, ...] | None:
+        """What tells versions of the object apart, its size first. None if there is none."""
         try:
-            return bool(self.head()["size"] == size)
-        except OSError:
-            return False
+            found = self.head()
+        except ObjectMissingError:
+            return None
+        return found["size"], found["e_tag"], found["last_modified"]
 
     def get(self, part: Any = None, etag: str | None = None) -> tuple[dict[str, Any], Callable[[], Any]]:
         """What is known of the object, and a function that reads it, or a `part` of it (obstore's ranges)."""
@@ -386,8 +388,10 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file: in one request if it has one part."""
-    sent = _Sent()
+    sent, before = _Sent(), None
     try:
+        if _OUR_DATA_FILE.search(client.url) is None:
+            before = client.version()
         first = window.next()
         second = None if first is None else window.next()
         if first is None or second is None:
@@ -397,10 +401,12 @@ def _send(client: Client, window: _C.PartWindow) -> None:
             del first, second  # each part is released when it is sent
             client.put_parts(sent.all_of(ready, window), window.part_bytes)
     except BaseException as error:
-        # The answer to the last request may have been lost. The name is random, so what is there is this file.
-        if sent.total and client.has_bytes(sent.total):
-            window.uploaded()
-            return
+        # The answer to the last request may have been lost. What is there now and was not before is this file.
+        with contextlib.suppress(OSError):
+            there = client.version() if sent.total else None
+            if there is not None and there != before and there[0] == sent.total:
+                window.uploaded()
+                return
         window.fail(str(error), getattr(error, "errno", None) or errno.EIO)
     else:
         window.uploaded()

@@ -25,7 +25,7 @@ from ..errors import CheckpointError
 from ..reports import SaveStats
 from .rank_save import RankSave, SaveOptions
 
-_NOT_PLACED = (0, 0, -1)  # in place of offset, length and CRC-32 of a tensor, which exports do not need
+NOT_PLACED = (0, 0, -1)  #: in place of offset, length and CRC-32 of a tensor, which exports do not need
 
 
 class ExportSave(RankSave):
@@ -43,7 +43,7 @@ class ExportSave(RankSave):
         self._files: _C.SharedWriter | None = None
         self._written = 0
         #: What ranks of a node put together, and the step that does so; None: each rank writes its own bytes.
-        self._joined: tuple[JoinedRanges, int, Callable[[_C.SharedWriter], None]] | None = None
+        self._joined: tuple[JoinedRanges, int, Callable[[Any], None]] | None = None
 
     @property
     def wanted(self) -> tuple[Any, ...]:
@@ -56,8 +56,8 @@ class ExportSave(RankSave):
             raise CheckpointError("safetensors files are written by all ranks together", path=path)
         refuse(
             path,
-            "a save with format='safetensors', whose files all ranks write together,",
-            "Save it with format='dcp', and convert it (vescale_ckpt.convert), also from the store to the store",
+            "a model in format='safetensors' that is saved in the steps of dcp.save",
+            "vescale_ckpt.save(path, state, format='safetensors') saves it there, without a planner of your own",
         )
         directory_at(path).make()
         if not self.options.overwrite and holds_export(path):
@@ -98,7 +98,7 @@ class ExportSave(RankSave):
         self._paths = [os.path.join(self.options.path, temporary_name(name, token)) for name in names]
         self._targets = table
 
-    def join(self, joined: JoinedRanges, window_bytes: int, step: Callable[[_C.SharedWriter], None]) -> None:
+    def join(self, joined: JoinedRanges, window_bytes: int, step: Callable[[Any], None]) -> None:
         """Lets ranks of a node put ranges together. All tensors must then be written by one `write_table`. `step` takes
         the rounds; it is called once, unless this rank fails before."""
         self._joined = joined, window_bytes, step
@@ -131,7 +131,7 @@ class ExportSave(RankSave):
                 if len(rows) != self._joined[0].first_target:
                     raise CheckpointError("ranks that put tensors together have all of theirs in one table")
                 self._take_rounds()
-        return list(_NOT_PLACED) * len(rows)
+        return list(NOT_PLACED) * len(rows)
 
     def _take_rounds(self) -> None:
         assert self._files is not None and self._joined is not None

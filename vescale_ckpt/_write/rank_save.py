@@ -54,6 +54,8 @@ class RankSave(ABC):
     """
 
     name = ""  #: of the open file, if only this rank writes to it
+    #: whether the memory of tables is read in `finish`, too; else `write_table` has read it when it returns
+    reads_in_finish = False
 
     def __init__(self, options: SaveOptions) -> None:
         self.options = options

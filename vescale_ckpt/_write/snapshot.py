@@ -50,6 +50,7 @@ class StagedPlan:
         self._object_keys = items.objects()
         self._objects = [objects.dump(items.description.objects[key], key) for key in self._object_keys]
         self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
+        self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # of these, until the save has read them
         self._guarded_rows: Sequence[int] = []
         self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
         self._early_bytes = 0
@@ -89,9 +90,10 @@ class StagedPlan:
 
     def _release(self) -> None:
         """Frees the snapshots, which the traceback of an error would keep alive."""
-        for _, snapshot in self._copies:
+        for _, snapshot in (*self._copies, *self._written):
             snapshot.release()
         self._copies.clear()
+        self._written.clear()
 
     def _write(self) -> tuple[PackedResults, SaveStats]:
         with self._save as save, phase("write"):
@@ -105,9 +107,12 @@ class StagedPlan:
                 return PackedResults(b"", []), save.finish(0, 0)
             self._open(in_background=True)
             while self._copies:  # each snapshot is freed when it is written
-                rows, snapshot = self._copies.pop(0)
+                self._written.append(self._copies.pop(0))
+                rows, snapshot = self._written[-1]
                 self._write_rows(rows, snapshot.table())
-                snapshot.release()
+                if not save.reads_in_finish:
+                    snapshot.release()
+                    self._written.pop()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += save.write_contents(self._objects, self._object_keys)
             return PackedResults(*save.located(placed)), save.finish(self._tensors, len(self._objects))

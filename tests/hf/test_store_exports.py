@@ -1,0 +1,438 @@
+"""Saves as safetensors files straight into object stores: the files of a local save, under an index or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import safetensors.torch as stock_torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from damage import blank, same
+from fault_proxy import Action, FaultProxy, Kind, Rule
+from object_server import ObjectServer
+from rank_pool import run_ranks
+from test_safetensors_save import model, state_of_rank, whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
+from vescale_ckpt._collective import joined_write
+from vescale_ckpt._collective import store_export as collective_export
+from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.rows import int_table, words
+from vescale_ckpt._hf import folder as hf_folder
+from vescale_ckpt._hf.names import INDEX_NAME, SINGLE_NAME, object_names
+from vescale_ckpt._storage import leftovers, object_store
+from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._write import store_export
+
+pytest.importorskip("obstore", reason="object stores need obstore")
+
+State = dict[str, torch.Tensor]
+
+
+def save(url: str, state: dict[str, Any], **options: Any) -> Any:
+    return vescale_ckpt.save(url, state, format="safetensors", max_shard_size="1MB", **options)
+
+
+def names(url: str) -> set[str]:
+    try:
+        return set(directory_at(url).names())
+    except FileNotFoundError:
+        return set()
+
+
+def loads(url: str, state: State) -> bool:
+    values = blank(state)
+    vescale_ckpt.load(url, values)
+    report = vescale_ckpt.verify(url)
+    return report.ok and not report.unverified_bytes and same(values, state)
+
+
+def download(url: str, folder: Path) -> State:
+    """All tensors, as the safetensors library reads them from copies of the files that the index names."""
+    folder.mkdir(parents=True)
+    for name in names(url):
+        (folder / name).write_bytes(directory_at(url).read(name))
+    index = json.loads((folder / INDEX_NAME).read_bytes())["weight_map"]
+    assert names(url) == {*index.values(), INDEX_NAME}
+    found: State = {}
+    for name in set(index.values()):
+        tensors = stock_torch.load_file(folder / name)
+        assert tensors.keys() == {key for key, file in index.items() if file == name}
+        found.update(tensors)
+    return found
+
+
+@contextlib.contextmanager
+def windows_of(bytes_: int) -> Iterator[None]:
+    """For many rounds."""
+    with (
+        mock.patch.object(collective_export, "WINDOW_BYTES", bytes_),
+        mock.patch.object(joined_write, "WINDOW_BYTES", bytes_),
+    ):
+        yield
+
+
+# --- One process
+
+
+def test_the_files_are_those_of_a_local_save(url: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = model(1)
+    state["transposed"] = torch.arange(700_000.0).view(1000, 700).t()
+    state["negative"] = torch.full((50,), 1 + 2j).conj().imag  # the engine cannot read it directly
+    state["tied"] = state["embed"]
+    save(f"{url}/a", state)
+    expected = {name: value.contiguous() for name, value in state.items() if name != "tied"}
+    assert same(download(f"{url}/a", tmp_path / "a"), {name: value.resolve_neg() for name, value in expected.items()})
+    assert loads(f"{url}/a", {name: value.clone() for name, value in state.items()})
+    save(tmp_path / "local", state)
+    local = sorted((tmp_path / "local").glob("*.safetensors"))
+    copied = sorted((tmp_path / "a").glob("*.safetensors"))
+    assert [file.read_bytes() for file in copied] == [file.read_bytes() for file in local] and len(local) > 2
+    # Other tools, and other commands.
+    assert same(vescale_ckpt.load(f"{url}/a", keys="embed"), {"embed": state["embed"]})
+    assert vescale_ckpt.inspect(f"{url}/a").format == "safetensors"
+    vescale_ckpt.convert(f"{url}/a", tmp_path / "dcp", format="dcp")
+    assert vescale_ckpt.verify(tmp_path / "dcp").ok
+
+
+def test_a_model_is_replaced_or_kept(url: str) -> None:
+    vescale_ckpt.save(url, model(0), format="safetensors")  # one file, too, has an index
+    before = names(url)
+    assert len(before) == 2 and INDEX_NAME in before and loads(url, model(0))
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        save(url, model(1), overwrite=False)
+    assert names(url) == before
+    stats = save(url, model(1), async_checkpoint=True).result(60)
+    assert loads(url, model(1)) and not names(url) & before - {INDEX_NAME}
+    assert stats.bytes == sum(value.nbytes for value in model(1).values()) <= stats.file_bytes
+    # Of a conversion into one file.
+    vescale_ckpt.save("memory://source", model(2))
+    vescale_ckpt.convert("memory://source", f"{url}/one", format="safetensors")
+    assert names(f"{url}/one") == {SINGLE_NAME}
+    with pytest.raises(CheckpointError, match="overwrite=False"):
+        save(f"{url}/one", model(3), overwrite=False)
+    save(f"{url}/one", model(3))
+    assert SINGLE_NAME not in names(f"{url}/one") and loads(f"{url}/one", model(3))
+
+
+def test_states_at_the_edges() -> None:
+    empty = {"none": torch.empty(0, 3)}
+    for state in (empty, {"bytes": torch.arange(11, dtype=torch.uint8)}, {}):
+        vescale_ckpt.save("memory://edges/run", state, format="safetensors")
+        assert vescale_ckpt.load("memory://edges/run", None) == {} or loads("memory://edges/run", state)
+    with pytest.raises(CheckpointError, match="these are none: step"):
+        save("memory://edges/objects", {"a": torch.ones(3), "step": 3})
+    with pytest.raises(dcp.api.CheckpointException, match=r"vescale_ckpt\.save"):
+        dcp.save(model(0), storage_writer=StorageWriter("memory://edges/dcp", format="safetensors"), no_dist=True)
+    with pytest.raises(CheckpointError, match="leave placement out"):
+        save("memory://edges/nodes", model(0), planner=SavePlanner(placement="local"))
+    small = mock.patch.dict(os.environ, VESCALE_CKPT_SNAPSHOT_BYTES="1000000")
+    with small, pytest.raises(CheckpointError, match="VESCALE_CKPT_SNAPSHOT_BYTES"):
+        save("memory://edges/early", model(0), async_checkpoint=True).result(60)
+    assert not names("memory://edges/early") and not names("memory://edges/nodes")
+
+
+def test_many_rounds_and_a_header_of_many_windows(tmp_path: Path) -> None:
+    state: State = {
+        f"layers.{number}.a_name_of_some_length": torch.full((40,), float(number)) for number in range(1500)
+    }
+    state["large"] = torch.arange(500_000)
+    with windows_of(64 << 10):
+        vescale_ckpt.save("memory://rounds/run", state, format="safetensors")
+        save("memory://rounds/more", state)
+    assert loads("memory://rounds/run", state) and same(download("memory://rounds/more", tmp_path / "more"), state)
+
+
+def test_each_file_is_sent_once_and_in_order() -> None:
+    window, lengths = 16 << 10, [70_000, 5, 4096, 33_000, 100_000]
+    table = words(_C.stream_ranges(int_table(lengths), 3, window)).tolist()
+    rows = [table[at : at + 6] for at in range(0, len(table), 6)]
+    for number, length in enumerate(lengths):
+        of_file = [row for row in rows if row[0] == number]
+        assert len({writer for *_, writer, _, _ in of_file}) == 1
+        ends = [0, *(end for _, _, end, *_ in of_file)]
+        assert [begin for _, begin, *_ in of_file] == ends[:-1] and 0 <= ends[-1] - length < 4096
+        assert [round_ for *_, round_, _ in of_file] == sorted(round_ for *_, round_, _ in of_file)
+    used: dict[tuple[int, int], int] = {}  # of windows, by writer and round
+    for _, begin, end, writer, round_, place in rows:
+        assert place == used.get((writer, round_), 0)
+        used[writer, round_] = place + end - begin
+    assert max(used.values()) == window and {writer for writer, _ in used} == {0, 1, 2}
+
+
+def changing(state: State) -> Any:
+    summed = _C.SharedWriter.sum
+
+    def sum_and_change(files: Any) -> bytes:
+        blocks = summed(files)
+        state["large"][5, 5] += 1
+        return blocks
+
+    return mock.patch.object(_C.SharedWriter, "sum", sum_and_change)
+
+
+def test_tensors_that_change_meanwhile_are_an_error(url: str) -> None:
+    save(url, model(0))
+    before = names(url)
+    state = model(1)
+    with changing(state), pytest.raises(CheckpointError, match="have changed while"):
+        save(url, state)
+    assert names(url) == before and loads(url, model(0))
+
+
+def test_of_two_jobs_that_race_one_commits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = store_export.commit_objects
+
+    def after_another(*arguments: Any) -> None:
+        monkeypatch.setattr(store_export, "commit_objects", commit)
+        save(url, model(0), overwrite=False)
+        commit(*arguments)
+
+    monkeypatch.setattr(store_export, "commit_objects", after_another)
+    with pytest.raises(CheckpointError, match="another job committed it meanwhile"):
+        save(url, model(1), overwrite=False)
+    index = json.loads(directory_at(url).read(INDEX_NAME))["weight_map"]
+    assert loads(url, model(0)) and names(url) == {*index.values(), INDEX_NAME}
+
+
+def test_a_failed_save_leaves_the_model_before_and_nothing_else(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(url, model(0))
+    before = names(url)
+    put = object_store.Client.put
+    count = 0
+
+    def fails(client: Any, content: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise OSError(5, "the store is down")
+        put(client, content, **options)
+
+    monkeypatch.setattr(object_store.Client, "put", fails)
+    with pytest.raises(CheckpointError, match="the store is down"):
+        save(url, model(1))
+    assert names(url) == before and loads(url, model(0))
+
+
+def test_repair_removes_what_a_killed_save_has_left(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = object_names(2, "0123abcd")
+    for name in left:
+        directory_at(url).write(name, b"half")
+    with pytest.raises(CheckpointError, match="did not finish"):
+        vescale_ckpt.load(url, model(0))
+    save(url, model(0))
+    assert loads(url, model(0)) and set(left) < names(url)
+    assert leftovers.remove(hf_folder.left_by_exports(url)) == []
+    monkeypatch.setattr(hf_folder, "SAVE_GRACE", 0.0)
+    assert leftovers.remove(hf_folder.left_by_exports(url)) == [f"{url}/{name}" for name in left]
+    assert loads(url, model(0)) and not set(left) & names(url)
+
+
+# --- Several ranks
+
+
+def _columns(k: int) -> State:
+    return {"a": torch.arange(1_200_000.0).view(600, 2000) + k, "b": torch.arange(99_000.0).view(990, 100) * k}
+
+
+def _export(environment: dict[str, str], url: str, shape: tuple[int, ...], ranks_of_node: int) -> list[int]:
+    os.environ.update(environment, VESCALE_CKPT_NODE=str(dist.get_rank() // ranks_of_node))
+    state = state_of_rank(shape)
+    state["tied"] = state["columns"]
+    options: dict[str, Any] = {"format": "safetensors", "planner": SavePlanner(), "timeout": 60.0}
+    written = []
+    with windows_of(256 << 10):
+        for _ in range(2):
+            handle = vescale_ckpt.save(f"{url}/model", state, max_shard_size="5MB", **options)
+            written.append(handle.result().bytes)
+        written.append(vescale_ckpt.save(f"{url}/async", state, async_checkpoint=True, **options).result(60).bytes)
+    return written
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_write_a_file_each_of_what_all_hold(
+    bucket_url: str, object_server: ObjectServer, tmp_path: Path, nodes: int
+) -> None:
+    written = run_ranks(2, _export, object_server.environment(), bucket_url, (2,), 2 // nodes)
+    expected = whole()
+    assert same(download(f"{bucket_url}/model", tmp_path / "model"), expected)
+    assert loads(f"{bucket_url}/model", expected)
+    assert same(download(f"{bucket_url}/async", tmp_path / "async"), expected)
+    first, again, one_file = zip(*written, strict=True)
+    total = sum(tensor.nbytes for tensor in expected.values())
+    assert first == again and sum(first) == total and max(first) < 0.8 * total
+    assert one_file == (total, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_of_node", [4, 2, 1])
+def test_four_ranks_of_a_mesh(bucket_url: str, object_server: ObjectServer, tmp_path: Path, ranks_of_node: int) -> None:
+    run_ranks(4, _export, object_server.environment(), bucket_url, (2, 2), ranks_of_node)
+    assert same(download(f"{bucket_url}/model", tmp_path / "model"), whole())
+    assert loads(f"{bucket_url}/model", whole())
+
+
+def _save_columns(environment: dict[str, str], url: str, what: str) -> str:
+    os.environ.update(environment)
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
+    }
+    send, count = store_export.StoreExport.send, 0
+
+    def fails(files: Any, number: int, window: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 3 and what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == 3:
+            raise OSError(errno.EIO, "the network is gone")
+        send(files, number, window)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(windows_of(64 << 10))
+        if "nodes" in what:
+            stack.enter_context(mock.patch.dict(os.environ, VESCALE_CKPT_NODE=str(dist.get_rank())))
+        if dist.get_rank() == 1 and what == "memory":
+            stack.enter_context(mock.patch("os.memfd_create", side_effect=OSError(errno.ENOMEM, "no memory")))
+        elif dist.get_rank() == 1 and what == "sum":
+            stack.enter_context(mock.patch.object(_C.SharedWriter, "sum", side_effect=MemoryError("none left")))
+        elif dist.get_rank() == 1 and what in ("send", "send of nodes", "die"):
+            stack.enter_context(mock.patch.object(store_export.StoreExport, "send", fails))
+        elif dist.get_rank() == 1 and what == "change":
+            local = state["a"].to_local()
+            stack.enter_context(changing({"large": local}))
+        try:
+            save(url, state, timeout=20.0)
+        except CheckpointError as raised:
+            return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
+        return "saved"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("memory", "SaveFailedError 1: .*no memory"),
+        pytest.param("sum", "SaveFailedError 1: .*none left", marks=pytest.mark.slow),
+        pytest.param("send", "SaveFailedError 1: .*the network is gone", marks=pytest.mark.slow),
+        ("send of nodes", "SaveFailedError 1: .*the network is gone"),
+        ("change", "CheckpointError 0: .*have changed while"),
+    ],
+)
+def test_the_error_of_one_rank_is_that_of_all(bucket_url: str, object_server: Any, what: str, error: str) -> None:
+    save(bucket_url, _columns(0))
+    before = names(bucket_url)
+    answers = run_ranks(2, _save_columns, object_server.environment(), bucket_url, what)
+    assert all(re.match(error, answer) for answer in answers), answers
+    assert names(bucket_url) == before and loads(bucket_url, _columns(0))
+    assert run_ranks(2, _save_columns, object_server.environment(), bucket_url, "") == ["saved"] * 2
+    assert loads(bucket_url, _columns(1)) and not names(bucket_url) & before - {INDEX_NAME}
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_the_middle_of_its_upload_is_named(bucket_url: str, object_server: Any) -> None:
+    save(bucket_url, _columns(0))
+    answers = run_ranks(2, _save_columns, object_server.environment(), bucket_url, "die", check=False)
+    assert "CheckpointTimeoutError" in str(answers[0]) and "rank 1" in str(answers[0]), answers
+    assert loads(bucket_url, _columns(0))
+    save(bucket_url, _columns(2))
+    assert loads(bucket_url, _columns(2))
+
+
+# --- Harm on the way
+
+
+def large(k: int) -> State:
+    """Two parts of an upload, and a file of one part."""
+    return {"large": torch.arange(3 << 20, dtype=torch.float32) + k, "small": torch.full((3, 5), float(k))}
+
+
+def uploads(server: ObjectServer, url: str) -> list[str]:
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    client = boto3.client("s3", endpoint_url=server.endpoint)
+    found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=url.split("/", 3)[3])
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("upload_part", "reset_middle"),
+        ("complete_upload", "lost_answer"),
+        pytest.param("create_upload", "late_error", marks=pytest.mark.slow),
+        pytest.param("complete_upload", "late_error", marks=pytest.mark.slow),
+        ("put", "lost_answer"),  # of the small file, and of the index
+    ],
+)
+def test_passing_harm_is_outlived(fault_proxy: FaultProxy, bucket_url: str, kind: Kind, action: Action) -> None:
+    save(bucket_url, large(0), overwrite=False)
+    for skip in range(2 if kind == "put" else 1):
+        rule = Rule(action, kind=kind, skip=skip)
+        fault_proxy.add(rule)
+        save(f"{bucket_url}/{skip}", large(1), overwrite=False, async_checkpoint=bool(skip)).result(60)
+        fault_proxy.clear()
+        assert rule.hits == 1
+        assert loads(f"{bucket_url}/{skip}", large(1))
+        index = json.loads(directory_at(f"{bucket_url}/{skip}").read(INDEX_NAME))["weight_map"]
+        assert names(f"{bucket_url}/{skip}") == {*index.values(), INDEX_NAME}
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("upload_part", "denied"),
+        ("complete_upload", "expired"),
+        pytest.param("upload_part", "error", marks=pytest.mark.slow),
+        pytest.param("create_upload", "slow_down", marks=pytest.mark.slow),
+        pytest.param("complete_upload", "reset", marks=pytest.mark.slow),
+        pytest.param("put", "denied", marks=pytest.mark.slow),
+    ],
+)
+def test_lasting_harm_is_an_error_and_leaves_nothing(
+    fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer, kind: Kind, action: Action
+) -> None:
+    save(bucket_url, large(0))
+    before = names(bucket_url)
+    fault_proxy.add(Rule(action, kind=kind, times=10**6))
+    with pytest.MonkeyPatch.context() as impatient, pytest.raises(CheckpointError):
+        impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
+        save(bucket_url, large(1))
+    fault_proxy.clear()
+    assert names(bucket_url) == before and loads(bucket_url, large(0)) and not uploads(object_server, bucket_url)
+
+
+def test_bytes_that_change_on_their_way_up_are_found(fault_proxy: FaultProxy, bucket_url: str) -> None:
+    for skip in range(2):  # of the parts
+        fault_proxy.add(Rule("flip_up", kind="upload_part", skip=skip))
+        with contextlib.suppress(CheckpointError):  # from a server that compares
+            save(bucket_url, large(1))
+            assert not vescale_ckpt.verify(bucket_url).ok
+            with pytest.raises(CheckpointError):
+                vescale_ckpt.load(bucket_url, large(0))
+        fault_proxy.clear()
+
+
+def test_a_gate_guards_what_is_sent(url: str) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    net(torch.randn(4, 300)).sum().backward()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    handle = vescale_ckpt.save(url, {"": net}, format="safetensors", async_checkpoint=True, gate=optimizer)
+    optimizer.step()
+    handle.result(60)
+    assert loads(url, expected) and not same(net.state_dict(), expected)
