@@ -69,18 +69,7 @@ std::string utf8(const py::handle& name) {
 py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
   if (names.size() != rows.size()) throw Error::invalid("as many rows of items as names are wanted");
   state::InventoryBuilder builder;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const std::span<const std::byte> bytes = view(rows[i]);
-    const std::span<const int64_t> words(reinterpret_cast<const int64_t*>(bytes.data()), bytes.size() / 8);
-    const size_t dims = words.empty() ? 0 : static_cast<uint64_t>(words[0]) >> 32;
-    if (bytes.size() % 8 != 0 || words.size() != 2 + 3 * dims)
-      throw Error::invalid("a row of another length than its own");
-    const auto head = static_cast<uint64_t>(words[0]);
-    const std::string text = utf8(names[i]);
-    builder.add({text, static_cast<state::ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
-                 static_cast<uint16_t>(head >> 16), static_cast<uint64_t>(words[1]), words.subspan(2, dims),
-                 words.subspan(2 + dims, dims), words.subspan(2 + 2 * dims, dims)});
-  }
+  for (size_t i = 0; i < rows.size(); ++i) builder.add(utf8(names[i]), view(rows[i]));
   const std::vector<std::byte> bytes = builder.pack(node);
   state::Inventory{bytes};  // throws for what no reader would take
   return bytes_of(bytes);

@@ -136,8 +136,15 @@ void InventoryBuilder::add(const Item& item) {
                                       uint64_t{item.flags} << 16 | static_cast<uint64_t>(item.shape.size()) << 32));
   row_.push_back(static_cast<int64_t>(item.bytes));
   for (const auto dims : {item.shape, item.offset, item.size}) row_.insert(row_.end(), dims.begin(), dims.end());
-  numbers_.push_back(rows_.add({reinterpret_cast<const char*>(row_.data()), row_.size() * 8}).first);
-  names_ += item.name;
+  add(item.name, std::as_bytes(std::span(row_)));
+}
+
+void InventoryBuilder::add(std::string_view name, std::span<const std::byte> row) {
+  uint64_t head = 0;
+  if (row.size() >= sizeof head) std::memcpy(&head, row.data(), sizeof head);
+  if (row.size() != (2 + 3 * (head >> 32)) * 8) throw Error::invalid("a row of an item is too short or too long");
+  numbers_.push_back(rows_.add({reinterpret_cast<const char*>(row.data()), row.size()}).first);
+  names_ += name;
   if (names_.size() > UINT32_MAX || rows_.text().size() / 8 > UINT32_MAX || numbers_.size() > UINT32_MAX) {
     throw Error::invalid("too many items on one rank");
   }

@@ -80,6 +80,8 @@ class Inventory {
 class InventoryBuilder {
  public:
   void add(const Item& item);
+  // The same of a row as the inventory holds it. Throws Error (invalid) if its length is not the one that it tells.
+  void add(std::string_view name, std::span<const std::byte> row);
   std::vector<std::byte> pack(int64_t node = 0) const;
 
  private:

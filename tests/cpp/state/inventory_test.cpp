@@ -167,6 +167,17 @@ TEST(Inventory, HoldsEqualRowsOnce) {
   EXPECT_EQ(inventory[2].size[0], 8);
 }
 
+TEST(Inventory, TakesRowsOfTheirOwnLength) {
+  const Packed words = packed(sample());
+  const std::span<const std::byte> rows = Inventory(std::as_bytes(std::span(words))).parts().rows;
+  InventoryBuilder builder;
+  builder.add("weight", rows.first(64));
+  builder.add("step", rows.subspan(64, 16));
+  builder.add("", rows.subspan(80));
+  EXPECT_EQ(packed(builder), words);
+  for (const size_t length : {0u, 4u, 8u, 56u, 72u}) EXPECT_THROW(builder.add("w", rows.first(length)), Error);
+}
+
 TEST(Inventory, MayLieInParts) {
   const Packed words = packed(sample(), 7);
   const InventoryParts parts = Inventory(std::as_bytes(std::span(words))).parts();
