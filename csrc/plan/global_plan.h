@@ -18,7 +18,7 @@ namespace vescale_ckpt::plan {
 class GlobalPlan {
  public:
   // `inventories`: each rank's, packed and 8-aligned; not used after construction. Parts that ranks have in common may
-  // be the same memory: they are then looked at once. The same inventories and options
+  // be the same memory: they are then hashed once. The same inventories and options
   // give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not fit together:
   // see merge().
   GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options);
