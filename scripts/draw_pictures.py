@@ -209,18 +209,17 @@ def who_writes() -> Picture:
     from vescale_ckpt._engine.rows import PLAN_ROW, words
     from vescale_ckpt.simulate.models import MODELS
     from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-    from vescale_ckpt.simulate.simulation import planned
+    from vescale_ckpt.simulate.simulation import gather, planned
 
     ranks = 8
     entries = MODELS["llama-1b"].entries(torch.bfloat16)
     state = SimulatedState(entries, Parallelism(ranks=ranks))
-    inventories = [state.inventory(rank) for rank in range(ranks)]
     picture = Picture(366, "The bytes that each of eight ranks writes of a model that all of them hold")
     picture.text(14, 28, "Llama 1B in bfloat16, whole on each of 8 ranks (DDP)", "bold")
     left, room = 74, 400
     sizes: list[dict[str, int]] = []
     pieces: list[str] = []
-    for part in planned(inventories, "balanced")[1]:
+    for part in planned(gather(state).inventories, "balanced")[1]:
         rows, of, piece = words(part), {"embedding": 0, "layers": 0}, ""
         for item, dim, start, length in zip(*(rows[column::PLAN_ROW] for column in range(PLAN_ROW)), strict=True):
             entry = entries[item]

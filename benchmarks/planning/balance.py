@@ -11,7 +11,7 @@ from benchmarks.harness import aligned
 from benchmarks.planning import stock
 from vescale_ckpt.simulate.models import MODELS, Entry, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import planned
+from vescale_ckpt.simulate.simulation import gather, planned
 
 _TABLE = (128256, 8192)
 
@@ -87,7 +87,7 @@ def cases() -> list[Case]:
 
 def balance(case: Case) -> Balance:
     state = SimulatedState(case.entries, case.parallelism)
-    inventories = [state.inventory(rank) for rank in range(case.parallelism.ranks)]
+    inventories, _ = gather(state)
     plan, _ = planned(inventories, "balanced")
     return Balance(case.name, _imbalance(plan.bytes_by_rank()), _imbalance(stock.bytes_by_rank(inventories)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
+from vescale_ckpt._engine.rows import Inventory
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import Written, metadata_files, planned, written
+from vescale_ckpt.simulate.simulation import Written, gather, metadata_files, planned, written
 
 _EVERY_SO_MANY_REPLICATED = 50
 
@@ -33,7 +35,7 @@ def entries(ranks: int, items: int) -> list[Entry]:
 class Ours:
     """Our coordinator, between what it gathers and what it sends."""
 
-    def __init__(self, inventories: list[bytes], names: list[str]) -> None:
+    def __init__(self, inventories: Sequence[Inventory], names: list[str]) -> None:
         self._inventories = inventories
         self._names = names
         self._results: Written | None = None
@@ -53,9 +55,8 @@ class Ours:
 def run(ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path, seed: int) -> list[Sample]:
     """``stock_rounds`` 0 leaves stock out: it needs gigabytes and minutes where we need neither."""
     state = SimulatedState(entries(ranks, items), Parallelism(ranks, fsdp=ranks))
-    inventories = [state.inventory(rank) for rank in range(ranks)]
-    gathered = sum(map(len, inventories)) / 2**20
-    case = f"coordinator, {ranks:,} ranks x {items:,} items, {gathered:,.0f} MiB of inventories"
+    inventories, sent = gather(state)
+    case = f"coordinator, {ranks:,} ranks x {items:,} items, {sent / 2**20:,.1f} MiB of inventories"
     candidates: dict[str, Turn] = {"vescale": Ours(inventories, state.names).run}
     with tempfile.TemporaryDirectory(dir=directory) as metadata_directory:
         if stock_rounds:

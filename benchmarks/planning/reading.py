@@ -20,14 +20,14 @@ from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._native import commit, metadata_file
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
-from vescale_ckpt.simulate.simulation import metadata_files, planned, written
+from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, written
 
 
 def write_metadata(directory: Path, entries: list[Entry], parallelism: Parallelism) -> SimulatedState:
     """Makes a checkpoint without data."""
     directory.mkdir()
     state = SimulatedState(entries, parallelism)
-    plan, parts = planned([state.inventory(rank) for rank in range(parallelism.ranks)], "balanced")
+    plan, parts = planned(gather(state).inventories, "balanced")
     metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
     commit.commit(str(directory), None, metadata, index)
     return state

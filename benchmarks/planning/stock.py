@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +19,13 @@ from benchmarks.harness import STOCK, Steps, Turn
 from benchmarks.planning.stopwatch import Stopwatch
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
-from vescale_ckpt._engine.rows import OBJECT, TENSOR
+from vescale_ckpt._engine.rows import OBJECT, TENSOR, Inventory
 
 COLLECTED = f"{STOCK}, collector on"
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
-def save_plan(inventory: bytes) -> SavePlan:
+def save_plan(inventory: Inventory) -> SavePlan:
     """The plan that stock's local planning makes of a state with such an inventory."""
     items, paths = [], {}
     for name, kind, code, requires_grad, _, shape, offset, size in _C.inventory_items(inventory):
@@ -43,7 +43,7 @@ def save_plan(inventory: bytes) -> SavePlan:
     return SavePlan(items, planner_data=paths)
 
 
-def bytes_by_rank(inventories: list[bytes]) -> list[int]:
+def bytes_by_rank(inventories: Sequence[Inventory]) -> list[int]:
     """What ranks write after stock has removed duplicates; objects count as nothing."""
     plans = dedup_save_plans([save_plan(inventory) for inventory in inventories])
     return [sum(map(_item_bytes, plan.items)) for plan in plans]
@@ -58,7 +58,7 @@ def _item_bytes(item: WriteItem) -> int:
 class Coordinator:
     """Stock's coordinator, between what it gathers and what it sends."""
 
-    def __init__(self, inventories: list[bytes], directory: Path) -> None:
+    def __init__(self, inventories: Sequence[Inventory], directory: Path) -> None:
         self._gathered = [pickle.dumps(save_plan(inventory)) for inventory in inventories]
         self._results: list[bytes] = []
         self._directory = directory

@@ -12,6 +12,8 @@
 #include <string_view>
 #include <vector>
 
+#include "state/inventory.h"
+
 namespace vescale_ckpt::io {
 struct TransferStats;
 }
@@ -71,6 +73,9 @@ inline std::span<const std::byte> view(const py::bytes& bytes) {
   const std::string_view text = bytes;
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
+
+// An inventory: bytes, or the tuple of its parts. Valid while the Python objects live.
+state::InventoryParts inventory_view(const py::handle& inventory);
 
 // Paths and names are bytes to the system; to Python they are text, whatever they hold.
 inline py::str text(const std::string& bytes) {

@@ -1,4 +1,5 @@
 // Packed lists of items, for those who look into them.
+#include <array>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,14 +22,23 @@ py::str name_of(const state::Item& item) {
   return py::reinterpret_steal<py::str>(name);
 }
 
-py::list items(const py::bytes& bytes) {
-  const state::Inventory inventory(view(bytes));
+py::list items(const py::object& packed) {
+  const state::Inventory inventory(inventory_view(packed));
   py::list result(inventory.size());
   for (size_t i = 0; i < inventory.size(); ++i) {
     const state::Item item = inventory[i];
     result[i] = py::make_tuple(name_of(item), static_cast<int>(item.kind), static_cast<int>(item.dtype),
                                (item.flags & state::kRequiresGrad) != 0, item.bytes, numbers(item.shape),
                                numbers(item.offset), numbers(item.size));
+  }
+  return result;
+}
+
+py::list objects(const py::object& packed) {
+  const state::Inventory inventory(inventory_view(packed));
+  py::list result;
+  for (size_t i = 0; i < inventory.size(); ++i) {
+    if (const state::Item item = inventory[i]; item.kind == state::ItemKind::object) result.append(name_of(item));
   }
   return result;
 }
@@ -57,23 +67,29 @@ py::bytes with_object_bytes(const py::bytes& bytes, const py::buffer& sizes) {
   return py::bytes(reinterpret_cast<const char*>(packed.data()), packed.size());
 }
 
-// What ranks have in common travels once: replicas have equal rows, and most ranks equal names; the header has the
-// node.
+// What ranks have in common travels once: see state::InventoryParts. The header has the node.
 py::tuple parts(const py::bytes& bytes) {
   const state::Inventory inventory(view(bytes));
   const auto part = [](std::span<const std::byte> content) {
     return py::bytes(reinterpret_cast<const char*>(content.data()), content.size());
   };
-  return py::make_tuple(part(std::as_bytes(inventory.header())), part(std::as_bytes(inventory.row_words())),
-                        part(inventory.names_block()));
+  const state::InventoryParts& parts = inventory.parts();
+  return py::make_tuple(part(parts.header), part(parts.rows), part(parts.numbers), part(parts.names));
 }
 
 }  // namespace
 
+state::InventoryParts inventory_view(const py::handle& inventory) {
+  if (py::isinstance<py::bytes>(inventory)) return {view(py::reinterpret_borrow<py::bytes>(inventory))};
+  const auto parts = inventory.cast<std::array<py::bytes, 4>>();  // which the caller keeps alive
+  return {view(parts[0]), view(parts[1]), view(parts[2]), view(parts[3])};
+}
+
 void bind_inventory(py::module_& module) {
   module.def("inventory_items", &items, "[(name, kind, dtype code, requires_grad, bytes, shape, offset, size)]");
   module.def("inventory_kinds", &kinds, "one byte an item: csrc/plan/inventory.h, ItemKind");
-  module.def("inventory_parts", &parts, "header, rows and names, which are the inventory if put together again");
+  module.def("inventory_objects", &objects, "the names of its objects");
+  module.def("inventory_parts", &parts, "header, rows, numbers and names, which stand for the inventory");
   module.def("with_object_bytes", &with_object_bytes, "the same with the sizes of its objects, in their order");
 }
 

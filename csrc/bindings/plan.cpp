@@ -18,14 +18,22 @@ plan::Placement placement_named(const std::string& name) {
   throw py::value_error("unknown placement \"" + name + "\"");
 }
 
-std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::bytes>& inventories, const std::string& placement,
+std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::object>& inventories, const std::string& placement,
                                             uint64_t least_piece_bytes, const std::vector<std::string>& whole) {
   const plan::PlanOptions options{placement_named(placement), least_piece_bytes, whole};
-  std::vector<std::span<const std::byte>> views;
+  std::vector<state::InventoryParts> views;
   views.reserve(inventories.size());
-  for (const py::bytes& inventory : inventories) views.push_back(view(inventory));
+  for (const py::object& inventory : inventories) views.push_back(inventory_view(inventory));
   const py::gil_scoped_release release;
   return std::make_unique<plan::GlobalPlan>(views, options);
+}
+
+// Written where Python keeps it: all ranks' local plans are the largest of what planning makes.
+py::bytes local_plan(const plan::GlobalPlan& plan, uint32_t rank) {
+  const uint64_t words = plan.local_plan_words(rank);
+  py::bytes result(nullptr, words * sizeof(int64_t));
+  plan.local_plan(rank, {reinterpret_cast<int64_t*>(PyBytes_AS_STRING(result.ptr())), words});
+  return result;
 }
 
 py::tuple tuple_of(std::span<const int64_t> values) {
@@ -63,7 +71,7 @@ void bind_plan(py::module_& module) {
            py::arg("whole") = std::vector<std::string>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
-      .def("local_plan", [](const plan::GlobalPlan& plan, uint32_t rank) { return bytes_of(plan.local_plan(rank)); })
+      .def("local_plan", &local_plan)
       .def("bytes_by_rank",
            [](const plan::GlobalPlan& plan) {
              const auto bytes = plan.bytes_by_rank();

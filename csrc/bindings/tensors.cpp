@@ -66,21 +66,10 @@ std::string utf8(const py::handle& name) {
   return py::reinterpret_steal<py::bytes>(encoded);
 }
 
-py::bytes pack_inventory(const py::list& names, const py::buffer& rows, int64_t node) {
-  const Words words(rows);
-  std::span<const int64_t> rest = words.values();
+py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& rows, int64_t node) {
+  if (names.size() != rows.size()) throw Error::invalid("as many rows of items as names are wanted");
   state::InventoryBuilder builder;
-  for (const py::handle name : names) {
-    const uint64_t head = rest.empty() ? 0 : static_cast<uint64_t>(rest[0]);
-    const size_t dims = head >> 32;
-    if (rest.size() < 2 || rest.size() - 2 < 3 * dims) throw Error::invalid("rows of items end early");
-    const std::string text = utf8(name);
-    builder.add({text, static_cast<state::ItemKind>(head & 0xFF), static_cast<uint8_t>(head >> 8),
-                 static_cast<uint16_t>(head >> 16), static_cast<uint64_t>(rest[1]), rest.subspan(2, dims),
-                 rest.subspan(2 + dims, dims), rest.subspan(2 + 2 * dims, dims)});
-    rest = rest.subspan(2 + 3 * dims);
-  }
-  if (!rest.empty()) throw Error::invalid("rows of items without a name");
+  for (size_t i = 0; i < rows.size(); ++i) builder.add(utf8(names[i]), view(rows[i]));
   const std::vector<std::byte> bytes = builder.pack(node);
   state::Inventory{bytes};  // throws for what no reader would take
   return bytes_of(bytes);

@@ -10,47 +10,22 @@
 namespace vescale_ckpt::plan {
 namespace {
 
-constexpr int64_t kMostBytes = int64_t{1} << 61;  // in all: sums of loads stay far from overflow
-
-// Calls body(key, box, holders) for every box, once for each group of holders of whom one is to write it.
-template <typename Body>
-void for_each_group(Layout& layout, std::span<const uint32_t> nodes, Placement placement, const Body& body) {
-  for (uint32_t number = 0; number < layout.keys.size(); ++number) {
-    const Layout::Key& key = layout.keys[number];
-    for (size_t box = 0; box < key.boxes; ++box) {
-      const std::span<const Holder> holders = layout.holders_of(key, box);
-      if (placement != Placement::local) {
-        body(number, box, holders);
-        continue;
-      }
-      for (size_t begin = 0, end = 0; begin < holders.size(); begin = end) {
-        const uint32_t node = nodes[holders[begin].rank];
-        for (end = begin + 1; end < holders.size() && nodes[holders[end].rank] == node;) ++end;
-        body(number, box, holders.subspan(begin, end - begin));
-      }
-    }
-  }
-}
+constexpr uint64_t kMostBytes = uint64_t{1} << 61;  // in all: sums of loads stay far from overflow
 
 void sort_by_node(Layout& layout, std::span<const uint32_t> nodes) {
   const auto before = [&](const Holder& a, const Holder& b) {
     return nodes[a.rank] != nodes[b.rank] ? nodes[a.rank] < nodes[b.rank] : a.rank < b.rank;
   };
-  for (const Layout::Key& key : layout.keys) {
-    for (size_t box = 0; box < key.boxes; ++box) {
-      const std::span<Holder> holders = layout.holders_of(key, box);
+  for (const Layout::Class& of : layout.classes) {
+    for (size_t box = 0; box < of.boxes; ++box) {
+      const std::span<Holder> holders = layout.holders_of(of, box);
       if (!std::is_sorted(holders.begin(), holders.end(), before)) std::sort(holders.begin(), holders.end(), before);
     }
   }
 }
 
-const Holder& holder_of(std::span<const Holder> holders, uint32_t rank) {
-  return *std::lower_bound(holders.begin(), holders.end(), rank,
-                           [](const Holder& holder, uint32_t value) { return holder.rank < value; });
-}
-
 // Two balances: of bytes, and of the number of what has none as far as anybody knows (an object never saved, an empty
-// tensor). The contested boxes of each stand in the order of for_each_group.
+// tensor).
 class Assigner {
  public:
   Assigner(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options)
@@ -58,82 +33,146 @@ class Assigner {
 
   Assignment run() {
     if (options_.placement == Placement::local) sort_by_node(layout_, nodes_);
-    if (options_.placement == Placement::lowest_rank) return emit(nullptr, nullptr);
-    std::vector<int64_t> bytes(nodes_.size()), numbers(nodes_.size());
-    collect(bytes, numbers);
-    Balance by_bytes(sets_, std::move(bytes), options_.least_piece_bytes);
-    Balance by_number(sets_, std::move(numbers), 1);
-    by_bytes.place(sized_);
-    by_number.place(weightless_);
-    return emit(&by_bytes, &by_number);
+    group();
+    share();
+    return std::move(result_);
   }
 
  private:
-  void collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers);
-  Assignment emit(const Balance* by_bytes, const Balance* by_number) const;
+  // Of one class.
+  struct Shared {
+    uint32_t set;     // of ranks
+    uint64_t weight;  // bytes
+  };
+
+  void group();
+  void add_group(const Layout::Class& of, uint32_t box, uint64_t weight, std::span<const Holder> holders);
+  void share();
+  std::vector<bool> whole_keys() const;
+  std::span<const Shared> shared_of(uint32_t number) const {
+    const uint32_t* first = result_.first_shared_box.data() + number;
+    return std::span(shared_).subspan(first[0], first[1] - first[0]);
+  }
 
   Layout& layout_;
   std::span<const uint32_t> nodes_;
   const PlanOptions& options_;
   HolderSets sets_;
-  std::vector<SharedPiece> sized_, weightless_;
+  std::vector<int64_t> bytes_, numbers_;  // that each rank writes in any case
+  std::vector<Shared> shared_;            // as shared_boxes
+  Assignment result_;
 };
 
-void Assigner::collect(std::vector<int64_t>& bytes, std::vector<int64_t>& numbers) {
-  uint64_t total = 0;
-  std::vector<bool> whole(layout_.keys.size());
-  for (const std::string& name : options_.whole) {
-    if (const auto number = layout_.names.find(name)) whole[*number] = true;
+void Assigner::group() {
+  bytes_.resize(nodes_.size());
+  numbers_.resize(nodes_.size());
+  uint64_t slots = 0;
+  for (size_t rank = 0; rank < nodes_.size(); ++rank) {
+    result_.first_slot.push_back(slots);
+    slots += layout_.block(rank).slot_items.size();
   }
-  for_each_group(layout_, nodes_, options_.placement,
-                 [&](uint32_t number, size_t box, std::span<const Holder> holders) {
-                   const Layout::Key& key = layout_.keys[number];
-                   const uint64_t weight = layout_.bytes(key, box);
-                   if (weight > kMostBytes || (total += weight) > kMostBytes) {
-                     throw Error::invalid("the ranks have more bytes together than can be counted");
-                   }
-                   if (holders.size() == 1) {
-                     bytes[holders[0].rank] += static_cast<int64_t>(weight);
-                     numbers[holders[0].rank] += weight == 0;
-                     return;
-                   }
-                   const bool uncut = weight == 0 || whole[number];
-                   (weight == 0 ? weightless_ : sized_)
-                       .push_back({.set = sets_.add(holders),
-                                   .bytes = std::max<int64_t>(1, static_cast<int64_t>(weight)),
-                                   .size = uncut ? std::span<const int64_t>() : layout_.size(key, box)});
-                 });
+  result_.group_of.resize(slots, Assignment::kNoGroup);
+  result_.groups.reserve(layout_.first_holder.size() - 1);
+  result_.first_group.reserve(layout_.first_holder.size());
+  uint64_t total = 0;
+  for (const Layout::Class& of : layout_.classes) {
+    result_.first_shared_box.push_back(static_cast<uint32_t>(shared_.size()));
+    for (uint32_t box = 0; box < of.boxes; ++box) {
+      result_.first_group.push_back(static_cast<uint32_t>(result_.groups.size()));
+      const std::span<const Holder> holders = layout_.holders_of(of, box);
+      const uint64_t weight = layout_.bytes(of, box);
+      for (size_t begin = 0, end = 0; begin < holders.size(); begin = end) {
+        end = holders.size();
+        if (options_.placement == Placement::local) {
+          const uint32_t node = nodes_[holders[begin].rank];
+          for (end = begin + 1; end < holders.size() && nodes_[holders[end].rank] == node;) ++end;
+        }
+        if (options_.placement != Placement::lowest_rank) {
+          if (weight > (kMostBytes - total) / of.keys) {
+            throw Error::invalid("the ranks have more bytes together than can be counted");
+          }
+          total += weight * of.keys;
+        }
+        add_group(of, box, weight, holders.subspan(begin, end - begin));
+      }
+    }
+  }
+  if (result_.groups.size() >= UINT32_MAX) throw Error::invalid("the ranks write more than 4 billion items together");
+  result_.first_group.push_back(static_cast<uint32_t>(result_.groups.size()));
+  result_.first_shared_box.push_back(static_cast<uint32_t>(shared_.size()));
 }
 
-Assignment Assigner::emit(const Balance* by_bytes, const Balance* by_number) const {
-  Assignment result;
-  result.pieces.reserve(layout_.first_holder.size() - 1);
-  result.first_piece.reserve(layout_.first_holder.size());
-  size_t sized = 0, weightless = 0;
-  for_each_group(layout_, nodes_, options_.placement,
-                 [&](uint32_t number, size_t box, std::span<const Holder> holders) {
-                   const Layout::Key& key = layout_.keys[number];
-                   if (result.first_piece.size() == key.first_box + box) {
-                     result.first_piece.push_back(static_cast<uint32_t>(result.pieces.size()));
-                   }
-                   if (holders.size() == 1 || by_bytes == nullptr) {
-                     result.pieces.push_back({holders[0].rank, holders[0].item, 0, 0});
-                     return;
-                   }
-                   const auto [dim, shares] =
-                       layout_.bytes(key, box) == 0 ? by_number->shares(weightless++) : by_bytes->shares(sized++);
-                   for (const Share& share : shares) {
-                     uint32_t split = 0;
-                     if (dim >= 0) {
-                       result.splits.push_back({share.start, share.length, dim});
-                       split = static_cast<uint32_t>(result.splits.size());
-                     }
-                     result.pieces.push_back({share.rank, holder_of(holders, share.rank).item, 0, split});
-                   }
-                 });
-  if (result.pieces.size() >= UINT32_MAX) throw Error::invalid("the ranks write more than 4 billion items together");
-  result.first_piece.push_back(static_cast<uint32_t>(result.pieces.size()));
-  return result;
+void Assigner::add_group(const Layout::Class& of, uint32_t box, uint64_t weight, std::span<const Holder> holders) {
+  const auto number = static_cast<uint32_t>(result_.groups.size());
+  const auto take = [&](const Holder& holder) {
+    result_.group_of[result_.first_slot[holder.rank] + holder.slot] = number;
+  };
+  if (holders.size() == 1 || options_.placement == Placement::lowest_rank) {
+    const uint32_t writer = holders[0].rank;
+    take(holders[0]);
+    result_.groups.push_back({writer, 0});
+    if (options_.placement == Placement::lowest_rank) return;
+    bytes_[writer] += static_cast<int64_t>(weight * of.keys);
+    numbers_[writer] += weight == 0 ? of.keys : 0;
+    return;
+  }
+  std::for_each(holders.begin(), holders.end(), take);
+  const auto shared = static_cast<uint32_t>(shared_.size() - result_.first_shared_box.back());
+  result_.groups.push_back({Assignment::Group::kByKey, shared});
+  shared_.push_back({sets_.add(holders), weight});
+  result_.shared_boxes.push_back(box);
+}
+
+std::vector<bool> Assigner::whole_keys() const {
+  std::vector<bool> whole(layout_.class_of.size());
+  for (const std::string& name : options_.whole) {
+    if (const auto key = layout_.names.find(name)) whole[*key] = true;
+  }
+  return whole;
+}
+
+void Assigner::share() {
+  const std::vector<bool> whole = whole_keys();
+  std::vector<SharedPiece> sized, weightless;
+  for (uint32_t key = 0; key < layout_.class_of.size(); ++key) {
+    const uint32_t number = layout_.class_of[key];
+    const uint32_t* box = result_.shared_boxes.data() + result_.first_shared_box[number];
+    for (const Shared& shared : shared_of(number)) {
+      const std::span<const int64_t> size = layout_.size(layout_.classes[number], *box++);
+      const bool uncut = shared.weight == 0 || whole[key];
+      (shared.weight == 0 ? weightless : sized)
+          .push_back({.set = shared.set,
+                      .bytes = std::max<int64_t>(1, static_cast<int64_t>(shared.weight)),
+                      .size = uncut ? std::span<const int64_t>() : size});
+    }
+  }
+  Balance by_bytes(sets_, std::move(bytes_), options_.least_piece_bytes);
+  Balance by_number(sets_, std::move(numbers_), 1);
+  by_bytes.place(sized);
+  by_number.place(weightless);
+
+  result_.pieces.reserve(sized.size() + weightless.size());
+  result_.first_piece.reserve(sized.size() + weightless.size() + 1);
+  result_.first_shared.reserve(layout_.class_of.size());
+  size_t next_sized = 0, next_weightless = 0;
+  for (const uint32_t number : layout_.class_of) {
+    result_.first_shared.push_back(result_.first_piece.size());
+    for (const Shared& shared : shared_of(number)) {
+      result_.first_piece.push_back(result_.pieces.size());
+      const auto [dim, shares] =
+          shared.weight == 0 ? by_number.shares(next_weightless++) : by_bytes.shares(next_sized++);
+      for (const Share& share : shares) {
+        uint32_t split = 0;
+        if (dim >= 0) {
+          result_.splits.push_back({share.start, share.length, dim});
+          split = static_cast<uint32_t>(result_.splits.size());
+        }
+        result_.pieces.push_back({share.rank, split});
+      }
+    }
+  }
+  if (result_.splits.size() >= UINT32_MAX) throw Error::invalid("the ranks write more than 4 billion pieces together");
+  result_.first_piece.push_back(result_.pieces.size());
 }
 
 }  // namespace

@@ -27,8 +27,6 @@ struct PlanOptions {
 // A whole box or a piece of it.
 struct AssignedPiece {
   uint32_t writer;  // rank
-  uint32_t item;    // the writer's own row of the box
-  uint32_t row;     // position among what the writer writes
   uint32_t split;   // 0: the whole box, else splits[split - 1]
 };
 
@@ -38,18 +36,39 @@ struct Assignment {
     int32_t dim;  // one for all pieces of a box
   };
 
-  LargeVector<AssignedPiece> pieces;  // box after box; node after node; in the order of their starts
-  LargeVector<uint32_t> first_piece;  // of each box; one more at the end
+  // Holders of a box of whom one is to write it, or several a piece each: all, or those of one node.
+  struct Group {
+    static constexpr uint32_t kByKey = UINT32_MAX;
+
+    uint32_t writer;  // of the box under each key of the class; kByKey: each key has pieces of its own
+    uint32_t shared;  // if by key: number among such groups of the class
+  };
+  static constexpr uint32_t kNoGroup = UINT32_MAX;
+
+  LargeVector<Group> groups;               // of class after class, box after box, node after node
+  LargeVector<uint32_t> first_group;       // of each box; one more at the end
+  std::vector<uint32_t> shared_boxes;      // the box of each group by key, class after class
+  std::vector<uint32_t> first_shared_box;  // of each class; one more at the end
+  LargeVector<uint32_t> group_of;          // of what a rank holds, by its slots, rank after rank: or kNoGroup
+  std::vector<uint64_t> first_slot;        // of each rank, in group_of
+
+  LargeVector<AssignedPiece> pieces;   // of groups by key: key after key, group after group, in the order of starts
+  LargeVector<uint64_t> first_piece;   // of each of these groups; one more at the end
+  std::vector<uint64_t> first_shared;  // of each key, among these groups
   std::vector<Split> splits;
 
-  std::span<const AssignedPiece> pieces_of(const Layout::Key& key, size_t box) const {
-    const uint32_t* first = first_piece.data() + key.first_box + box;
+  std::span<const Group> groups_of(const Layout::Class& of, size_t box) const {
+    const uint32_t* first = first_group.data() + of.first_box + box;
+    return {groups.data() + first[0], first[1] - first[0]};
+  }
+  std::span<const AssignedPiece> pieces_of(uint32_t key, const Group& group) const {
+    const uint64_t* first = first_piece.data() + first_shared[key] + group.shared;
     return {pieces.data() + first[0], first[1] - first[0]};
   }
 };
 
-// Leaves AssignedPiece::row to be filled in. `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders
-// in `layout` are sorted by it. Throws Error (invalid) if there are more bytes than can be counted.
+// `nodes[rank]` numbers the ranks' nodes; for Placement::local the holders in `layout` are sorted by it. Throws Error
+// (invalid) if there are more bytes than can be counted.
 Assignment assign(Layout& layout, std::span<const uint32_t> nodes, const PlanOptions& options);
 
 }  // namespace vescale_ckpt::plan

@@ -7,10 +7,8 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "plan/hash.h"
 #include "plan/make_catalog.h"
 #include "plan/merge.h"
-#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 namespace {
@@ -18,32 +16,32 @@ namespace {
 constexpr size_t kBytesOfAThread = size_t{1} << 20;  // less is not worth one
 constexpr size_t kMostThreads = 8;
 
-unsigned thread_count(std::span<const std::span<const std::byte>> inventories) {
+unsigned thread_count(std::span<const state::InventoryParts> inventories) {
   size_t bytes = 0;
-  for (const auto inventory : inventories) bytes += inventory.size();
+  for (const state::InventoryParts& parts : inventories) {
+    bytes += parts.rows.size() + parts.numbers.size() + parts.names.size();
+  }
   const size_t processors = std::max(1u, std::thread::hardware_concurrency());
   return static_cast<unsigned>(std::min({processors, kMostThreads, bytes / kBytesOfAThread + 1}));
 }
 
 }  // namespace
 
-GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options)
+GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options)
     : options_(options) {
   if (inventories.empty()) throw Error::invalid("a plan needs at least one rank");
   if (inventories.size() >= UINT32_MAX) throw Error::invalid("more than 4 billion ranks");
   const size_t ranks = inventories.size();
-  const unsigned threads = thread_count(inventories);
+  threads_ = thread_count(inventories);
 
   std::vector<state::Inventory> parsed(ranks);
-  std::vector<Hash128> names(ranks);
-  parallel_for(threads, ranks, 1, [&] {
+  parallel_for(threads_, ranks, 1, [&] {
     return [&](size_t rank) {
       try {
         parsed[rank] = state::Inventory(inventories[rank]);
       } catch (const Error& error) {
         throw Error::invalid("rank " + std::to_string(rank) + ": " + error.what());
       }
-      names[rank] = hash128(parsed[rank].names_block());
     };
   });
 
@@ -57,21 +55,39 @@ GlobalPlan::GlobalPlan(std::span<const std::span<const std::byte>> inventories, 
     nodes_.push_back(static_cast<uint32_t>(std::lower_bound(ids.begin(), ids.end(), inventory.node()) - ids.begin()));
   }
 
-  layout_ = merge(parsed, names, threads);
+  layout_ = merge(parsed, threads_);
   assignment_ = assign(layout_, nodes_, options);
   layout_.holders = {};
   layout_.first_holder = {};
-  local_plans_ = make_local_plans(layout_, assignment_, this->ranks(), threads);
+  local_plans_ = LocalPlans(layout_, assignment_, this->ranks());
 }
 
 std::vector<int64_t> GlobalPlan::local_plan(uint32_t rank) const {
+  std::vector<int64_t> words(local_plan_words(rank));
+  local_plan(rank, words);
+  return words;
+}
+
+uint64_t GlobalPlan::local_plan_words(uint32_t rank) const {
   if (rank >= ranks()) throw Error::invalid("no rank " + std::to_string(rank) + " in this plan");
-  return local_plans_.of(rank, assignment_);
+  return local_plans_.rows(rank) * LocalPlans::kRowWords;
+}
+
+void GlobalPlan::local_plan(uint32_t rank, std::span<int64_t> words) const {
+  int64_t* at = words.data();
+  for_each_row(layout_, assignment_, rank, [&](uint32_t item, uint32_t, uint32_t, const Assignment::Split* split) {
+    at[0] = item;
+    at[1] = split == nullptr ? -1 : split->dim;
+    at[2] = split == nullptr ? 0 : split->start;
+    at[3] = split == nullptr ? 0 : split->length;
+    at += LocalPlans::kRowWords;
+  });
 }
 
 metadata::Catalog GlobalPlan::catalog(uint32_t node) const {
   if (node >= node_count_) throw Error::invalid("no node " + std::to_string(node) + " in this plan");
-  return make_catalog(layout_, assignment_, nodes_, node, options_.placement == Placement::local);
+  return make_catalog(layout_, assignment_, local_plans_, nodes_, node, options_.placement == Placement::local,
+                      threads_);
 }
 
 }  // namespace vescale_ckpt::plan

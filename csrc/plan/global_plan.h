@@ -11,22 +11,26 @@
 #include "plan/assign.h"
 #include "plan/layout.h"
 #include "plan/local_plans.h"
+#include "state/inventory.h"
 
 namespace vescale_ckpt::plan {
 
 class GlobalPlan {
  public:
-  // `inventories`: each rank's, packed and 8-aligned; not used after construction. The same inventories and options
+  // `inventories`: each rank's, packed and 8-aligned; not used after construction. Parts that ranks have in common may
+  // be the same memory: they are then hashed once. The same inventories and options
   // give the same plan. Throws Error (invalid), naming keys and ranks, if what the ranks hold does not fit together:
   // see merge().
-  GlobalPlan(std::span<const std::span<const std::byte>> inventories, const PlanOptions& options);
+  GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options);
 
   uint32_t ranks() const { return static_cast<uint32_t>(nodes_.size()); }
-  uint64_t rows() const { return assignment_.pieces.size(); }  // of all local plans
+  uint64_t rows() const { return local_plans_.rows(); }  // of all local plans
 
   // What `rank` writes: rows of item, dim (-1: the whole box), start, length. Made anew by each call.
   std::vector<int64_t> local_plan(uint32_t rank) const;
-  std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes; }
+  uint64_t local_plan_words(uint32_t rank) const;
+  void local_plan(uint32_t rank, std::span<int64_t> words) const;  // into memory for so many
+  std::span<const uint64_t> bytes_by_rank() const { return local_plans_.bytes(); }
 
   // Made anew by each call. With Placement::local as `node` sees it, nodes being numbered in the order of their ids:
   // its own copies, and of what it does not hold those of the lowest node that does. Else all see the same.
@@ -36,6 +40,7 @@ class GlobalPlan {
   PlanOptions options_;
   std::vector<uint32_t> nodes_;  // of each rank
   uint32_t node_count_ = 0;
+  unsigned threads_ = 1;
   Layout layout_;  // without the holders
   Assignment assignment_;
   LocalPlans local_plans_;

@@ -36,15 +36,15 @@ void Grouping::sort(uint64_t* places, Holder* holders, int64_t* dims, size_t row
   }
 }
 
-uint32_t Grouping::group(uint32_t key, std::string& fault) {
-  const Layout::Key& facts = layout_.keys[key];
-  const uint64_t base = rows_.begin[key];
+uint32_t Grouping::group(uint32_t number, std::string& fault) {
+  const Layout::Class& facts = layout_.classes[number];
+  const uint64_t base = rows_.begin[number];
   const size_t words = 2 * size_t{facts.ndim};
   uint64_t* places = rows_.places.data() + base;
   Holder* holders = rows_.holders.data() + base;
-  int64_t* dims = rows_.dims.data() + rows_.dims_begin[key];
+  int64_t* dims = rows_.dims.data() + rows_.dims_begin[number];
   uint32_t* counts = rows_.holders_of_box.data() + base;
-  size_t rows = rows_.begin[key + 1] - base;
+  size_t rows = rows_.begin[number + 1] - base;
   sort(places, holders, dims, rows, words);
 
   const Boxes boxes{dims, facts.ndim};

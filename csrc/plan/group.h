@@ -1,4 +1,4 @@
-// Makes boxes of the rows of one key: equal rows of several ranks are one box with several holders.
+// Makes boxes of the rows of one class of keys: equal rows of several ranks are one box with several holders.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +11,24 @@
 
 namespace vescale_ckpt::plan {
 
-// The inventory rows of all ranks, sorted by key; rows of one key are in the order of their ranks.
+// One inventory row of each slot of all ranks, sorted by class; rows of one class are in the order of their ranks.
 struct Rows {
-  std::vector<uint64_t> begin;  // of each key's rows; one more at the end
+  std::vector<uint64_t> begin;  // of each class's rows; one more at the end
   LargeVector<uint64_t> places;
   LargeVector<Holder> holders;
-  std::vector<uint64_t> dims_begin;      // of each key's words in dims
+  std::vector<uint64_t> dims_begin;      // of each class's words in dims
   LargeVector<int64_t> dims;             // offset[ndim], size[ndim] of row after row
   LargeVector<uint32_t> holders_of_box;  // after grouping: how many each box has; one more at the end
 };
 
-// One thread uses one Grouping for many keys. Several Groupings may work on different keys of the same rows at a time.
+// One thread uses one Grouping for many classes. Several Groupings may work on different classes of the same rows at a
+// time.
 class Grouping {
  public:
   Grouping(const Layout& layout, Rows& rows, bool covers_all) : layout_(layout), rows_(rows), covers_all_(covers_all) {}
 
-  // Returns the number of boxes of the key. If the rows do not fit together, writes why to `fault`.
-  uint32_t group(uint32_t key, std::string& fault);
+  // Returns the number of boxes of the class. If the rows do not fit together, writes why to `fault`.
+  uint32_t group(uint32_t number, std::string& fault);
 
  private:
   void sort(uint64_t* places, Holder* holders, int64_t* dims, size_t rows, size_t words);

@@ -1,4 +1,7 @@
 // What all ranks together hold: every key once, every distinct box once, and for each box the ranks that hold it.
+//
+// Layers repeat: keys of which every rank has equal rows are one class, and what follows from rows is kept once a
+// class.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +16,17 @@ namespace vescale_ckpt::plan {
 
 struct Holder {
   uint32_t rank;
-  uint32_t item;  // row of that rank's inventory
+  uint32_t slot;  // of that rank's block
 };
 
 struct Layout {
-  struct Key {
+  struct Class {
     state::ItemKind kind;
     uint8_t dtype;
     uint16_t flags;
     uint32_t ndim;
+    uint32_t first_key;
+    uint32_t keys;       // how many
     uint32_t boxes;      // how many; an object has one, without dims
     uint64_t first_box;  // among all boxes
     uint64_t shape;      // where it starts in shapes
@@ -29,32 +34,48 @@ struct Layout {
     uint64_t bytes;      // of one element; of an object the whole
   };
 
-  NumberedStrings names;  // of keys
-  std::vector<Key> keys;
+  // Ranks of the same keys in the same order, with the same keys among them of equal rows: as a mesh has many.
+  // A slot is an item under each key of a class; if ranks hold several boxes of a key, the class has several slots.
+  struct Block {
+    uint32_t names;                         // which of key_lists
+    uint32_t ranks = 0;                     // how many
+    std::vector<uint32_t> slots = {};       // of each item
+    std::vector<uint32_t> slot_items = {};  // of each slot: its item under the first key of its class
+  };
+
+  NumberedStrings names;                         // of keys
+  std::vector<uint32_t> class_of;                // of each key
+  std::vector<Class> classes;                    // in the order of their first keys
+  std::vector<std::vector<uint32_t>> key_lists;  // the key of each item, once for all ranks of equal names
+  std::vector<Block> blocks;
+  std::vector<uint32_t> block_of;  // of each rank
   std::vector<int64_t> shapes;
   LargeVector<int64_t> dims;
   LargeVector<Holder> holders;         // of box after box, ranks ascending
   LargeVector<uint32_t> first_holder;  // of each box; one more at the end
 
-  std::span<const int64_t> shape(const Key& key) const { return {shapes.data() + key.shape, key.ndim}; }
-  // In all of these `box` counts from the key's first.
-  std::span<const int64_t> offset(const Key& key, size_t box) const {
-    return {dims.data() + key.dims + box * 2 * key.ndim, key.ndim};
+  const Block& block(size_t rank) const { return blocks[block_of[rank]]; }
+  const std::vector<uint32_t>& keys(const Block& block) const { return key_lists[block.names]; }
+
+  std::span<const int64_t> shape(const Class& of) const { return {shapes.data() + of.shape, of.ndim}; }
+  // In all of these `box` counts from the class's first.
+  std::span<const int64_t> offset(const Class& of, size_t box) const {
+    return {dims.data() + of.dims + box * 2 * of.ndim, of.ndim};
   }
-  std::span<const int64_t> size(const Key& key, size_t box) const {
-    return {dims.data() + key.dims + box * 2 * key.ndim + key.ndim, key.ndim};
+  std::span<const int64_t> size(const Class& of, size_t box) const {
+    return {dims.data() + of.dims + box * 2 * of.ndim + of.ndim, of.ndim};
   }
-  uint64_t bytes(const Key& key, size_t box) const {
-    uint64_t product = key.bytes;
-    for (const int64_t length : size(key, box)) product *= static_cast<uint64_t>(length);
+  uint64_t bytes(const Class& of, size_t box) const {
+    uint64_t product = of.bytes;
+    for (const int64_t length : size(of, box)) product *= static_cast<uint64_t>(length);
     return product;
   }
-  std::span<const Holder> holders_of(const Key& key, size_t box) const {
-    const uint32_t* first = first_holder.data() + key.first_box + box;
+  std::span<const Holder> holders_of(const Class& of, size_t box) const {
+    const uint32_t* first = first_holder.data() + of.first_box + box;
     return {holders.data() + first[0], first[1] - first[0]};
   }
-  std::span<Holder> holders_of(const Key& key, size_t box) {
-    const uint32_t* first = first_holder.data() + key.first_box + box;
+  std::span<Holder> holders_of(const Class& of, size_t box) {
+    const uint32_t* first = first_holder.data() + of.first_box + box;
     return {holders.data() + first[0], first[1] - first[0]};
   }
 };

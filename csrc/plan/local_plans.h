@@ -2,27 +2,61 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
-#include "base/large_vector.h"
 #include "plan/assign.h"
 #include "plan/layout.h"
 
 namespace vescale_ckpt::plan {
 
-struct LocalPlans {
+// Holds how much each rank writes. What it writes is computed from the layout and the assignment, which must outlive
+// this, when asked for: tables of all ranks' rows would be larger than all else that a plan holds.
+class LocalPlans {
+ public:
   static constexpr size_t kRowWords = 4;  // item, dim (-1: the whole box), start, length
 
-  LargeVector<uint32_t> pieces;     // indices into Assignment::pieces, rank after rank
-  std::vector<uint64_t> first_row;  // of each rank, among the pieces; one more at the end
-  std::vector<uint64_t> bytes;      // of each rank
+  LocalPlans() = default;  // of no ranks
+  LocalPlans(const Layout& layout, const Assignment& assignment, uint32_t ranks);
 
-  // The rows of one rank, kRowWords numbers each.
-  std::vector<int64_t> of(uint32_t rank, const Assignment& assignment) const;
+  uint64_t rows() const { return all_rows_; }  // of all ranks
+  uint64_t rows(uint32_t rank) const { return tensors_[rank] + objects_[rank]; }
+  uint64_t tensors(uint32_t rank) const { return tensors_[rank]; }
+  std::span<const uint64_t> bytes() const { return bytes_; }  // of each rank
+
+ private:
+  std::vector<uint64_t> tensors_, objects_, bytes_;
+  uint64_t all_rows_ = 0;
 };
 
-// Tensors before objects, each in the order of the rank's items, pieces of a box in that of their starts. Fills in
-// AssignedPiece::row.
-LocalPlans make_local_plans(const Layout& layout, Assignment& assignment, uint32_t ranks, unsigned threads);
+// Calls body(item, key, group's number, split or null) for each row of the rank's local plan, in its order: tensors
+// before objects, each in the order of the rank's items, pieces of a box in that of their starts.
+template <typename Body>
+void for_each_row(const Layout& layout, const Assignment& assignment, uint32_t rank, const Body& body) {
+  const Layout::Block& block = layout.block(rank);
+  const std::vector<uint32_t>& keys = layout.keys(block);
+  const uint32_t* group_of = assignment.group_of.data() + assignment.first_slot[rank];
+  for (const bool objects : {false, true}) {
+    bool others = false;
+    for (uint32_t item = 0; item < keys.size(); ++item) {
+      const uint32_t number = group_of[block.slots[item]], key = keys[item];
+      if (number == Assignment::kNoGroup) continue;
+      if ((layout.classes[layout.class_of[key]].kind == state::ItemKind::object) != objects) {
+        others = true;
+        continue;
+      }
+      const Assignment::Group& group = assignment.groups[number];
+      if (group.writer != Assignment::Group::kByKey) {
+        body(item, key, number, nullptr);
+        continue;
+      }
+      for (const AssignedPiece& piece : assignment.pieces_of(key, group)) {
+        if (piece.writer != rank) continue;
+        body(item, key, number, piece.split == 0 ? nullptr : &assignment.splits[piece.split - 1]);
+      }
+    }
+    if (!others) return;
+  }
+}
 
 }  // namespace vescale_ckpt::plan

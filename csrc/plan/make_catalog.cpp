@@ -1,74 +1,163 @@
 #include "plan/make_catalog.h"
 
 #include <algorithm>
+#include <functional>
+#include <tuple>
+
+#include "base/parallel.h"
 
 namespace vescale_ckpt::plan {
 namespace {
 
-// Pieces of one box on several nodes stand node after node.
-std::span<const AssignedPiece> seen_by(std::span<const AssignedPiece> pieces, std::span<const uint32_t> nodes,
-                                       uint32_t node) {
-  const auto on = [&](uint32_t wanted) {
-    const auto is_there = [&](const AssignedPiece& piece) { return nodes[piece.writer] == wanted; };
-    const auto begin = std::find_if(pieces.begin(), pieces.end(), is_there);
-    return std::span<const AssignedPiece>(begin, std::find_if_not(begin, pieces.end(), is_there));
-  };
-  const std::span<const AssignedPiece> own = on(node);
-  return own.empty() ? on(nodes[pieces[0].writer]) : own;
+// The position of each piece among what its writer writes, asked for key after key, box after box, node after node.
+class RowNumbers {
+ public:
+  RowNumbers(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, unsigned threads) {
+    const size_t ranks = layout.block_of.size();
+    next_.resize(ranks);
+    std::vector<uint8_t> is_sorted;
+    for (const Layout::Block& block : layout.blocks) {
+      const std::vector<uint32_t>& keys = layout.keys(block);
+      is_sorted.push_back(std::ranges::is_sorted(keys, std::less_equal<>()));  // and no key is there twice
+    }
+    const auto sorted = [&](size_t rank) { return is_sorted[layout.block_of[rank]] != 0; };
+    for (uint32_t rank = 0; rank < ranks; ++rank) next_[rank] = {0, static_cast<uint32_t>(plans.tensors(rank))};
+    if (std::ranges::all_of(is_sorted, std::identity())) return;
+    in_order_.resize(ranks);
+    parallel_for(threads, ranks, 16, [&] {
+      return [&](size_t rank) {
+        if (!sorted(rank)) in_order_[rank] = asked(layout, assignment, static_cast<uint32_t>(rank));
+      };
+    });
+  }
+
+  uint32_t next(uint32_t writer, bool object) {
+    if (in_order_.empty() || in_order_[writer].empty()) return next_[writer][object]++;
+    return in_order_[writer][next_[writer][0]++];
+  }
+
+ private:
+  // The rows of a rank in the order in which they are asked for.
+  static std::vector<uint32_t> asked(const Layout& layout, const Assignment& assignment, uint32_t rank) {
+    std::vector<std::tuple<uint32_t, uint32_t, uint32_t>> rows;  // key, group, row
+    for_each_row(layout, assignment, rank, [&](uint32_t, uint32_t key, uint32_t group, const Assignment::Split*) {
+      rows.emplace_back(key, group, static_cast<uint32_t>(rows.size()));
+    });
+    std::ranges::sort(rows);
+    std::vector<uint32_t> numbers;
+    numbers.reserve(rows.size());
+    for (const auto& row : rows) numbers.push_back(std::get<2>(row));
+    return numbers;
+  }
+
+  std::vector<std::array<uint32_t, 2>> next_;    // of each rank: of its tensors, of its objects
+  std::vector<std::vector<uint32_t>> in_order_;  // of ranks whose items are not in the order of the keys
+};
+
+class Maker {
+ public:
+  Maker(const Layout& layout, const Assignment& assignment, const LocalPlans& plans, std::span<const uint32_t> nodes,
+        uint32_t node, bool copies, unsigned threads)
+      : layout_(layout),
+        assignment_(assignment),
+        nodes_(nodes),
+        node_(node),
+        copies_(copies),
+        rows_(layout, assignment, plans, threads) {
+    catalog.names = layout.names.text();
+    catalog.ranks = static_cast<uint32_t>(nodes.size());
+    catalog.keys.reserve(layout.class_of.size());
+    catalog.chunks.reserve(plans.rows());
+    catalog.dims.reserve(layout.shapes.size() + layout.dims.size());
+    catalog.dims.assign(layout.shapes.begin(), layout.shapes.end());
+    catalog.dims.insert(catalog.dims.end(), layout.dims.begin(), layout.dims.end());  // keys of a class share them
+    for (uint32_t key = 0; key < layout.class_of.size(); ++key) add(key);
+  }
+
+  metadata::Catalog catalog;
+
+ private:
+  void add(uint32_t key);
+  // The one of the groups of a box that the catalog names.
+  const Assignment::Group& seen_of(std::span<const Assignment::Group> groups, uint32_t key) const;
+  uint32_t node_of(const Assignment::Group& group, uint32_t key) const {
+    const bool by_key = group.writer == Assignment::Group::kByKey;
+    return nodes_[by_key ? assignment_.pieces_of(key, group)[0].writer : group.writer];
+  }
+
+  const Layout& layout_;
+  const Assignment& assignment_;
+  std::span<const uint32_t> nodes_;
+  uint32_t node_;
+  bool copies_;
+  RowNumbers rows_;
+};
+
+const Assignment::Group& Maker::seen_of(std::span<const Assignment::Group> groups, uint32_t key) const {
+  if (!copies_) return groups[0];  // there is no other
+  const auto is_here = [&](const Assignment::Group& group) { return node_of(group, key) == node_; };
+  const auto found = std::ranges::find_if(groups, is_here);
+  return found == groups.end() ? groups[0] : *found;
+}
+
+void Maker::add(uint32_t key) {
+  const Layout::Class& of = layout_.classes[layout_.class_of[key]];
+  const uint64_t first = catalog.chunks.size();
+  const bool object = of.kind == state::ItemKind::object;
+  bool split = false;
+  for (size_t box = 0; box < of.boxes; ++box) {
+    const uint64_t whole = layout_.shapes.size() + of.dims + box * 2 * of.ndim;
+    const std::span<const Assignment::Group> groups = assignment_.groups_of(of, box);
+    const Assignment::Group& named = seen_of(groups, key);
+    for (const Assignment::Group& group : groups) {
+      const bool seen = &group == &named;
+      if (group.writer != Assignment::Group::kByKey) {
+        const uint32_t row = rows_.next(group.writer, object);
+        if (seen) catalog.chunks.push_back({whole, group.writer, row});
+        continue;
+      }
+      for (const AssignedPiece& piece : assignment_.pieces_of(key, group)) {
+        const uint32_t row = rows_.next(piece.writer, object);
+        if (!seen) continue;
+        uint64_t at = whole;
+        if (piece.split != 0) {
+          const Assignment::Split& part = assignment_.splits[piece.split - 1];
+          const auto dim = static_cast<size_t>(part.dim);
+          at = catalog.dims.size();
+          for (size_t i = 0; i < size_t{2} * of.ndim; ++i)
+            catalog.dims.push_back(layout_.dims[of.dims + box * 2 * of.ndim + i]);
+          catalog.dims[at + dim] += part.start;
+          catalog.dims[at + of.ndim + dim] = part.length;
+          split = true;
+        }
+        catalog.chunks.push_back({at, piece.writer, row});
+      }
+    }
+  }
+  if (split) {  // pieces of boxes that stand side by side alternate
+    std::sort(catalog.chunks.begin() + static_cast<ptrdiff_t>(first), catalog.chunks.end(),
+              [&](const metadata::Catalog::Chunk& a, const metadata::Catalog::Chunk& b) {
+                const int64_t* of_a = catalog.dims.data() + a.box;
+                const int64_t* of_b = catalog.dims.data() + b.box;
+                return std::lexicographical_compare(of_a, of_a + of.ndim, of_b, of_b + of.ndim);
+              });
+  }
+  catalog.keys.push_back({.name = layout_.names.begin(key),
+                          .name_bytes = static_cast<uint32_t>(layout_.names[key].size()),
+                          .kind = of.kind,
+                          .dtype = of.dtype,
+                          .flags = of.flags,
+                          .ndim = of.ndim,
+                          .shape = of.shape,
+                          .first_chunk = first,
+                          .chunks = catalog.chunks.size() - first});
 }
 
 }  // namespace
 
-metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, std::span<const uint32_t> nodes,
-                               uint32_t node, bool copies) {
-  metadata::Catalog catalog;
-  catalog.names = layout.names.text();
-  catalog.ranks = static_cast<uint32_t>(nodes.size());
-  catalog.keys.reserve(layout.keys.size());
-  catalog.chunks.reserve(assignment.pieces.size());
-  catalog.dims.reserve(layout.shapes.size() + layout.dims.size());
-  catalog.dims.assign(layout.shapes.begin(), layout.shapes.end());
-  for (uint32_t number = 0; number < layout.keys.size(); ++number) {
-    const Layout::Key& key = layout.keys[number];
-    const uint64_t first = catalog.chunks.size();
-    bool split = false;
-    for (size_t box = 0; box < key.boxes; ++box) {
-      const std::span<const int64_t> offset = layout.offset(key, box), size = layout.size(key, box);
-      std::span<const AssignedPiece> pieces = assignment.pieces_of(key, box);
-      if (copies) pieces = seen_by(pieces, nodes, node);
-      for (const AssignedPiece& piece : pieces) {
-        const uint64_t at = catalog.dims.size();
-        catalog.dims.insert(catalog.dims.end(), offset.begin(), offset.end());
-        catalog.dims.insert(catalog.dims.end(), size.begin(), size.end());
-        if (piece.split != 0) {
-          const Assignment::Split& part = assignment.splits[piece.split - 1];
-          const auto dim = static_cast<size_t>(part.dim);
-          catalog.dims[at + dim] += part.start;
-          catalog.dims[at + key.ndim + dim] = part.length;
-          split = true;
-        }
-        catalog.chunks.push_back({at, piece.writer, piece.row});
-      }
-    }
-    if (split) {  // pieces of boxes that stand side by side alternate
-      std::sort(catalog.chunks.begin() + static_cast<ptrdiff_t>(first), catalog.chunks.end(),
-                [&](const metadata::Catalog::Chunk& a, const metadata::Catalog::Chunk& b) {
-                  const int64_t* of_a = catalog.dims.data() + a.box;
-                  const int64_t* of_b = catalog.dims.data() + b.box;
-                  return std::lexicographical_compare(of_a, of_a + key.ndim, of_b, of_b + key.ndim);
-                });
-    }
-    catalog.keys.push_back({.name = layout.names.begin(number),
-                            .name_bytes = static_cast<uint32_t>(layout.names[number].size()),
-                            .kind = key.kind,
-                            .dtype = key.dtype,
-                            .flags = key.flags,
-                            .ndim = key.ndim,
-                            .shape = key.shape,
-                            .first_chunk = first,
-                            .chunks = catalog.chunks.size() - first});
-  }
-  return catalog;
+metadata::Catalog make_catalog(const Layout& layout, const Assignment& assignment, const LocalPlans& plans,
+                               std::span<const uint32_t> nodes, uint32_t node, bool copies, unsigned threads) {
+  return std::move(Maker(layout, assignment, plans, nodes, node, copies, threads).catalog);
 }
 
 }  // namespace vescale_ckpt::plan

@@ -29,7 +29,7 @@ std::string dtype_text(const state::Item& item) {
   return std::string(format::dtypes()[item.dtype].name);
 }
 
-std::string box_fault(const RankRow& row, const Layout::Key& key, std::span<const int64_t> shape) {
+std::string box_fault(const RankRow& row, const Layout::Class& of, std::span<const int64_t> shape) {
   const std::string holder = "rank " + std::to_string(row.rank) + " has the box at offset " +
                              tuple_text(row.item.offset) + " of size " + tuple_text(row.item.size);
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -41,7 +41,7 @@ std::string box_fault(const RankRow& row, const Layout::Key& key, std::span<cons
   if (row.item.kind == state::ItemKind::tensor && !std::equal(shape.begin(), shape.end(), row.item.size.begin())) {
     return holder + " as a whole tensor of shape " + tuple_text(shape);
   }
-  return holder + " in " + std::to_string(row.item.bytes) + " bytes, which are not " + std::to_string(key.bytes) +
+  return holder + " in " + std::to_string(row.item.bytes) + " bytes, which are not " + std::to_string(of.bytes) +
          " an element";
 }
 
@@ -57,7 +57,7 @@ std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t ite
   return bytes;
 }
 
-std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
+std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Class& of,
                            std::span<const int64_t> shape) {
   const std::string begin = std::string(name) + ": ";
   if (auto text = difference("", rows, kind_text); !text.empty()) return begin + text;
@@ -66,10 +66,10 @@ std::string explain_misfit(std::string_view name, const std::vector<RankRow>& ro
       !text.empty()) {
     return begin + text;
   }
-  if (!shape_bytes(shape, key.bytes)) return begin + "a tensor cannot have the shape " + tuple_text(shape);
+  if (!shape_bytes(shape, of.bytes)) return begin + "a tensor cannot have the shape " + tuple_text(shape);
   const auto misfit =
-      std::find_if(rows.begin(), rows.end(), [&](const RankRow& row) { return !place_of(row.item, key, shape); });
-  return begin + box_fault(*misfit, key, shape);
+      std::find_if(rows.begin(), rows.end(), [&](const RankRow& row) { return !place_of(row.item, of, shape); });
+  return begin + box_fault(*misfit, of, shape);
 }
 
 }  // namespace vescale_ckpt::plan

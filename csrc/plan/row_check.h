@@ -1,4 +1,4 @@
-// Checks one inventory row of a rank against what is known of its key, and explains rows that do not fit.
+// Checks one inventory row of a rank against what is known of its key's class, and explains rows that do not fit.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,16 @@ std::optional<uint64_t> shape_bytes(std::span<const int64_t> shape, uint64_t ite
 // their offsets.
 constexpr uint64_t kEmptyBox = UINT64_MAX;  // the place of a box without elements
 
-// The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the key's
-// and has passed shape_bytes.
-inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::Key& key,
+// The place of the box's first element, kEmptyBox if it has none; nothing if the row does not fit. `shape` is the
+// class's and has passed shape_bytes.
+inline std::optional<uint64_t> place_of(const state::Item& item, const Layout::Class& of,
                                         std::span<const int64_t> shape) {
-  if (key.kind == state::ItemKind::object || item.kind == state::ItemKind::object) {
-    if (item.kind != key.kind) return std::nullopt;
+  if (of.kind == state::ItemKind::object || item.kind == state::ItemKind::object) {
+    if (item.kind != of.kind) return std::nullopt;
     return 0;
   }
-  if (item.dtype != key.dtype || item.shape.size() != shape.size()) return std::nullopt;
-  uint64_t place = 0, bytes = key.bytes;
+  if (item.dtype != of.dtype || item.shape.size() != shape.size()) return std::nullopt;
+  uint64_t place = 0, bytes = of.bytes;
   bool whole = true;
   for (size_t i = 0; i < shape.size(); ++i) {
     const int64_t length = shape[i], offset = item.offset[i], size = item.size[i];
@@ -48,7 +48,7 @@ struct RankRow {
 };
 
 // Says why rows of one key do not fit together. `rows` are in the order of their ranks; one of them has no place.
-std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Key& key,
+std::string explain_misfit(std::string_view name, const std::vector<RankRow>& rows, const Layout::Class& of,
                            std::span<const int64_t> shape);
 
 }  // namespace vescale_ckpt::plan

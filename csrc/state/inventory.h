@@ -1,10 +1,12 @@
 // One rank's items, packed into bytes: what it holds, or what it wants filled, described without its tensors.
 //
-// A row is one box of one tensor, or one object. The packed form travels between ranks as it is (little-endian words,
-// one architecture a job) and is checked when it arrives. Fingerprints are computed from its bytes.
+// An item is one box of one tensor, or one object. Layers repeat, so that many items have equal rows: each distinct row
+// stands there once. The packed form travels between ranks as it is (little-endian words, one architecture a job) and
+// is checked when it arrives. Fingerprints are computed from its bytes.
 //
-//   int64 magic, items n, words of rows w, bytes of names b, node, 0
-//   n rows:  kind | dtype << 8 | flags << 16 | ndim << 32,  bytes,  shape[ndim], offset[ndim], size[ndim]
+//   int64 magic, items n, distinct rows d, words of rows w, bytes of names b, node
+//   d rows:  kind | dtype << 8 | flags << 16 | ndim << 32,  bytes,  shape[ndim], offset[ndim], size[ndim]
+//   u32 numbers[n], padded to 8: the row of each item; rows are numbered in the order in which items first have them
 //   u32 ends[n], padded to 8: where each name ends in the names
 //   names: UTF-8, padded to 8
 #pragma once
@@ -15,6 +17,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/numbered_strings.h"
 
 namespace vescale_ckpt::state {
 
@@ -37,28 +41,37 @@ struct Item {
   std::span<const int64_t> offset, size;
 };
 
+// What ranks may have in common: of a mesh, all ranks have equal numbers and names, and replicas have equal rows.
+struct InventoryParts {
+  std::span<const std::byte> header;                               // or all of it, and the others are empty
+  std::span<const std::byte> rows = {}, numbers = {}, names = {};  // names: with their ends
+};
+
 // A view of packed items: the bytes must outlive it.
 class Inventory {
  public:
   Inventory() = default;  // of nothing
-  // Checks every length, offset and number in it. Throws Error (invalid). `bytes` must be 8-aligned.
-  explicit Inventory(std::span<const std::byte> bytes);
+  // Checks every length, offset and number in it. Throws Error (invalid). The bytes must be 8-aligned.
+  explicit Inventory(const InventoryParts& parts);
+  explicit Inventory(std::span<const std::byte> bytes) : Inventory(InventoryParts{bytes}) {}
 
-  size_t size() const { return rows_.size(); }
+  size_t size() const { return numbers_.size(); }
   Item operator[](size_t index) const;
   int64_t node() const { return node_; }
-  // Header and rows in words; they and the names are all of the bytes.
-  std::span<const int64_t> header() const { return header_; }
-  std::span<const int64_t> row_words() const { return words_; }
-  // All names with their ends: ranks whose names are equal have equal blocks.
-  std::span<const std::byte> names_block() const { return names_block_; }
+  // The row of each item: items of equal numbers are equal but for their names.
+  std::span<const uint32_t> numbers() const { return numbers_; }
+  // One behind another they are the packed bytes. None of them holds another.
+  const InventoryParts& parts() const { return parts_; }
 
  private:
+  void check_rows(size_t rows);
+  void check_items(size_t items, size_t name_bytes);
   std::string_view name(size_t index) const;
 
-  std::span<const int64_t> header_, words_;
-  std::vector<uint32_t> rows_;  // where each row starts in words_
-  std::span<const std::byte> names_block_;
+  InventoryParts parts_;
+  std::span<const int64_t> words_;  // of the rows
+  std::vector<uint32_t> rows_;      // where each row starts in words_
+  std::span<const uint32_t> numbers_;
   const uint32_t* ends_ = nullptr;
   const char* names_ = nullptr;
   int64_t node_ = 0;
@@ -67,11 +80,14 @@ class Inventory {
 class InventoryBuilder {
  public:
   void add(const Item& item);
+  // The same of a row as the inventory holds it. Throws Error (invalid) if its length is not the one that it tells.
+  void add(std::string_view name, std::span<const std::byte> row);
   std::vector<std::byte> pack(int64_t node = 0) const;
 
  private:
-  std::vector<int64_t> words_;
-  std::vector<uint32_t> ends_;
+  std::vector<int64_t> row_;  // the one at hand
+  NumberedStrings rows_;      // as bytes
+  std::vector<uint32_t> numbers_, ends_;
   std::string names_;
 };
 

@@ -36,17 +36,17 @@ Row = tuple[str, Any, ChunkStorageMetadata | None]  #: name, its entry in state_
 
 
 def pack(rows: list[Row]) -> bytes:
-    words = array("q")
+    packed = []
     for key, stored, chunk in rows:
         if chunk is None:
-            words.extend((0, 0))
+            packed.append(array("q", (0, 0)).tobytes())
             continue
         properties = stored.properties
         code, flags = dtype_code(properties.dtype, key), int(properties.requires_grad)
-        words.append(2 | code << 8 | flags << 16 | len(stored.size) << 32)
-        words.append(math.prod(chunk.sizes) * properties.dtype.itemsize)
-        words.extend((*stored.size, *chunk.offsets, *chunk.sizes))
-    return _C.pack_inventory([key for key, _, _ in rows], words, 0)
+        head = 2 | code << 8 | flags << 16 | len(stored.size) << 32
+        size = math.prod(chunk.sizes) * properties.dtype.itemsize
+        packed.append(array("q", (head, size, *stored.size, *chunk.offsets, *chunk.sizes)).tobytes())
+    return _C.pack_inventory([key for key, _, _ in rows], packed, 0)
 
 
 def rows_of(metadata: Metadata) -> list[tuple[Row, _StorageInfo]]:

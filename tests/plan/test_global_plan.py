@@ -42,15 +42,18 @@ def thing(name: str, size: int = 0) -> Row:
 
 def pack(rows: list[Row], node: int = 0) -> bytes:
     """The layout in csrc/state/inventory.h, written a second time."""
-    words, ends, names = [], [], b""
+    numbers, numbers_of, ends, names = {}, [], [], b""
     for row in rows:
         code = 0 if row.kind == OBJECT else DTYPES[row.dtype][0]
-        words += [row.kind | code << 8 | len(row.shape) << 32, row.bytes, *row.shape, *row.offset, *row.size]
+        words = row.kind | code << 8 | len(row.shape) << 32, row.bytes, *row.shape, *row.offset, *row.size
+        numbers_of.append(numbers.setdefault(words, len(numbers)))
         names += row.name.encode()
         ends.append(len(names))
-    packed = struct.pack("<6q", int.from_bytes(b"VKCVITM1", "little"), len(rows), len(words), len(names), node, 0)
-    packed += struct.pack(f"<{len(words)}q", *words)
-    for block in (struct.pack(f"<{len(ends)}I", *ends), names):
+    table = [word for words in numbers for word in words]
+    lengths = len(rows), len(numbers), len(table), len(names), node
+    packed = struct.pack("<6q", int.from_bytes(b"VKCVITM2", "little"), *lengths)
+    packed += struct.pack(f"<{len(table)}q", *table)
+    for block in (struct.pack(f"<{len(ends)}I", *numbers_of), struct.pack(f"<{len(ends)}I", *ends), names):
         packed += block + bytes(-len(block) % 8)
     return packed
 
@@ -124,10 +127,12 @@ def cuts(length: int, parts: int) -> list[tuple[int, int]]:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    """Tensors on a mesh of up to three dimensions, each sharded or replicated along each, and objects on some ranks."""
+    """Tensors on a mesh of up to three dimensions, each sharded or replicated along each, and objects on some ranks.
+    Tensors are alike, as those of layers, and ranks have them in one order or each in its own."""
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     coordinates = list(itertools.product(*map(range, mesh)))
     ranks: list[list[Row]] = [[] for _ in coordinates]
+    layers, shuffled = draw(st.integers(1, 3)), draw(st.booleans())
     for number in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         dtype = draw(st.sampled_from(["float32", "int8", "float64"]))
@@ -139,14 +144,15 @@ def jobs(draw: st.DrawFn) -> Job:
                 if dim is not None:
                     start, size[dim] = cuts(size[dim], mesh[mesh_dim])[coordinate[mesh_dim]]
                     offset[dim] += start
-            whole = all(dim is None for dim in places)
-            ranks[rank].append(Row(f"t{number}", shape, tuple(offset), tuple(size), TENSOR if whole else SHARD, dtype))
+            kind = TENSOR if all(dim is None for dim in places) else SHARD
+            for layer in range(layers):
+                ranks[rank].append(Row(f"{layer}.t{number}", shape, tuple(offset), tuple(size), kind, dtype))
     for number in range(draw(st.integers(0, 4))):
         holders = draw(st.sets(st.sampled_from(range(len(ranks))), min_size=1))
         known = draw(st.sampled_from([0, 1, 500]))
         for rank in holders:
             ranks[rank].append(thing(f"o{number}", known))
-    for rows in ranks:
+    for rows in ranks if shuffled else []:
         draw(st.randoms(use_true_random=False)).shuffle(rows)
     ranks_a_node = draw(st.integers(1, 4))
     return Job(ranks, [rank // ranks_a_node for rank in range(len(ranks))])

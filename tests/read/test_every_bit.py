@@ -61,11 +61,8 @@ def bits_of(data: bytes, ranges: list[range] | None = None) -> Iterator[tuple[in
 
 
 def inventory() -> bytes:
-    words = array("q")
-    for name in NAMES:
-        words.extend((2 | dtype_code(torch.float32, name) << 8 | 2 << 32, 24, 2, 3, 0, 0, 2, 3))
-    words.extend((0, 0))
-    return _C.pack_inventory([*NAMES, "step"], words, 0)
+    words = [array("q", (2 | dtype_code(torch.float32, name) << 8 | 2 << 32, 24, 2, 3, 0, 0, 2, 3)) for name in NAMES]
+    return _C.pack_inventory([*NAMES, "step"], [row.tobytes() for row in [*words, array("q", (0, 0))]], 0)
 
 
 def told_by(index: _C.Index) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from vescale_ckpt._state.describe import Describer
 from vescale_ckpt.cli import main
 from vescale_ckpt.simulate.models import MODELS, Entry, dtype_named, entries_in_checkpoint, entries_in_json, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState, coordinate
-from vescale_ckpt.simulate.simulation import metadata_files, planned, simulate, written
+from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, simulate, written
 
 SMALL = [
     Entry("model.embed_tokens.weight", (50, 8), torch.bfloat16),
@@ -187,6 +187,14 @@ def test_every_byte_is_written_once(parallelism: Parallelism) -> None:
     assert found.planning_seconds > 0
     assert found.planning_memory is None or found.planning_memory >= found.inventory_bytes
     assert found.index_bytes > 0
+
+
+def test_what_ranks_send_grows_with_layers_once_and_not_for_each_rank() -> None:
+    def sent(layers: int, ranks: int) -> int:
+        entries = [Entry(f"layers.{layer:02}.weight", (64, 8), torch.float32) for layer in range(layers)]
+        return gather(SimulatedState(entries, Parallelism(ranks, fsdp=ranks))).sent_bytes
+
+    assert sent(40, 2) - sent(20, 2) == sent(40, 16) - sent(20, 16) == 20 * (len("layers.00.weight") + 2 * 4)
 
 
 def test_placements_differ_in_who_writes() -> None:

@@ -48,20 +48,25 @@ class Item(NamedTuple):
 
 def items_of(inventory: bytes) -> list[Item]:
     """Read by the page that documents it (csrc/state/inventory.h)."""
-    magic, count, row_words, name_bytes, _, _ = struct.unpack_from("6q", inventory)
-    assert magic.to_bytes(8, "little") == b"VKCVITM1"
-    words = array("q", inventory[48 : 48 + 8 * row_words])
-    ends = array("I", inventory[48 + 8 * row_words :][: 4 * count])
-    names = inventory[48 + 8 * row_words + (4 * count + 7) // 8 * 8 :][:name_bytes]
-    items, at, begin = [], 0, 0
-    for end in ends:
+    magic, count, row_count, row_words, name_bytes, _ = struct.unpack_from("6q", inventory)
+    assert magic.to_bytes(8, "little") == b"VKCVITM2"
+    words, rest = array("q", inventory[48 : 48 + 8 * row_words]), inventory[48 + 8 * row_words :]
+    rows, at = [], 0
+    while at < len(words):
         head, size, dims = words[at], words[at + 1], words[at] >> 32
         shape, offset, box = (tuple(words[at + 2 + dims * part :][:dims]) for part in range(3))
-        name = names[begin:end].decode("utf-8", "surrogatepass")
-        items.append(Item(name, head & 0xFF, head >> 8 & 0xFF, head >> 16 & 0xFFFF, size, shape, offset, box))
-        at, begin = at + 2 + 3 * dims, end
-    assert at == len(words)
-    return items
+        rows.append((head & 0xFF, head >> 8 & 0xFF, head >> 16 & 0xFFFF, size, shape, offset, box))
+        at += 2 + 3 * dims
+    assert (at, len(set(rows))) == (len(words), row_count)
+    padded = (4 * count + 7) // 8 * 8
+    numbers, ends, names = array("I", rest[: 4 * count]), array("I", rest[padded:][: 4 * count]), rest[2 * padded :]
+    assert list(dict.fromkeys(numbers)) == list(range(row_count))
+    assert len(names) == (name_bytes + 7) // 8 * 8
+    begins = [0, *ends][:count]
+    return [
+        Item(names[begin:end].decode("utf-8", "surrogatepass"), *rows[number])
+        for number, begin, end in zip(numbers, begins, ends, strict=True)
+    ]
 
 
 def sources_of(description: Description) -> list[tuple[int, tuple[int, ...]]]:
@@ -250,7 +255,7 @@ def test_sizes_of_objects_are_weights_that_change_nothing() -> None:
     first, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 100, "gone": 5}, node=3)
     assert not same
     assert [item.bytes for item in items_of(first.inventory)] == [100, 4, 0]
-    assert struct.unpack_from("q", first.inventory, 32) == (3,)
+    assert struct.unpack_from("q", first.inventory, 40) == (3,)
     second, same = describer.describe({"a": 1, "b": torch.ones(1), "c": 2}, {"a": 200, "c": 7}, node=3)
     assert same
     assert second.inventory is first.inventory

@@ -131,7 +131,7 @@ class CollectivePlan:
         def message() -> tuple[bytes, ...]:
             # A plan without inventory names a kept plan that other ranks do not have.
             full = planner.full_local_plan(description, self._on_devices) if local.inventory is None else local
-            assert full.inventory is not None
+            assert isinstance(full.inventory, bytes)
             return *_C.inventory_parts(full.inventory), full.paths, full.structure.encode(), full.digests, full.replicas
 
         gathered = steps.gather_distinct(message, _MESSAGE_PARTS, "gather plans")
@@ -147,21 +147,20 @@ class CollectivePlan:
         return planner.accept(description, answer), planned
 
 
-_MESSAGE_PARTS = 7
+_MESSAGE_PARTS = 8
 
 
 def _local_plans(gathered: list[list[bytes]]) -> list[PackedSavePlan]:
-    """The plans of all ranks. Those of one node that hold the same share one inventory."""
-    inventories: dict[tuple[int, ...], bytes] = {}
-    plans = []
-    for head, rows, names, paths, structure, digests, replicas in gathered:
-        parts = (head, rows, names)
-        same = tuple(map(id, parts))  # equal parts came once
-        if (inventory := inventories.get(same)) is None:
-            inventory = inventories[same] = b"".join(parts)
-        plans.append(
-            PackedSavePlan(
-                [], inventory=inventory, paths=paths, structure=structure.decode(), digests=digests, replicas=replicas
-            )
+    """The plans of all ranks. Equal parts of inventories are one object, and stay apart: put together they would be
+    copied for each rank."""
+    return [
+        PackedSavePlan(
+            [],
+            inventory=(head, rows, numbers, names),
+            paths=paths,
+            structure=structure.decode(),
+            digests=digests,
+            replicas=replicas,
         )
-    return plans
+        for head, rows, numbers, names, paths, structure, digests, replicas in gathered
+    ]

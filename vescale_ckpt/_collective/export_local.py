@@ -79,4 +79,4 @@ def _boxes_as_tensors(items: PackedItems) -> tuple[bytes, dict[str, dict[str, li
         origin = ShardBox((0,) * len(chunk.sizes), chunk.sizes, ())
         code = dtype_code(properties.dtype, key)
         rows.append(packed_row(TENSOR, code, False, properties.dtype.itemsize, origin, chunk.sizes))
-    return _C.pack_inventory(names, b"".join(rows), 0), offsets
+    return _C.pack_inventory(names, rows, 0), offsets

@@ -228,7 +228,7 @@ class DcpRankFiles:
             contents = [objects.dump(value, key) for key, value in values.items()]
             names = [*(piece.output.name for piece in pieces), *values]
             if not names:
-                return pack(_C.pack_inventory([], b"", 0), b"", b"", b"")
+                return pack(_C.pack_inventory([], [], 0), b"", b"", b"")
             save.open(array("q", [piece.bytes for piece in pieces]))
             written = _Written(save)
             transfer(pieces, source, written, buffers)
@@ -237,7 +237,7 @@ class DcpRankFiles:
         rows = [_row(piece) for piece in pieces]
         rows += [packed_row(OBJECT, 0, False, len(content), ShardBox((), (), ()), ()) for content in contents]
         own = dict.fromkeys(names)
-        inventory = _C.pack_inventory(names, b"".join(rows), 0)
+        inventory = _C.pack_inventory(names, rows, 0)
         known = _C.pack_paths(list(own), [paths.get(name, (name,)) for name in own])
         return pack(inventory, known, in_first_file(placed), save.name.encode())
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.rows import PLAN_ROW, words
+from .._engine.rows import PLAN_ROW, Inventory, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._engine.torch_private import flatten_sharded_tensors
 from .._plan import replicas
@@ -242,7 +242,8 @@ class SavePlanner(DefaultSavePlanner):
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
                 return kept, False
-        inventories, paths, structures = [], [], []
+        inventories: list[Inventory] = []
+        paths, structures = [], []
         for rank, plan in enumerate(plans):
             if not isinstance(plan, PackedSavePlan):
                 inventories.append(pack_items(plan.items))
@@ -344,7 +345,7 @@ def _packed_paths(paths: dict[str, Any] | None) -> bytes:
     return b"" if paths is None else _C.pack_paths(list(paths), list(paths.values()))
 
 
-def _objects_of(plan: SavePlan) -> tuple[bytes, bytes] | None:
+def _objects_of(plan: SavePlan) -> tuple[Inventory, bytes] | None:
     """The inventory and the checksums of objects in a plan. None in a plan that only names a kept one."""
     if not isinstance(plan, PackedSavePlan) or plan.inventory is None:
         return None

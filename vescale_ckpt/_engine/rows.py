@@ -12,6 +12,9 @@ OBJECT_ROW = 5  #: of `LoadPlan.objects`: item, file, offset, length, CRC-32 (-1
 
 OBJECT, TENSOR, SHARD = range(3)  # kinds of items of an inventory (csrc/state/inventory.h)
 
+InventoryParts = tuple[bytes, bytes, bytes, bytes]  #: `_C.inventory_parts`: ranks have some of them in common
+Inventory = bytes | InventoryParts  #: packed items, whole or in parts
+
 #: All sizes and offsets of tensors and files are below it, so that the sum of two fits in 64 bits.
 MOST_BYTES = 1 << 62
 #: Bytes, for an option of the engine that should not limit anything: pieces of tensors, files, memory.

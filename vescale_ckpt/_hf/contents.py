@@ -306,7 +306,7 @@ class _Reading:
                 names.append(key)
                 rows.append(packed_row(kind, stored.code, False, item_bytes, ShardBox(offset, size, ()), shape))
                 locations.extend(place)
-        inventory = _C.pack_inventory(names, b"".join(rows), 0)
+        inventory = _C.pack_inventory(names, rows, 0)
         return SafetensorsContents(self.root, inventory, locations.tobytes(), self.files, frozenset(aliases))
 
     def _disjoint(self, key: str, stored: _Stored) -> list[Any]:

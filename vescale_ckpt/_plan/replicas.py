@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from .._engine import _C
-from .._engine.rows import OBJECT, PLAN_ROW, words
+from .._engine.rows import OBJECT, PLAN_ROW, Inventory, words
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, narrowed
 from ..errors import some
@@ -108,7 +108,7 @@ def differing(tables: Sequence[bytes]) -> dict[int, tuple[int, int]]:
     return _differing(zip(of_rank[::2], of_rank[1::2], strict=True) for of_rank in numbers)
 
 
-def keys_of(found: dict[int, tuple[int, int]], inventories: Sequence[bytes]) -> dict[str, tuple[int, int]]:
+def keys_of(found: dict[int, tuple[int, int]], inventories: Sequence[Inventory]) -> dict[str, tuple[int, int]]:
     """The same by key, from the inventories of all ranks."""
     keys: dict[str, tuple[int, int]] = {}
     for name, ranks in found.items():
@@ -127,13 +127,13 @@ def warn(keys: dict[str, tuple[int, int]]) -> None:
     )
 
 
-def warn_of_objects(of_ranks: Iterable[tuple[bytes, bytes] | None]) -> None:
+def warn_of_objects(of_ranks: Iterable[tuple[Inventory, bytes] | None]) -> None:
     """Warns of keys whose objects differ between ranks: only one is saved, which is mostly a mistake (random states,
     data loaders).
 
     `of_ranks`: for each rank its inventory and a CRC-32 of each object in it; None for a rank without them.
     """
-    names: dict[bytes, list[str]] = {}
+    names: dict[Inventory, list[str]] = {}
 
     def objects() -> Iterator[Iterable[tuple[str, int]]]:
         for of_rank in of_ranks:
@@ -142,7 +142,7 @@ def warn_of_objects(of_ranks: Iterable[tuple[bytes, bytes] | None]) -> None:
                 continue
             inventory, digests = of_rank
             if inventory not in names:
-                names[inventory] = [name for name, kind, *_ in _C.inventory_items(inventory) if kind == OBJECT]
+                names[inventory] = _C.inventory_objects(inventory)
             yield zip(names[inventory], memoryview(digests).cast("I"), strict=True)
 
     if found := _differing(objects()):

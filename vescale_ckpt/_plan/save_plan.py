@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, words
+from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
@@ -64,7 +64,7 @@ class PackedSavePlan(SavePlan):
 
     plan_id: bytes = b""
     position: int = -1  #: the rank, among those planned for, that the local plan is for
-    inventory: bytes | None = None  #: to the coordinator; None: the one that plan `plan_id` was made from
+    inventory: Inventory | None = None  #: to the coordinator; None: the one that plan `plan_id` was made from
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
     structure: str = ""  #: to the coordinator: `Structure.pack`, what the paths leave out
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
@@ -88,7 +88,7 @@ class GlobalSavePlan:
 
     def __init__(
         self,
-        inventories: list[bytes],
+        inventories: Sequence[Inventory],
         paths: Sequence[bytes] = (),
         structure: str = "",
         placement: Placement = "lowest_rank",
@@ -312,4 +312,4 @@ def pack_items(items: Sequence[WriteItem]) -> bytes:
         code = dtype_code(dtype, item.index.fqn)
         piece = ShardBox(data.chunk.offsets, sizes, ())
         rows.append(packed_row(kind, code, bool(data.properties.requires_grad), dtype.itemsize, piece, data.size))
-    return _C.pack_inventory([item.index.fqn for item in items], b"".join(rows), 0)
+    return _C.pack_inventory([item.index.fqn for item in items], rows, 0)

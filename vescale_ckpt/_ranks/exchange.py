@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_TEXT = 2000  # characters; longer texts of errors are cut before they are sent to other ranks
 _NO_ERROR = 1
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 
 _Result = TypeVar("_Result")
 
@@ -145,11 +145,11 @@ class Exchange:
         """
         if self._links is None:
             return [list(parts)]
-        digests = [hashlib.blake2b(part, digest_size=_DIGEST_BYTES).digest() for part in parts]
+        digests = [hashlib.blake2b(part, digest_size=DIGEST_BYTES).digest() for part in parts]
         of_all = self.gather(b"".join(digests), phase)
         wanted: list[bytes] | None = None
         if of_all is not None:
-            rows = [[row[at : at + _DIGEST_BYTES] for at in range(0, len(row), _DIGEST_BYTES)] for row in of_all]
+            rows = [[row[at : at + DIGEST_BYTES] for at in range(0, len(row), DIGEST_BYTES)] for row in of_all]
             wanted = _first_of_each(rows)
         mine = self.scatter(wanted, phase)
         sent = self.gather(pack(*compress(parts, mine)), phase)

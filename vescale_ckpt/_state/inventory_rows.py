@@ -27,7 +27,7 @@ class Items:
     """All items of a state, without its values."""
 
     inventory: bytes
-    identity: tuple[bytes, list[str], int]  #: of the inventory, all except the sizes of objects, which are only weights
+    identity: bytes  #: the inventory without the sizes of objects, which are only weights
     names: list[str]  #: the key of each item
     sources: bytes
     objects: list[int]  #: positions in the state of values that are no tensors
@@ -59,14 +59,12 @@ class _Making:
         names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
         rows = [row for of_key in items for row, _, _ in of_key]
         sources = b"".join([struct.pack("q", number) + rest for of_key in items for _, number, rest in of_key])
-        identity = b"".join(rows)
-        weighted = identity
+        inventory = identity = _C.pack_inventory(names, rows, self.state.node)
         if any(self.object_bytes.values()):
-            weighted = b"".join([self._weighted(name, row) for name, row in zip(names, rows, strict=True)])
-        inventory = _C.pack_inventory(names, weighted, self.state.node)
+            inventory = _C.pack_inventory(names, list(map(self._weighted, names, rows)), self.state.node)
         return Items(
             inventory,
-            (identity, names, self.state.node),
+            identity,
             names,
             sources,
             self.state.groups.objects,

@@ -17,7 +17,7 @@ from .._share.routes import BUFFERS, Routes, parts_of, segment_of
 from ..settings import Broadcast
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
-from .simulation import metadata_files, planned, with_peak_memory, written
+from .simulation import gather, metadata_files, planned, with_peak_memory, written
 
 _Rule = Callable[[float, float], bool]  # of the bytes that are read alone and once: whether to share
 
@@ -110,7 +110,7 @@ def simulate_load(
 def _index(entries: Sequence[Entry], saved: Parallelism) -> _C.Index:
     """The index of a checkpoint that these ranks would have saved."""
     state = SimulatedState(entries, saved)
-    plan, local_plans = planned([state.inventory(rank) for rank in range(saved.ranks)], "balanced")
+    plan, local_plans = planned(gather(state).inventories, "balanced")
     _, index = metadata_files(plan, written(state.names, local_plans, plan.bytes_by_rank()))
     return _C.Index.from_bytes(index)
 

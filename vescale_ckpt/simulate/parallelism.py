@@ -95,9 +95,9 @@ class SimulatedState:
         """The inventory of a rank (csrc/state/inventory.h)."""
         rows = [self._rows(number, rank) for number in range(len(self._distinct))]
         if all(len(of_entry) == 1 for of_entry in rows):
-            return _C.pack_inventory(self.names, b"".join([rows[number][0] for number in self._numbers]), node)
+            return _C.pack_inventory(self.names, [rows[number][0] for number in self._numbers], node)
         names = [name for name, number in zip(self.names, self._numbers, strict=True) for _ in rows[number]]
-        return _C.pack_inventory(names, b"".join([row for number in self._numbers for row in rows[number]]), node)
+        return _C.pack_inventory(names, [row for number in self._numbers for row in rows[number]], node)
 
     def _rows(self, number: int, rank: int) -> list[bytes]:
         entry, placed = self._distinct[number], self._placed[number]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .._engine import _C
-from .._engine.rows import LOCATION_ROW, PLAN_ROW
+from .._engine.rows import LOCATION_ROW, PLAN_ROW, Inventory, InventoryParts
+from .._ranks.exchange import DIGEST_BYTES
 from ..settings import Placement
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
@@ -48,8 +49,7 @@ def simulate(
 ) -> Simulation:
     """Plans a save of `entries` by ranks of which `node_size` share a node."""
     state = SimulatedState(entries, parallelism)
-    inventories = [state.inventory(rank, rank // node_size) for rank in range(parallelism.ranks)]
-    inventory_bytes = sum(map(len, inventories))
+    inventories, inventory_bytes = gather(state, node_size)
     start = time.perf_counter()
     (plan, parts), peak = with_peak_memory(lambda: planned(inventories, placement))
     planning_seconds = time.perf_counter() - start
@@ -76,7 +76,26 @@ def simulate(
     )
 
 
-def planned(inventories: list[bytes], placement: Placement) -> tuple[_C.GlobalPlan, list[bytes]]:
+class Gathered(NamedTuple):
+    """What the coordinator has of all ranks. Equal parts of inventories are one object."""
+
+    inventories: list[InventoryParts]
+    sent_bytes: int  #: by all ranks: each distinct part once, and a digest of each part of each rank
+
+
+def gather(state: SimulatedState, node_size: int = 8) -> Gathered:
+    """Gathers as `Exchange.gather_distinct` does."""
+    distinct: dict[bytes, bytes] = {}
+    inventories: list[InventoryParts] = []
+    for rank in range(state.parallelism.ranks):
+        header, rows, numbers, names = _C.inventory_parts(state.inventory(rank, rank // node_size))
+        once = distinct.setdefault
+        inventories.append((once(header, header), once(rows, rows), once(numbers, numbers), once(names, names)))
+    parts = sum(map(len, inventories))
+    return Gathered(inventories, sum(map(len, distinct)) + parts * DIGEST_BYTES)
+
+
+def planned(inventories: Sequence[Inventory], placement: Placement) -> tuple[_C.GlobalPlan, list[bytes]]:
     """What the coordinator computes between gathering inventories and scattering local plans."""
     plan = _C.GlobalPlan(inventories, placement)
     return plan, [plan.local_plan(rank) for rank in range(len(inventories))]
@@ -103,8 +122,8 @@ def metadata_files(plan: _C.GlobalPlan, results: Written) -> tuple[bytes, bytes]
     return _C.checkpoint_files(plan.catalog(), *results, "checkpoint", "0" * 32)
 
 
-def _item_count(inventory: bytes) -> int:
-    return int.from_bytes(inventory[8:16], sys.byteorder)
+def _item_count(inventory: InventoryParts) -> int:
+    return int.from_bytes(inventory[0][8:16], sys.byteorder)
 
 
 def _record_locations(part: bytes, rank_bytes: int) -> bytes:

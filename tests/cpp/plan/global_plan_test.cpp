@@ -114,7 +114,7 @@ TEST(GlobalPlan, LocalHoldersNeedNotStandNodeByNode) {
     ranks.tensor(rank, "w", {8}, "int8");
     packed.push_back(ranks.builder(rank).pack(rank % 2 == 0 ? 70 : -3));
   }
-  const std::vector<std::span<const std::byte>> views(packed.begin(), packed.end());
+  const std::vector<state::InventoryParts> views = {{packed[0]}, {packed[1]}, {packed[2]}, {packed[3]}};
   const GlobalPlan plan(views, placed(Placement::local, 1));
   EXPECT_EQ(owners(plan.catalog(0)), (Owners{{"w (0) (4)", 1}, {"w (4) (4)", 3}}));  // ids in order: -3, 70
   EXPECT_EQ(owners(plan.catalog(1)), (Owners{{"w (0) (4)", 0}, {"w (4) (4)", 2}}));

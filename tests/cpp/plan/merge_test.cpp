@@ -37,6 +37,37 @@ TEST(Merge, TellsKindsApart) {
   EXPECT_EQ(refusal(ranks), "x: rank 0 has an object, rank 1 has a tensor");
 }
 
+TEST(Merge, CountsEachKeyOfEqualRows) {
+  Ranks ranks(3);
+  for (const size_t rank : {0u, 1u, 2u}) {
+    for (const char* name : {"fine", "b", "a", "c"}) {
+      const bool wrong = rank == 2 && std::string_view(name) != "fine";
+      ranks.tensor(rank, name, {wrong ? 4 : 3});
+    }
+    ranks.tensor(rank, "overlaps not", {3});
+  }
+  EXPECT_EQ(refusal(ranks), "b: ranks 0, 1 have shape (3,), rank 2 has (4,) (and 2 more keys have faults)");
+}
+
+TEST(Merge, KeysOfEqualRowsAreToldApartByOtherRanks) {
+  // Rank 0 has equal rows of all three, rank 1 of two, and rank 2 has one of them only.
+  Ranks ranks(3);
+  for (const char* name : {"a", "b", "c"}) ranks.shard(0, name, {4}, {0}, {2});
+  ranks.shard(1, "c", {4}, {2}, {1});
+  ranks.shard(1, "a", {4}, {2}, {2});
+  ranks.shard(1, "b", {4}, {2}, {2});
+  ranks.shard(2, "b", {4}, {2}, {2});
+  ranks.shard(2, "c", {4}, {3}, {1});
+  const PlanOptions lowest{Placement::lowest_rank};
+  EXPECT_EQ(owners(ranks.plan(lowest).catalog()), (Owners{{"a (0) (2)", 0},
+                                                          {"a (2) (2)", 1},
+                                                          {"b (0) (2)", 0},
+                                                          {"b (2) (2)", 1},
+                                                          {"c (0) (2)", 0},
+                                                          {"c (2) (1)", 1},
+                                                          {"c (3) (1)", 2}}));
+}
+
 TEST(Merge, TellsOfTheFirstKeyAndHowManyMore) {
   Ranks ranks(2);
   for (const size_t rank : {0u, 1u}) {
@@ -198,7 +229,7 @@ TEST(Merge, NamesTheRankOfAMalformedInventory) {
   const std::vector<std::byte> good = state::InventoryBuilder().pack();
   std::vector<std::byte> bad = good;
   bad[0] = std::byte{0};
-  const std::vector<std::span<const std::byte>> views = {good, bad};
+  const std::vector<state::InventoryParts> views = {{good}, {bad}};
   try {
     const GlobalPlan plan(views, {});
     FAIL() << "it was taken";

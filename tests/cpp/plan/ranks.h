@@ -52,7 +52,8 @@ class Ranks {
     for (size_t rank = 0; rank < count(); ++rank) {
       packed.push_back(builders_[rank].pack(static_cast<int64_t>(rank / ranks_a_node_)));
     }
-    const std::vector<std::span<const std::byte>> views(packed.begin(), packed.end());
+    std::vector<state::InventoryParts> views;
+    for (const std::vector<std::byte>& inventory : packed) views.push_back({inventory});
     return GlobalPlan(views, options);
   }
 

@@ -85,7 +85,7 @@ TEST(Inventory, EqualNamesMakeEqualBlocks) {
   joined.add({"", ItemKind::object, 0, 0, 0, {}, {}, {}});
   const Packed a = packed(sample()), b = packed(other), c = packed(joined);
   const auto names = [](const Packed& words) {
-    const auto block = Inventory(std::as_bytes(std::span(words))).names_block();
+    const auto block = Inventory(std::as_bytes(std::span(words))).parts().names;
     return std::string(reinterpret_cast<const char*>(block.data()), block.size());
   };
   EXPECT_EQ(names(a), names(b));
@@ -121,13 +121,13 @@ TEST(Inventory, RefusesUnalignedBytes) {
 
 TEST(Inventory, RefusesLyingHeaders) {
   const Packed good = packed(sample());
-  for (const size_t word : {0u, 1u, 2u, 3u}) {  // magic, items, words of rows, bytes of names
+  for (const size_t word : {0u, 1u, 2u, 3u, 4u}) {  // magic, items, rows, words of rows, bytes of names
     for (const int64_t lie : {int64_t{-1}, good[word] + 1, good[word] - 1, good[word] + 8, good[word] - 8,
                               int64_t{1} << 32, INT64_MAX, INT64_MIN, INT64_MAX / 8}) {
       Packed words = good;
       words[word] = lie;
       // A few bytes of names more or less may be padding; what the names say they cannot be.
-      if (word == 3 && (lie + 7) / 8 == (good[3] + 7) / 8 && lie >= good[3]) continue;
+      if (word == 4 && (lie + 7) / 8 == (good[4] + 7) / 8 && lie >= good[4]) continue;
       EXPECT_NE(refusal(words), "") << word << " " << lie;
     }
   }
@@ -151,9 +151,70 @@ TEST(Inventory, RefusesLyingRows) {
   EXPECT_EQ(refused(2, static_cast<uint64_t>(-5)), "");  // shapes are judged where ranks are compared
 }
 
+TEST(Inventory, HoldsEqualRowsOnce) {
+  InventoryBuilder builder;
+  const plan::Dims shape = {8, 4}, offset = {0, 0}, size = {2, 4};
+  for (const char* name : {"a", "b", "c", "d"}) {
+    builder.add({name, ItemKind::shard, 3, 0, 16, shape, offset, name[0] == 'c' ? shape : size});
+  }
+  const Packed words = packed(builder);
+  EXPECT_EQ(words.size(), kHeader + 2 * 8 + 2 + 2 + 1);  // rows, numbers, ends, names
+  const Inventory inventory(std::as_bytes(std::span(words)));
+  const auto numbers = inventory.numbers();
+  EXPECT_EQ(std::vector(numbers.begin(), numbers.end()), (std::vector<uint32_t>{0, 0, 1, 0}));
+  EXPECT_EQ(inventory[3].name, "d");
+  EXPECT_EQ(inventory[3].size[0], 2);
+  EXPECT_EQ(inventory[2].size[0], 8);
+}
+
+TEST(Inventory, TakesRowsOfTheirOwnLength) {
+  const Packed words = packed(sample());
+  const std::span<const std::byte> rows = Inventory(std::as_bytes(std::span(words))).parts().rows;
+  InventoryBuilder builder;
+  builder.add("weight", rows.first(64));
+  builder.add("step", rows.subspan(64, 16));
+  builder.add("", rows.subspan(80));
+  EXPECT_EQ(packed(builder), words);
+  for (const size_t length : {0u, 4u, 8u, 56u, 72u}) EXPECT_THROW(builder.add("w", rows.first(length)), Error);
+}
+
+TEST(Inventory, MayLieInParts) {
+  const Packed words = packed(sample(), 7);
+  const InventoryParts parts = Inventory(std::as_bytes(std::span(words))).parts();
+  EXPECT_EQ(parts.header.size() + parts.rows.size() + parts.numbers.size() + parts.names.size(), words.size() * 8);
+  const Inventory inventory(parts);
+  EXPECT_EQ(inventory.node(), 7);
+  EXPECT_EQ(inventory[0].name, "weight");
+  EXPECT_EQ(inventory[2].bytes, 77u);
+  const auto shorter = [](std::span<const std::byte> part) { return part.first(part.size() - 8); };
+  const auto refused = [](const InventoryParts& changed) { EXPECT_THROW(Inventory{changed}, Error); };
+  refused({shorter(parts.header), parts.rows, parts.numbers, parts.names});
+  refused({parts.header, shorter(parts.rows), parts.numbers, parts.names});
+  refused({parts.header, parts.rows, shorter(parts.numbers), parts.names});
+  refused({parts.header, parts.rows, parts.numbers, shorter(parts.names)});
+  refused({parts.header, parts.numbers, parts.rows, parts.names});
+  refused({parts.header, parts.rows, parts.numbers, {}});
+  refused({parts.header});
+}
+
+TEST(Inventory, RefusesLyingNumbers) {
+  const Packed good = packed(sample());
+  const size_t numbers = kHeader + static_cast<size_t>(good[3]);
+  const auto refused = [&](size_t item, uint32_t lie) {
+    Packed words = good;
+    std::memcpy(reinterpret_cast<char*>(words.data() + numbers) + item * 4, &lie, 4);
+    return refusal(words);
+  };
+  for (const size_t item : {0u, 1u, 2u}) {
+    for (const uint32_t lie : {UINT32_MAX, 3u, 1u, 0u}) {
+      EXPECT_EQ(refused(item, lie).empty(), lie == item) << item << " " << lie;
+    }
+  }
+}
+
 TEST(Inventory, RefusesLyingNames) {
   const Packed good = packed(sample());
-  const size_t ends = kHeader + static_cast<size_t>(good[2]);
+  const size_t ends = kHeader + static_cast<size_t>(good[3]) + 2;  // behind three numbers
   for (const size_t item : {0u, 1u, 2u}) {
     for (const uint32_t lie : {UINT32_MAX, 11u}) {
       Packed words = good;

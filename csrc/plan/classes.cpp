@@ -1,0 +1,160 @@
+#include "plan/classes.h"
+
+#include <unordered_map>
+
+#include "base/parallel.h"
+#include "format/torch_record.h"
+#include "plan/hash.h"
+
+namespace vescale_ckpt::plan {
+namespace {
+
+constexpr uint32_t kNone = UINT32_MAX;
+
+// Two 64-bit numbers, as the key of a map.
+using Pair = std::array<uint64_t, 2>;
+
+struct PairHash {
+  size_t operator()(const Pair& pair) const { return pair[0] * 0x9E3779B97F4A7C15 ^ pair[1]; }
+};
+
+using Numbers = std::unordered_map<Pair, uint32_t, PairHash>;
+
+uint32_t number_of(Numbers& numbers, const Pair& pair) {
+  return numbers.try_emplace(pair, static_cast<uint32_t>(numbers.size())).first->second;
+}
+
+struct FirstItem {
+  uint32_t rank, item;
+};
+
+// The first item of each key: what a class is like is told by its first key's.
+using FirstItems = std::vector<FirstItem>;
+
+FirstItems number_keys(std::span<const state::Inventory> ranks, std::span<const uint32_t> names,
+                       std::span<const uint32_t> numbers, Layout& layout) {
+  FirstItems first_items;
+  Numbers blocks;
+  layout.block_of.reserve(ranks.size());
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
+    const state::Inventory& inventory = ranks[rank];
+    if (names[rank] == layout.key_lists.size()) {
+      std::vector<uint32_t>& keys = layout.key_lists.emplace_back();
+      keys.reserve(inventory.size());
+      for (uint32_t i = 0; i < inventory.size(); ++i) {
+        const auto [key, is_new] = layout.names.add(inventory[i].name);
+        if (is_new) first_items.push_back({rank, i});
+        keys.push_back(key);
+      }
+    }
+    const uint32_t block = number_of(blocks, {names[rank], numbers[rank]});
+    if (block == layout.blocks.size()) layout.blocks.push_back({names[rank]});
+    ++layout.blocks[block].ranks;
+    layout.block_of.push_back(block);
+  }
+  return first_items;
+}
+
+// Keys are of one class if they have equal row numbers in the same blocks. Each block parts classes of the blocks
+// before.
+void part_keys(std::span<const state::Inventory> ranks, Layout& layout) {
+  std::vector<uint32_t>& class_of = layout.class_of;
+  class_of.assign(layout.names.size(), 0);
+  uint32_t next = 1, block = 0;
+  Numbers parted;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (layout.block_of[rank] != block) continue;  // not the first rank of a block
+    ++block;
+    const std::vector<uint32_t>& keys = layout.keys(layout.block(rank));
+    const std::span<const uint32_t> numbers = ranks[rank].numbers();
+    parted.clear();
+    for (size_t i = 0; i < keys.size(); ++i) {
+      uint32_t& of_key = class_of[keys[i]];
+      of_key = next + number_of(parted, {of_key, numbers[i]});
+    }
+    next += static_cast<uint32_t>(parted.size());
+  }
+  std::vector<uint32_t> renumbered(next, kNone);
+  for (uint32_t key = 0; key < class_of.size(); ++key) {
+    uint32_t& number = renumbered[class_of[key]];
+    if (number == kNone) {
+      number = static_cast<uint32_t>(layout.classes.size());
+      layout.classes.emplace_back().first_key = key;
+    }
+    class_of[key] = number;
+    ++layout.classes[number].keys;
+  }
+}
+
+void describe_classes(std::span<const state::Inventory> ranks, const FirstItems& first_items, Layout& layout) {
+  for (Layout::Class& of : layout.classes) {
+    const FirstItem first = first_items[of.first_key];
+    const state::Item item = ranks[first.rank][first.item];
+    const bool object = item.kind == state::ItemKind::object;
+    of.kind = item.kind;
+    of.dtype = item.dtype;
+    of.flags = item.flags;
+    of.ndim = static_cast<uint32_t>(item.shape.size());
+    of.shape = layout.shapes.size();
+    of.bytes = object ? item.bytes : format::dtypes()[item.dtype].item_bytes;
+    layout.shapes.insert(layout.shapes.end(), item.shape.begin(), item.shape.end());
+  }
+}
+
+// Slots stand class after class in the order of the items of their first keys, several of one class in that of items.
+void number_slots(Layout& layout) {
+  std::vector<uint32_t> count(layout.classes.size()), first_slot(layout.classes.size()), seen(layout.class_of.size());
+  for (Layout::Block& block : layout.blocks) {
+    const std::vector<uint32_t>& keys = layout.keys(block);
+    const auto is_first = [&](uint32_t key) { return layout.classes[layout.class_of[key]].first_key == key; };
+    for (const uint32_t key : keys) count[layout.class_of[key]] += is_first(key);
+    uint32_t slots = 0;
+    for (const uint32_t key : keys) {
+      const uint32_t of = layout.class_of[key];
+      if (count[of] == 0) continue;  // has its slots
+      first_slot[of] = slots;
+      slots += count[of];
+      count[of] = 0;
+    }
+    block.slot_items.resize(slots);
+    block.slots.reserve(keys.size());
+    for (uint32_t i = 0; i < keys.size(); ++i) {
+      const uint32_t slot = first_slot[layout.class_of[keys[i]]] + seen[keys[i]]++;
+      block.slots.push_back(slot);
+      if (is_first(keys[i])) block.slot_items[slot] = i;
+    }
+    for (const uint32_t key : keys) seen[key] = 0;
+  }
+}
+
+}  // namespace
+
+std::vector<uint32_t> number_contents(std::span<const std::span<const std::byte>> parts, unsigned threads) {
+  Numbers places;
+  std::vector<uint32_t> place_of, result;
+  std::vector<std::span<const std::byte>> distinct;
+  for (const std::span<const std::byte> part : parts) {
+    place_of.push_back(number_of(places, {reinterpret_cast<uintptr_t>(part.data()), part.size()}));
+    if (place_of.back() == distinct.size()) distinct.push_back(part);
+  }
+  std::vector<Hash128> hashes(distinct.size());
+  parallel_for(threads, distinct.size(), 1, [&] { return [&](size_t i) { hashes[i] = hash128(distinct[i]); }; });
+  Numbers numbers;
+  for (const uint32_t place : place_of) result.push_back(number_of(numbers, hashes[place]));
+  return result;
+}
+
+void find_classes(std::span<const state::Inventory> ranks, Layout& layout, unsigned threads) {
+  std::vector<std::span<const std::byte>> names, numbers;
+  for (const state::Inventory& inventory : ranks) {
+    names.push_back(inventory.parts().names);
+    numbers.push_back(inventory.parts().numbers);
+  }
+  const FirstItems first_items =
+      number_keys(ranks, number_contents(names, threads), number_contents(numbers, threads), layout);
+  part_keys(ranks, layout);
+  describe_classes(ranks, first_items, layout);
+  number_slots(layout);
+}
+
+}  // namespace vescale_ckpt::plan
