@@ -339,8 +339,8 @@ void ReadPlan::pack_extents() {
       const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
       const uint64_t limit = align_down(start + most, kBlock);
-      // A record that fits a transfer is not cut, unless a request would be the smaller for it; one that does not is cut on
-      // cells.
+      // A record that fits a transfer is not cut, unless a request would be the smaller for it; one that does not is
+      // cut on cells.
       const bool fits = extent.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
       const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= most;
       if (near && !fits && would_fit) {
