@@ -6,10 +6,12 @@ tensors that exist. Each is at its best settings, and is kept over all rounds as
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ import vescale_ckpt
 from benchmarks.harness import CEILING
 from benchmarks.measure import Plain
 from benchmarks.states import State
-from vescale_ckpt._bench.raw_file import RawFile
+from vescale_ckpt._bench.page_cache import address_of
+from vescale_ckpt._bench.raw_file import ALIGNMENT, FILE_NAME, PIECE_BYTES, THREADS, RawFile
+from vescale_ckpt._engine import _C
 
 
 class Candidate(ABC):
@@ -71,6 +75,69 @@ class Ceiling(Candidate):
 
     def path_taken(self) -> str | None:
         return self._raw.path_taken
+
+
+class Unavoidable(Candidate):
+    """What no verified load can do without, and nothing else: 4 threads read all bytes into memory, with one checksum.
+
+    With ``new_memory`` it reads into memory that it takes from the system, on huge pages, as loads into new tensors do;
+    otherwise into memory that was touched before. Warm reads take pieces that stay in the processor's cache.
+    """
+
+    keeps_state = False
+
+    def __init__(self, *, new_memory: bool, warm: bool) -> None:
+        self._raw = RawFile(buffered_reads=warm)
+        self._new_memory = new_memory
+        self._piece = 2**19 if warm else PIECE_BYTES
+        self._flags = os.O_RDONLY | (0 if warm else os.O_DIRECT)
+        self._touched: mmap.mmap | None = None
+
+    def save(self, state: State, directory: Path) -> None:
+        self._raw.write(directory, _bytes_of(state))
+
+    def load(self, into: State, directory: Path) -> None:
+        size = -(-_bytes_of(into) // ALIGNMENT) * ALIGNMENT
+        if self._new_memory:
+            memory = _huge_pages(size)
+        else:
+            memory = self._touched = self._touched or _huge_pages(size)
+        view = memoryview(memory)[:size]
+        start = address_of(memory)
+        descriptor = os.open(directory / FILE_NAME, self._flags)
+
+        def read(at: int) -> None:
+            piece = view[at : at + self._piece]
+            os.preadv(descriptor, [piece], at)
+            _C.crc32_of_memory(start + at, len(piece))
+
+        try:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(read, range(0, size, self._piece)))
+        finally:
+            os.close(descriptor)
+            view.release()
+
+
+class Memcpy(Candidate):
+    """A copy of as many bytes from memory to memory, by as many threads as there are processors."""
+
+    keeps_state = False
+
+    def __init__(self) -> None:
+        self._source: npt.NDArray[np.uint8] | None = None
+        self._target: npt.NDArray[np.uint8] | None = None
+
+    def save(self, state: State, directory: Path) -> None:
+        if self._source is None:
+            self._source, self._target = (np.ones(_bytes_of(state), np.uint8) for _ in range(2))
+
+    def load(self, into: State, directory: Path) -> None:
+        assert self._source is not None and self._target is not None
+        parts = os.cpu_count() or 1
+        pairs = zip(np.array_split(self._target, parts), np.array_split(self._source, parts), strict=True)
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(lambda pair: np.copyto(*pair), pairs))
 
 
 class Vescale(Candidate):
@@ -220,6 +287,12 @@ class Entry:
 
 REGISTRY: dict[str, Entry] = {
     CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
+    "unavoidable": Entry(
+        "reads of as many bytes with one checksum, into touched memory",
+        lambda warm: Unavoidable(new_memory=False, warm=warm),
+    ),
+    "unavoidable-new": Entry("the same into new memory", lambda warm: Unavoidable(new_memory=True, warm=warm)),
+    "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: Memcpy()),
     "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
     "vescale-stock-planner": Entry(
         "our writer and reader, torch's planners", lambda _: Vescale(with_stock_planners=True)
@@ -269,6 +342,12 @@ def _save_into(state: State, directory: Path, writer: StorageWriter, planner: Sa
 
 def _bytes_of(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def _huge_pages(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _copy(loaded: State, into: State) -> None:

@@ -13,7 +13,7 @@ from benchmarks.harness import start
 
 OURS = "vescale-safetensors"
 STATES = ("--state", "llama,small", "--baseline", "safetensors",
-          "--candidates", f"ceiling,{OURS},{OURS}-noverify,safetensors,numpy,torch")  # fmt: skip
+          "--candidates", f"ceiling,unavoidable-new,{OURS},{OURS}-noverify,safetensors,numpy,torch")  # fmt: skip
 ONE_TENSOR = ("--state", "one", "--ops", "save", "--baseline", "safetensors",
               "--candidates", f"ceiling,{OURS},safetensors,safetensors-memory,numpy,numpy-save,torch")  # fmt: skip
 

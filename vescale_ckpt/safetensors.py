@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from operator import index as as_index
 from types import EllipsisType, TracebackType
 from typing import Any, Literal
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from . import settings
 from ._engine import _C
@@ -25,7 +28,7 @@ from ._engine.gc import gc_paused
 from ._engine.options import direct_io_setting, engine_options
 from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
-from ._hf.header import DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
+from ._hf.header import DTYPES, MISSING_DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, ready_tensors, tensor_table
 from ._state.watch import WatchedState
@@ -131,7 +134,11 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
 def load_file(
     filename: str | os.PathLike[str], device: Device = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Loads all tensors of a file, each into memory of its own, in the order of the file.
+    """Loads all tensors of a file into new memory, in the order of the file.
+
+    On the CPU a tensor of 8 MiB or more has memory of its own. Smaller ones share memory with their neighbours in the
+    file, at most 16 MiB, which the system gets back when the last of them is gone: `clone()` frees one from the others.
+    Each tensor has a storage of its own, of its own size. As the library's, these storages cannot grow (`resize_`).
 
     `verify` compares the bytes with the checksums of files that were saved here. Other files have no checksums.
 
@@ -157,9 +164,15 @@ class _Opened:
             if isinstance(cause, _C.EngineError) and cause.errno == errno.ENOENT:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path) from None
             raise
-        #: name, the format's dtype, torch's name of that dtype, the format's shape; in the order of the file
-        self.tensors = self.file.tensors()
-        self.number = {tensor[0]: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def tensors(self) -> list[tuple[str, str, str, tuple[int, ...]]]:
+        """Name, the format's dtype, torch's name of that dtype, the format's shape; in the order of the file."""
+        return self.file.tensors()
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        return {tensor[0]: number for number, tensor in enumerate(self.tensors)}
 
     def numbered(self, name: str) -> int:
         try:
@@ -167,48 +180,55 @@ class _Opened:
         except KeyError:
             raise MissingKeysError([name]) from None
 
-    def shapes(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """The shapes as torch has them. Raises `CheckpointError` for a tensor that torch cannot hold."""
-        shapes: list[tuple[int, ...]] = []
-        try:
-            with named_errors(str, self.path):
-                for number in numbers:
-                    shapes.append(self.file.torch_shape(number))
-        except CheckpointError as error:
-            raise CheckpointError(str(error), key=self.tensors[numbers[len(shapes)]][0], path=self.path) from None
-        return shapes
+    def shape(self, number: int) -> tuple[int, ...]:
+        """The shape as torch has it. Raises `CheckpointError` for a tensor that torch cannot hold."""
+        with self._errors_of_torch([number]):
+            return self.file.torch_shape(number)
 
-    def empty(self, number: int, shape: Sequence[int]) -> torch.Tensor:
-        torch_name = self.tensors[number][2]
-        if torch_name not in DTYPES:
-            raise CheckpointError(f"{self.tensors[number][0]}: this torch has no {torch_name}", path=self.path)
-        return torch.empty(shape, dtype=DTYPES[torch_name], device="cpu")
+    @contextmanager
+    def _errors_of_torch(self, numbers: Sequence[int]) -> Iterator[None]:
+        for name, _, torch_name, _ in map(self.tensors.__getitem__, numbers if MISSING_DTYPES else ()):
+            if torch_name in MISSING_DTYPES:
+                raise CheckpointError(f"{name}: this torch has no {torch_name}", path=self.path)
+        try:
+            yield
+        except _C.EngineError as error:
+            key = self.tensors[numbers[error.item or 0]][0]
+            raise CheckpointError(f"{error}", key=key, path=self.path) from None
 
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        shapes = self.shapes(numbers)
-        hosts = list(map(self.empty, numbers, shapes))
-        origins = [(0,) * len(shape) for shape in shapes]
-        self._fill(zip(numbers, shapes, origins, hosts, strict=True))
+        with self._errors_of_torch(numbers):
+            load = _C.SafetensorsLoad(self.file, numbers, self.verify, self.options)
+        hosts = load.tensors(from_dlpack, lambda shape, name: torch.empty(shape, dtype=DTYPES[name], device="cpu"))
+        with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
+            load.finish()
         return self._on_device(hosts)
 
     def read_box(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        host = self.empty(number, sizes)
-        self._fill([(number, self.shapes([number])[0], offsets, host)])
+        shape = self.shape(number)
+        host = torch.empty(sizes, dtype=DTYPES[self.tensors[number][2]], device="cpu")
+        if host.numel():
+            at, length = self.file.range(number)
+            code = DTYPE_CODES[host.dtype]
+            box = (len(shape), *shape, *offsets, *sizes, host.data_ptr(), *host.stride())
+            table = int_table([0, at, length, self.file.head_crc, code, *box])
+            with named_errors(lambda _: self.tensors[number][0], self.path):
+                _C.read_safetensors(self.file, table, self.verify, self.options)
         return self._on_device([host])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:
         with gc_paused():
-            read = (tensor for group in self._groups() for tensor in self.read(group))
+            read = [tensor for group in self._groups() for tensor in self.read(group)]
             return dict(zip(self.number, read, strict=True))
 
     def _groups(self) -> Iterator[list[int]]:
         """Numbers of the tensors to read together: all of them, or for another device groups of bounded host memory."""
         if self.device.type == "cpu":
-            yield list(range(len(self.tensors)))
+            yield list(range(self.file.count))
             return
         group: list[int] = []
         held = 0
-        for number in range(len(self.tensors)):
+        for number in range(self.file.count):
             group.append(number)
             held += self.file.range(number)[1]
             if held >= settings.number("arena_bytes"):
@@ -218,23 +238,6 @@ class _Opened:
 
     def _on_device(self, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
         return hosts if self.device.type == "cpu" else [host.to(self.device) for host in hosts]
-
-    def _fill(self, boxes: Iterable[tuple[int, Sequence[int], Sequence[int], torch.Tensor]]) -> None:
-        """Reads boxes of tensors, each given as the tensor's number and shape, the box's offsets, and its target."""
-        table = int_table()
-        numbers: list[int] = []
-        place_of, head_crc = self.file.range, self.file.head_crc
-        for number, shape, offsets, target in boxes:
-            sizes = target.shape
-            if 0 in sizes:
-                continue
-            at, length = place_of(number)
-            code = DTYPE_CODES[target.dtype]
-            memory = (target.data_ptr(), *target.stride())
-            table.extend((0, at, length, head_crc, code, len(shape), *shape, *offsets, *sizes, *memory))
-            numbers.append(number)
-        with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
-            _C.read_safetensors(self.file, table, self.verify, self.options)
 
 
 class safe_open:  # the name that callers know
@@ -317,7 +320,7 @@ class TensorSlice:
         return self._file.tensors[self._number][1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        (shape,) = self._file.shapes([self._number])
+        shape = self._file.shape(self._number)
         items = index if isinstance(index, tuple) else (index,)
         if not all(map(_is_plain, items)) or sum(item is ... for item in items) > 1:
             whole: torch.Tensor = self._file.read([self._number])[0][index]

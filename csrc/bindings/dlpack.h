@@ -11,6 +11,8 @@ constexpr uint32_t kMajorVersion = 1;
 constexpr const char* kApiAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kApiCapsule = "dlpack_exchange_api";
 
+constexpr int32_t kCpu = 1;  // device type
+
 enum TypeCode : uint8_t {
   kInt = 0,
   kUInt = 1,
@@ -43,6 +45,15 @@ struct Tensor {
   uint64_t byte_offset;
 };
 static_assert(sizeof(Tensor) == 48);
+
+// Owns what it describes, until `deleter` is called. A capsule of this name gives it away.
+struct ManagedTensor {
+  Tensor tensor;
+  void* context;
+  void (*deleter)(ManagedTensor*);
+};
+static_assert(sizeof(ManagedTensor) == 64);
+constexpr const char* kTensorCapsule = "dltensor";
 
 struct ExchangeApi {
   uint32_t major;

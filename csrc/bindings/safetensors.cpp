@@ -1,17 +1,22 @@
 // Safetensors files.
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/device_load.h"
+#include "bindings/dlpack.h"
+#include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
 #include "hf/safetensors_file.h"
 #include "hf/safetensors_layout.h"
+#include "hf/safetensors_load.h"
 #include "hf/safetensors_reads.h"
 #include "state/tables.h"
 
@@ -85,6 +90,60 @@ py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool ver
   return read_dict(*report);
 }
 
+dlpack::DataType data_type(std::string_view torch_name) {
+  if (torch_name == "int8") return {dlpack::kInt, 8, 1};
+  if (torch_name == "uint8") return {dlpack::kUInt, 8, 1};
+  const auto known = std::ranges::find(kDTypeNames, torch_name, &DTypeName::name);
+  if (known == kDTypeNames.end()) throw Error::invalid("DLPack has no " + std::string(torch_name));
+  return known->type;
+}
+
+// A contiguous tensor for whoever takes it over: its memory is held until that one lets it go.
+struct LentTensor {
+  dlpack::ManagedTensor managed{};
+  std::shared_ptr<std::byte> data;
+  std::vector<int64_t> shape, strides;
+
+  explicit LentTensor(const hf::SafetensorsLoad::Tensor& loaded)
+      : data(loaded.data), shape(loaded.shape), strides(loaded.shape.size(), 1) {
+    for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
+    managed.tensor = {data.get(),   dlpack::kCpu,   0, static_cast<int32_t>(shape.size()), data_type(loaded.dtype),
+                      shape.data(), strides.data(), 0};
+    managed.context = this;
+    managed.deleter = [](dlpack::ManagedTensor* given) { delete static_cast<LentTensor*>(given->context); };
+  }
+};
+
+py::object capsule_of(const hf::SafetensorsLoad::Tensor& loaded) {
+  auto lent = std::make_unique<LentTensor>(loaded);
+  PyObject* capsule = PyCapsule_New(&lent->managed, dlpack::kTensorCapsule, [](PyObject* left) {
+    if (!PyCapsule_IsValid(left, dlpack::kTensorCapsule)) return;  // it was taken over
+    auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(left, dlpack::kTensorCapsule));
+    managed->deleter(managed);
+  });
+  if (capsule == nullptr) throw py::error_already_set();
+  static_cast<void>(lent.release());
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+py::list tensors_of_load(const hf::SafetensorsLoad& load, const py::function& from_dlpack, const py::function& empty) {
+  py::list tensors(load.tensors().size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const hf::SafetensorsLoad::Tensor& loaded = load.tensors()[i];
+    tensors[i] =
+        loaded.data == nullptr ? empty(loaded.shape, text(std::string(loaded.dtype))) : from_dlpack(capsule_of(loaded));
+  }
+  return tensors;
+}
+
+// It waits for its reads, which may call Python.
+struct DeleteWithoutGil {
+  void operator()(hf::SafetensorsLoad* load) const {
+    const py::gil_scoped_release release;
+    delete load;
+  }
+};
+
 using Paths = std::vector<std::string>;
 
 }  // namespace
@@ -125,7 +184,28 @@ void bind_safetensors(py::module_& module) {
             return std::pair(tensor.begin, tensor.end - tensor.begin);
           },
           "offset in the file, and bytes")
+      .def_property_readonly("count", [](const hf::SafetensorsFile& file) { return file.header.tensors().size(); })
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
+
+  py::class_<hf::SafetensorsLoad, std::unique_ptr<hf::SafetensorsLoad, DeleteWithoutGil>>(module, "SafetensorsLoad")
+      .def(py::init([](const std::shared_ptr<hf::SafetensorsFile>& file, const std::vector<size_t>& numbers,
+                       bool verify, const io::EngineOptions& options) {
+             for (const size_t number : numbers) tensor_at(*file, number);
+             const py::gil_scoped_release release;
+             return std::unique_ptr<hf::SafetensorsLoad, DeleteWithoutGil>(
+                 new hf::SafetensorsLoad(file, numbers, verify, options));
+           }),
+           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"))
+      .def("tensors", &tensors_of_load, py::arg("from_dlpack"), py::arg("empty"),
+           "made by from_dlpack(capsule), or empty(shape, dtype's name) where there are no bytes")
+      .def("finish", [](hf::SafetensorsLoad& load) {
+        std::unique_ptr<read::ReadReport> report;
+        {
+          const py::gil_scoped_release release;
+          report = load.finish();
+        }
+        return read_dict(*report);
+      });
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))

@@ -12,8 +12,10 @@ namespace {
 
 // Smaller tensors are read with their neighbours through a slot.
 constexpr uint64_t kInPlaceBytes = 1 << 20;
-// From the page cache: pieces small enough that their checksum finds them in the processor's cache.
-constexpr uint64_t kCachedPiece = 1 << 20;
+// From the page cache: pieces small enough that their checksum, or their copy out of a slot, finds them in the
+// processor's cache.
+constexpr uint64_t kCachedPiece = 512 << 10;
+static_assert(kCachedPiece >= 2 * format::kChecksumBlock);  // one that starts anywhere holds a whole cell
 
 }  // namespace
 
@@ -56,6 +58,7 @@ ReadPlan::ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::s
       items_(items),
       verify_(purpose != Purpose::deliver),
       check_only_(purpose == Purpose::check),
+      to_devices_(std::ranges::any_of(rows, [&](uint32_t row) { return items[row].device >= 0; })),
       options_(options),
       report_(report) {
   group_items(rows);
@@ -67,6 +70,7 @@ ReadPlan::ReadPlan(const OpenFile& open, std::span<const ReadItem> items, std::s
       note_damage(records[index], error, report_);
     }
   }
+  join_extents();
   pack_extents();
 }
 
@@ -222,45 +226,101 @@ void ReadPlan::choose_extents(uint32_t index, Record& record, DataFile& data) {
 void ReadPlan::add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile& data, uint64_t inner_begin,
                          uint64_t inner_end) {
   Record& record = records[index];
-  auto [from, to] = in_place_range(record, data, inner_begin, inner_end);
+  const ReadItem& item = items_[record.items[0]];
+  const bool in_place = may_go_in_place(record, data);
+  const bool is_all = item.bare && item.box.whole() && begin == record.body_offset && end == record.body_end();
+  if (in_place && is_all) {
+    extents_.push_back({index, begin, end, item.memory, true});
+    return;
+  }
+  auto [from, to] = in_place ? in_place_range(record, data, inner_begin, inner_end) : std::pair<uint64_t, uint64_t>();
   if (to <= from || to - from < kInPlaceBytes) {
     extents_.push_back({index, begin, end, nullptr});
     return;
   }
   if (from > begin) extents_.push_back({index, begin, from, nullptr});
-  const ReadItem& item = items_[record.items[0]];
-  const bool cached = data.file->access() == io::Access::buffered && data.file->remote() == nullptr;
-  const uint64_t piece = cached ? std::min(kCachedPiece, options_.slot_bytes) : options_.slot_bytes;
   for (uint64_t at = from; at < to;) {
-    const uint64_t next = std::min(to, align_down(at, piece) + piece);
+    const uint64_t next = std::min(to, end_of_piece(at, data));
     extents_.push_back({index, at, next, item.memory + (at - record.body_offset - item.box.begin())});
     at = next;
   }
   if (to < end) extents_.push_back({index, to, end, nullptr});
 }
 
-// The part of [begin, end) that can be read straight into the target: empty if it is strided, wanted more than once,
-// or not congruent with the file.
-std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, DataFile& data, uint64_t begin,
-                                                       uint64_t end) const {
+// The most that one transfer reads. What goes on to accelerators is copied there in whole slots.
+uint64_t ReadPlan::piece_bytes(const DataFile& data) const {
+  const bool cached = data.file->access() == io::Access::buffered && data.file->remote() == nullptr;
+  return cached && !to_devices_ ? std::min(kCachedPiece, options_.slot_bytes) : options_.slot_bytes;
+}
+
+uint64_t ReadPlan::end_of_piece(uint64_t at, const DataFile& data) const {
+  const uint64_t piece = piece_bytes(data);
+  return align_down(at, piece) + piece;
+}
+
+// Not if the target is strided, wanted more than once, or not congruent with the file.
+bool ReadPlan::may_go_in_place(const Record& record, const DataFile& data) const {
   const ReadItem& item = items_[record.items[0]];
-  if (check_only_ || record.items.size() != 1 || !item.box.dense() || item.device >= 0) return {0, 0};
-  begin = std::max(begin, record.body_offset + item.box.begin());
-  end = std::min(end, record.body_offset + item.box.end());
-  const bool direct = data.file->access() == io::Access::direct;
+  if (check_only_ || record.items.size() != 1 || !item.box.dense() || item.device >= 0) return false;
+  if (data.file->remote() != nullptr) return false;  // one request brings several tensors and what lies between
   const auto address = reinterpret_cast<uintptr_t>(item.memory) - record.body_offset - item.box.begin();
-  if (data.file->remote() != nullptr) return {0, 0};  // one request brings several tensors and what lies between
-  if (begin >= end || (direct && address % data.file->memory_alignment() != 0)) return {0, 0};
+  return data.file->access() != io::Access::direct || address % data.file->memory_alignment() == 0;
+}
+
+// The part of [begin, end) that can be read straight into the target of a record that may go in place.
+std::pair<uint64_t, uint64_t> ReadPlan::in_place_range(const Record& record, const DataFile& data, uint64_t begin,
+                                                       uint64_t end) const {
+  const io::Box& box = items_[record.items[0]].box;
+  begin = std::max(begin, record.body_offset + box.begin());
+  end = std::min(end, record.body_offset + box.end());
+  if (begin >= end) return {0, 0};
   // Cells checked one by one must arrive whole; checks of the whole body combine any cut.
-  const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : direct ? kBlock : 1;
+  const uint64_t grain = record.check == Record::Check::blocks ? format::kChecksumBlock : data.block();
   return {align_up(begin, grain), align_down(end, grain)};
 }
 
-// Extents come in file order; neighbours share a slot.
-void ReadPlan::pack_extents() {
+// Sorts the extents. Those that lie behind each other in the file and in memory are read in place together.
+void ReadPlan::join_extents() {
   std::stable_sort(extents_.begin(), extents_.end(), [this](const Extent& a, const Extent& b) {
     return std::tuple(records[a.record].file, a.begin) < std::tuple(records[b.record].file, b.begin);
   });
+  const auto follows = [this](const Extent& last, const Extent& next) {
+    return next.joins && records[last.record].file == records[next.record].file && last.end == next.begin &&
+           last.in_place + (last.end - last.begin) == next.in_place;
+  };
+  const std::vector<Extent> sorted = std::exchange(extents_, {});
+  for (size_t first = 0, end = 1; first < sorted.size(); first = end++) {
+    if (!sorted[first].joins) {
+      extents_.push_back(sorted[first]);
+      continue;
+    }
+    while (end < sorted.size() && follows(sorted[end - 1], sorted[end])) ++end;
+    add_run(std::span(sorted).subspan(first, end - first));
+  }
+}
+
+void ReadPlan::add_run(std::span<const Extent> run) {
+  const DataFile& data = files.at(records[run[0].record].file);
+  const uint64_t from = align_up(run.front().begin, data.block()), to = align_down(run.back().end, data.block());
+  const bool in_place = to > from && to - from >= kInPlaceBytes;
+  for (const Extent& extent : run) {
+    for (uint64_t at = extent.begin; at < extent.end;) {
+      uint64_t next = extent.end;
+      std::byte* target = nullptr;
+      if (in_place && at < from) {
+        next = std::min(next, from);
+      } else if (in_place && at < to) {
+        next = std::min({next, to, end_of_piece(at, data)});
+        target = extent.in_place + (at - extent.begin);
+      }
+      extents_.push_back({extent.record, at, next, target});
+      at = next;
+    }
+  }
+}
+
+// Neighbours share a slot, or what one transfer reads in place.
+void ReadPlan::pack_extents() {
   Segment packed;
   const auto flush = [&] {
     if (!packed.parts.empty()) segments.push_back(std::move(packed));
@@ -269,18 +329,20 @@ void ReadPlan::pack_extents() {
   for (const Extent& extent : extents_) {
     const uint32_t file = records[extent.record].file;
     if (extent.in_place != nullptr) {
-      segments.push_back({file, extent.begin, extent.end, {}, extent.in_place});
+      if (!continues(extent)) segments.push_back({file, extent.begin, extent.end, {}, extent.in_place});
+      segments.back().end = extent.end;
       segments.back().parts.push_back(part(extent.record, extent.begin, extent.end));
       continue;
     }
     for (uint64_t at = extent.begin; at < extent.end;) {
+      const uint64_t most = piece_bytes(files.at(file));
       const bool near = !packed.parts.empty() && packed.file == file && at <= packed.end + options_.read_gap;
       const uint64_t start = near ? packed.begin : align_down(at, kBlock);
-      const uint64_t limit = align_down(start + options_.slot_bytes, kBlock);
-      // A record that fits a slot is not cut, unless a request would be the smaller for it; one that does not is cut on
-      // cells.
+      const uint64_t limit = align_down(start + most, kBlock);
+      // A record that fits a transfer is not cut, unless a request would be the smaller for it; one that does not is
+      // cut on cells.
       const bool fits = extent.end <= limit, is_remote = files.at(file).file->remote() != nullptr;
-      const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= options_.slot_bytes;
+      const bool would_fit = !is_remote && extent.end - align_down(at, kBlock) <= most;
       if (near && !fits && would_fit) {
         flush();
         continue;
@@ -298,6 +360,15 @@ void ReadPlan::pack_extents() {
     }
   }
   flush();
+}
+
+// Whether the last segment can read this extent, too.
+bool ReadPlan::continues(const Extent& extent) const {
+  if (segments.empty()) return false;
+  const Segment& last = segments.back();
+  return last.in_place != nullptr && last.file == records[extent.record].file && last.end == extent.begin &&
+         last.in_place + (last.end - last.begin) == extent.in_place &&
+         extent.begin < end_of_piece(last.begin, files.at(last.file));
 }
 
 Part ReadPlan::part(uint32_t index, uint64_t begin, uint64_t end) {

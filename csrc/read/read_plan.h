@@ -57,6 +57,8 @@ class DataFile {
  public:
   std::shared_ptr<io::File> file;
 
+  // What transfers are cut on, bytes.
+  uint64_t block() const { return file->access() == io::Access::direct ? kBlock : 1; }
   // Of the record, checksums of blocks; nullptr if the file has no table, or none that fits the record. Throws Error.
   const format::ChecksumTable::Row* row_of(const Record& record);
   std::span<const uint32_t> blocks(const format::ChecksumTable::Row& row) const { return table_->blocks(row); }
@@ -99,6 +101,7 @@ class ReadPlan {
     uint32_t record;
     uint64_t begin, end;  // in the file
     std::byte* in_place;  // where it goes, nullptr: through a slot
+    bool joins = false;   // it may be read in place together with those that it lies between in file and memory
   };
 
   void group_items(std::span<const uint32_t> rows);
@@ -109,19 +112,26 @@ class ReadPlan {
   void choose_extents(uint32_t index, Record& record, DataFile& data);
   void add_range(uint32_t index, uint64_t begin, uint64_t end, DataFile& data, uint64_t inner_begin,
                  uint64_t inner_end);
-  std::pair<uint64_t, uint64_t> in_place_range(const Record& record, DataFile& data, uint64_t begin,
+  uint64_t piece_bytes(const DataFile& data) const;
+  uint64_t end_of_piece(uint64_t at, const DataFile& data) const;
+  bool may_go_in_place(const Record& record, const DataFile& data) const;
+  std::pair<uint64_t, uint64_t> in_place_range(const Record& record, const DataFile& data, uint64_t begin,
                                                uint64_t end) const;
+  void join_extents();
+  void add_run(std::span<const Extent> run);
   void pack_extents();
+  bool continues(const Extent& extent) const;
   Part part(uint32_t index, uint64_t begin, uint64_t end);
 
   const OpenFile& open_;
   const std::span<const ReadItem> items_;
   const bool verify_;
   const bool check_only_;
+  const bool to_devices_;
   const io::EngineOptions& options_;
   ReadReport& report_;
   format::RecordCache framings_;
-  std::vector<Extent> extents_;
+  std::vector<Extent> extents_;  // in the order of files, once they are joined
 };
 
 // Notes an error as damage of each item of the record, of which nothing more is to be read then.

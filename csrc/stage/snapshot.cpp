@@ -200,18 +200,13 @@ class Snapshot::Copy {
       } else if (may_go_) {
         copy_or_throw(target, extent.source + begin, end - begin, extent.row);
       } else {
-        if (index + 1 < layout_.extents.size()) prefetch_head(layout_.extents[index + 1].source);
-        stream_copy(target, extent.source + begin, end - begin);
+        const bool last = index + 1 == layout_.extents.size();
+        stream_copy(target, extent.source + begin, end - begin, last ? nullptr : layout_.extents[index + 1].source);
       }
       bytes += end - begin;
     }
     finish_stream_copies();
     return bytes;
-  }
-
-  // What the processor's own prefetching finds too late in short extents. It is harmless on any address.
-  static void prefetch_head(const std::byte* data) {
-    for (uint64_t line = 0; line < 512; line += 64) __builtin_prefetch(data + line);
   }
 
   // Of memory that training may give back meanwhile, against the rules: to read there would end the process.

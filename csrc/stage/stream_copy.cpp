@@ -11,17 +11,21 @@ namespace vescale_ckpt::stage {
 #if defined(__SSE2__)
 
 // SSE2, which every x86-64 has: at the speed of memory wider registers measured the same.
-void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
+void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, const std::byte* next) {
   constexpr uint64_t kLine = 64;
-  constexpr uint64_t kLeast = 512;  // below, the ends that are copied as usual are too large a part
+  constexpr uint64_t kAhead = 1024;  // the processor's own prefetching ends with each page, and begins late in the next
+  constexpr uint64_t kLeast = 512;   // below, the ends that are copied as usual are too large a part
   if (bytes < kLeast) {
     if (bytes != 0) std::memcpy(target, source, bytes);
     return;
   }
   const uint64_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
   std::memcpy(target, source, head);
+  const uint64_t own = bytes > kAhead ? bytes - kAhead : 0;  // lines before it have what is ahead of them in the source
+  if (next == nullptr) next = source;
   uint64_t at = head;
   for (; at + kLine <= bytes; at += kLine) {
+    __builtin_prefetch(at < own ? source + at + kAhead : next + (at - own));
     __m128i words[4];
     std::memcpy(words, source + at, kLine);
     auto* to = reinterpret_cast<__m128i*>(target + at);
@@ -36,7 +40,7 @@ void finish_stream_copies() {
 
 #else
 
-void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes) {
+void stream_copy(std::byte* target, const std::byte* source, uint64_t bytes, const std::byte*) {
   if (bytes != 0) std::memcpy(target, source, bytes);
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
+import itertools
 import json
 import os
 import random
@@ -23,6 +25,7 @@ import torch
 from damage import fault, fork, in_child, same
 from kills import Shared, kill, wait_until
 from states import random_tensor
+from torch.utils.dlpack import from_dlpack
 
 from vescale_ckpt import (
     CheckpointError,
@@ -34,6 +37,7 @@ from vescale_ckpt import (
     save,
 )
 from vescale_ckpt._engine import _C
+from vescale_ckpt._engine.options import engine_options
 from vescale_ckpt._storage import locks
 
 State = dict[str, torch.Tensor]
@@ -295,6 +299,64 @@ def test_a_slice_reads_no_more_than_its_rows(path: Path, monkeypatch: pytest.Mon
     with safetensors.safe_open(path) as file:
         assert same(file.get_slice("a")[512:528], whole[512:528])
     assert moved[0]["in_place_bytes"] + moved[0]["slot_bytes"] <= (16 * 4096 * 4) + 2 * (256 << 10)
+
+
+def neighbours(path: Path) -> State:
+    """Saves tensors of 64 KiB, one of 9 MiB between them, and some of odd sizes."""
+    tensors = {f"{n:03}": torch.full((1 << 15,), n, dtype=torch.int16) for n in range(300)}
+    tensors |= {"0large": torch.arange(9 << 18, dtype=torch.int32), "odd": torch.arange(333, dtype=torch.int16)}
+    tensors |= {"odd too": torch.arange(1_000_001, dtype=torch.int8), "none": torch.empty(0, 3)}
+    safetensors.save_file(tensors, path)
+    return tensors
+
+
+@pytest.mark.parametrize("by_library", [False, True])
+def test_each_loaded_tensor_has_a_storage_of_its_own(path: Path, by_library: bool) -> None:
+    tensors = neighbours(path)
+    if by_library:
+        stock_torch.save_file(tensors, path)
+    loaded = safetensors.load_file(path)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in loaded.items():
+        assert same(tensor, tensors[name]) and tensor.data_ptr() % 64 == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor._is_view()
+    ends = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in loaded.values() if tensor.nbytes)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+
+
+def test_a_loaded_tensor_can_be_used_as_any_other(path: Path) -> None:
+    tensors = neighbours(path)
+    loaded = safetensors.load_file(path)
+    file = io.BytesIO()
+    torch.save(loaded["007"], file)
+    assert file.tell() < 2 * loaded["007"].nbytes
+    loaded["008"].share_memory_()
+    assert loaded["008"].is_shared() and same(loaded["008"], tensors["008"])
+    loaded["009"].resize_(100).fill_(1)
+    loaded["010"].add_(1)
+    torch.nn.Parameter(loaded["0large"].float()).sum().backward()
+    rest = {name: tensor for name, tensor in loaded.items() if name not in ("009", "010")}
+    assert all(same(tensor, tensors[name]) for name, tensor in rest.items())
+
+
+def test_a_loaded_tensor_outlives_those_that_it_shares_memory_with(path: Path) -> None:
+    tensors = neighbours(path)
+    loaded = safetensors.load_file(path)
+    kept = {name: loaded[name] for name in ("000", "150", "299", "0large")}
+    del loaded
+    others = [torch.zeros(1 << 15, dtype=torch.int16) for _ in range(300)]  # in what was given back
+    assert all(same(tensor, tensors[name]) for name, tensor in kept.items()) and others
+
+
+def test_neighbours_are_read_together_without_a_copy(path: Path) -> None:
+    neighbours(path)
+    options = engine_options(2, "auto")
+    file = _C.SafetensorsFile.open(str(path), options, True)
+    load = _C.SafetensorsLoad(file, range(file.count), True, options)
+    tensors = load.tensors(from_dlpack, lambda shape, _: torch.empty(shape))
+    moved = load.finish()
+    assert len(tensors) == file.count
+    assert moved["in_place_bytes"] > 25 * moved["slot_bytes"]
 
 
 def test_a_closed_file_and_a_missing_tensor_are_named(path: Path) -> None:

@@ -23,6 +23,7 @@ TIED_NAMES = "vescale_ckpt.tied"
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in _C.safetensors_dtypes() if hasattr(torch, name)
 }
+MISSING_DTYPES = frozenset(_C.safetensors_dtypes()) - DTYPES.keys()  #: those that this torch does not have
 STORABLE = frozenset(DTYPES.values())
 OUR_TEXTS = frozenset({_C.SAFETENSORS_CHECKSUMS, TIED_NAMES})  #: keys of texts that this package writes
 

@@ -1,0 +1,138 @@
+#include "hf/safetensors_load.h"
+
+#include <algorithm>
+#include <bit>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/memory.h"
+#include "format/torch_record.h"
+
+namespace vescale_ckpt::hf {
+namespace {
+
+constexpr uint64_t kHugePage = 2 << 20;
+// Tensors of so many bytes lie on blocks as they do in the file, also where that leaves a gap.
+constexpr uint64_t kLarge = 1 << 20;
+
+// Tensors that share memory.
+struct Group {
+  struct Member {
+    size_t position;  // in the load
+    uint64_t offset;  // in the memory
+  };
+  std::vector<Member> members;
+  uint64_t end = 0;
+
+  // Where a tensor goes: behind the others, and first or large ones on the byte of a block that they have in the file.
+  uint64_t offset_for(const SafetensorsHeader::Tensor& tensor) const {
+    const uint64_t behind = align_up(end, SafetensorsLoad::kAlignment);
+    if (!members.empty() && tensor.end - tensor.begin < kLarge) return behind;
+    return behind + (align_up(tensor.begin, SafetensorsLoad::kAlignment) - behind) % kBlock;
+  }
+
+  // From the heap, as torch's: what was given back to it before is still there.
+  std::shared_ptr<std::byte> memory() const {
+    const std::align_val_t alignment{std::clamp<uint64_t>(std::bit_floor(end), kBlock, kHugePage)};
+    auto* const data = static_cast<std::byte*>(::operator new(end, alignment));
+    return {data, [alignment](std::byte* memory) { ::operator delete(memory, alignment); }};
+  }
+};
+
+// The number of the dtype among those of tables.
+uint32_t dtype_number(std::string_view torch_name) {
+  const auto all = format::dtypes();
+  const auto found = std::ranges::find(all, torch_name, &format::DType::name);
+  if (found == all.end()) throw Error::invalid("no table has dtype " + std::string(torch_name));
+  return static_cast<uint32_t>(found - all.begin());
+}
+
+}  // namespace
+
+SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, std::span<const size_t> numbers,
+                                 bool verify, const io::EngineOptions& options)
+    : file_(std::move(file)), tensors_(numbers.size()) {
+  for (size_t position = 0; position < numbers.size(); ++position) {
+    const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
+    try {
+      tensors_[position].shape = file_->header.torch_shape(tensor);
+    } catch (const Error& error) {
+      throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(position));
+    }
+    tensors_[position].dtype = file_->header.dtype(tensor).torch;
+  }
+  take_memory(numbers);
+  std::vector<int64_t> rows;
+  std::vector<read::ReadItem> wanted = items(numbers, rows);
+  report_ = std::async(std::launch::async, [this, wanted = std::move(wanted), rows = std::move(rows), verify, options] {
+    const std::vector<std::string> paths = {file_->file->path()};
+    const read::OpenFile open = [&](uint32_t) { return file_->file; };
+    try {
+      return read::read_tensors(paths, open, wanted, verify, options);
+    } catch (const Error& error) {
+      if (error.item == Error::kNoItem) throw;
+      throw Error(error.kind, error.what(), error.path, error.offset, error.code,
+                  rows[static_cast<size_t>(error.item)]);
+    }
+  });
+}
+
+void SafetensorsLoad::take_memory(std::span<const size_t> numbers) {
+  Group group;
+  std::vector<std::span<const std::byte>> taken;
+  const auto take = [&] {
+    if (group.members.empty()) return;
+    const std::shared_ptr<std::byte> memory = group.memory();
+    taken.emplace_back(memory.get(), group.end);
+    for (const auto& [position, offset] : group.members) tensors_[position].data = {memory, memory.get() + offset};
+    group = {};
+  };
+  for (size_t position = 0; position < numbers.size(); ++position) {
+    const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
+    const uint64_t bytes = tensor.end - tensor.begin;
+    if (bytes == 0) continue;
+    if (bytes >= kOwnMemory || group.offset_for(tensor) + bytes > kSharedMemory) take();
+    const uint64_t offset = group.offset_for(tensor);
+    group.members.push_back({position, offset});
+    group.end = offset + bytes;
+    if (bytes >= kOwnMemory) take();
+  }
+  take();
+  prefer_huge_pages(std::move(taken));
+}
+
+// One for each tensor with bytes, and their positions.
+std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbers, std::vector<int64_t>& rows) const {
+  std::vector<uint32_t> dtypes;
+  for (const SafetensorsDType& dtype : safetensors_dtypes()) {
+    dtypes.push_back(dtype.torch.empty() ? 0 : dtype_number(dtype.torch));
+  }
+  std::vector<read::ReadItem> items;
+  items.reserve(numbers.size());
+  std::vector<int64_t> zeros, strides;
+  for (size_t position = 0; position < numbers.size(); ++position) {
+    const Tensor& target = tensors_[position];
+    if (target.data == nullptr) continue;
+    const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
+    const uint32_t dtype = dtypes[tensor.dtype];
+    zeros.assign(target.shape.size(), 0);
+    strides.assign(target.shape.size(), 1);
+    for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * target.shape[dim];
+    const io::Box whole(format::dtypes()[dtype].item_bytes, target.shape, zeros, target.shape, strides);
+    items.push_back({.file = 0,
+                     .record_offset = tensor.begin,
+                     .record_length = tensor.end - tensor.begin,
+                     .dtype = dtype,
+                     .chunk_sizes = target.shape,
+                     .box = whole,
+                     .memory = target.data.get(),
+                     .bare = true,
+                     .blocks = file_->header.blocks(tensor)});
+    rows.push_back(static_cast<int64_t>(position));
+  }
+  return items;
+}
+
+}  // namespace vescale_ckpt::hf
