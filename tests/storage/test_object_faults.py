@@ -117,8 +117,8 @@ def test_a_save_outlives_what_passes(
         fault_proxy.add(Rule(action, kind=kind, skip=skip, value=0.3 if action == "delay" else None))
         error = outcome(saves(bucket_url, way, 2))
         fault_proxy.clear()
-        # A conditional put is not sent again where the connection broke, and the client does not ask again for an upload
-        # if the answer breaks off in its middle.
+        # A conditional put is not sent again where the connection broke, and an upload is not asked for again where the
+        # answer breaks off in its middle.
         broken = kind == "put" and action in ("reset", "reset_middle", "lost_answer")
         assert error is None or broken or (kind, action) == ("create_upload", "reset_middle"), error
         if kind == "create_upload" and action in ("reset_middle", "lost_answer", "late_error"):
