@@ -119,9 +119,8 @@ class StreamedWrite(JoinedWrite):
         messages = self._far.get(number, ())
         sends = {(writer - me) % size: writer for sender, writer in messages if sender == me}
         receives = {(me - sender) % size: sender for sender, writer in messages if writer == me}
-        for step in sorted(
-            sends.keys() | receives.keys()
-        ):  # an order in which no ranks wait for each other in a circle
+        # In this order no ranks wait for each other in a circle.
+        for step in sorted(sends.keys() | receives.keys()):
             received = None
             if step in receives:
                 received = torch.empty(self._save.window_bytes(me, number), dtype=torch.uint8, device="cpu")
