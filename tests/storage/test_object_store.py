@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from object_server import unfinished_uploads
 from rank_pool import run_ranks
 
 import vescale_ckpt
@@ -280,7 +281,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_upload(
 ) -> None:
     from fault_proxy import Rule
 
-    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
     vescale_ckpt.save(bucket_url, state(1))
     names = set(directory_at(bucket_url).names())
     fault_proxy.add(Rule("denied", kind="upload_part", skip=1, times=1000))
@@ -288,9 +289,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_upload(
         vescale_ckpt.save(bucket_url, state(2))
     fault_proxy.clear()
     assert set(directory_at(bucket_url).names()) == names
-    prefix = bucket_url.split("/", 3)[3]
-    client = boto3.client("s3", endpoint_url=object_server.endpoint)
-    assert not client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads")
+    assert not unfinished_uploads(object_server, bucket_url)
     assert_equal(loaded(bucket_url, state(1)), state(1))
     vescale_ckpt.save(bucket_url, state(3))
     assert_equal(loaded(bucket_url, state(3)), state(3))
@@ -382,13 +381,11 @@ except BaseException as error:
 
 def test_a_save_that_is_given_up_while_it_sends_ends(bucket_url: str, object_server: Any) -> None:
     """In a process of its own: what could go wrong is that nothing goes on."""
-    boto3 = pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
+    pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
     command = [sys.executable, "-W", "ignore", "-c", GIVEN_UP, bucket_url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip().endswith("True"), done.stderr
-    client = boto3.client("s3", endpoint_url=object_server.endpoint)
-    prefix = bucket_url.split("/", 3)[3]
-    assert not client.list_multipart_uploads(Bucket=object_server.bucket, Prefix=prefix).get("Uploads")
+    assert not unfinished_uploads(object_server, bucket_url)
     assert directory_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
 
 

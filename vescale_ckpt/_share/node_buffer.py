@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -95,8 +95,8 @@ class NodeBuffer:
         return memories[number % len(memories)]
 
     def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
-        """Sends and receives the messages of a round: first between nodes, then the words to neighbours, who look at
-        what was read and at what came from other nodes."""
+        """Sends and receives the messages of a round between nodes. Then it tells the neighbours that they may look at
+        what was read and at what came from other nodes, and waits until it may look at theirs."""
         memory = self[number]
         for peer, offset, size in round_.messages(round_.receives):
             if size:
@@ -107,7 +107,8 @@ class NodeBuffer:
         peers.wait()
         self._own.filled.set(number + 1)
         for peer in round_.same_node_peers(round_.receives):
-            peers.expect(peer, _Counted(self._of_peers[peer], "filled", number + 1))
+            owner = self._of_peers[peer]
+            peers.expect(peer, _Counted(owner.filled, owner.process, number + 1))
         peers.wait()
         return None
 
@@ -123,7 +124,8 @@ class NodeBuffer:
         neighbours that read this rank's buffer do not."""
         self._own.placed.set(number + 1)
         for peer in round_.same_node_peers(round_.sends):
-            peers.expect(peer, _Counted(self._of_peers[peer], "placed", number + 1))
+            owner = self._of_peers[peer]
+            peers.expect(peer, _Counted(owner.placed, owner.process, number + 1))
         peers.wait()
 
     def leave(self) -> None:
@@ -185,9 +187,9 @@ class _Mapped:
 class _Counted:
     """That a counter of a neighbour has come to a value, for `Connections.wait`."""
 
-    def __init__(self, owner: _Mapped, name: Literal["filled", "placed"], value: int) -> None:
-        self._process = owner.process
-        self._counter: _C.SharedCounter = getattr(owner, name)
+    def __init__(self, counter: _C.SharedCounter, owner: Process, value: int) -> None:
+        self._counter = counter
+        self._process = owner
         self._value = value
 
     def wait(self, timeout: timedelta) -> None:

@@ -13,6 +13,7 @@ from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import engine_options
 from .._engine.rows import int_table
+from .._hf.commit import holds_model
 from .._hf.folder import ExportFolder
 from .._hf.header import with_ties
 from .._hf.names import file_names, holds_export, temporary_name
@@ -61,7 +62,7 @@ class ExportSave(RankSave):
         )
         directory_at(path).make()
         if not self.options.overwrite and holds_export(path):
-            raise CheckpointError(f"{path} holds a model already and overwrite=False", path=path)
+            raise holds_model(path)
 
     def clean_up(self) -> None:
         """Does nothing: `make_files` removes files of exports that died."""
