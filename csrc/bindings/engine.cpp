@@ -116,11 +116,7 @@ py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
 }
 
 py::bytes body_bytes(const py::buffer& buffer) {
-  std::vector<int64_t> sizes;
-  for (const write::RecordSource& source : write::parse_write_table(Table(buffer).values())) {
-    sizes.push_back(static_cast<int64_t>(source.bytes));
-  }
-  return py::bytes(reinterpret_cast<const char*>(sizes.data()), sizes.size() * sizeof(int64_t));
+  return bytes_of(write::body_bytes(Table(buffer).values()));
 }
 
 // Of each tensor the hashes of its blocks, and the CRC-32.

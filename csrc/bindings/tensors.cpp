@@ -3,8 +3,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/numbered_strings.h"
 #include "bindings/bindings.h"
 #include "bindings/tensor_reader.h"
+#include "format/torch_record.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
 #include "state/tables.h"
@@ -75,6 +77,42 @@ py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& ro
   return bytes_of(bytes);
 }
 
+// (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
+// rows are one object; None for a tensor of a dtype that no checkpoint can hold.
+py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
+  const Words words(table);
+  const state::TensorTable tensors(words.values());
+  const std::span<const std::byte> flags = view(requires_grad);
+  if (flags.size() > tensors.size()) throw Error::invalid("more flags than tensors");
+  NumberedStrings known;
+  std::vector<py::bytes> distinct;
+  py::list rows(flags.size()), sources(flags.size());
+  std::vector<int64_t> row, source;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    const state::LocalTensor tensor = tensors[i];
+    source.assign(2 + tensor.shape.size(), 0);
+    source[0] = static_cast<int64_t>(i);
+    source[1] = static_cast<int64_t>(tensor.shape.size());
+    sources[i] = bytes_of(source);
+    if (tensor.dtype < 0) {
+      rows[i] = py::none();
+      continue;
+    }
+    state::Item item;
+    item.kind = state::ItemKind::tensor;
+    item.dtype = static_cast<uint8_t>(tensor.dtype);
+    item.flags = flags[i] != std::byte{0} ? state::kRequiresGrad : uint16_t{0};
+    item.bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
+    item.shape = item.size = tensor.shape;
+    item.offset = std::span(source).subspan(2);
+    state::pack_row(item, row);
+    const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
+    if (is_new) distinct.push_back(bytes_of(row));
+    rows[i] = distinct[number];
+  }
+  return py::make_tuple(rows, sources);
+}
+
 // --- Where the items are
 
 py::tuple copy_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
@@ -118,6 +156,14 @@ void bind_tensors(py::module_& module) {
       "whether two tables of tensors agree in all dtypes and shapes");
   module.def("any_complex",
              [](const py::bytes& table) { return state::any_complex(state::TensorTable(Words(table).values())); });
+  module.def(
+      "not_contiguous",
+      [](const py::bytes& table) {
+        const Words words(table);
+        return state::not_contiguous(state::TensorTable(words.values()));
+      },
+      "the numbers of tensors that are not contiguous, or have no plain memory");
+  module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
   module.def(
       "ready_tensors",
       [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,

@@ -130,12 +130,16 @@ std::string_view Inventory::name(size_t index) const {
   return {names_ + begin, ends_[index] - begin};
 }
 
+void pack_row(const Item& item, std::vector<int64_t>& row) {
+  row.clear();
+  row.push_back(static_cast<int64_t>(static_cast<uint64_t>(item.kind) | uint64_t{item.dtype} << 8 |
+                                     uint64_t{item.flags} << 16 | static_cast<uint64_t>(item.shape.size()) << 32));
+  row.push_back(static_cast<int64_t>(item.bytes));
+  for (const auto dims : {item.shape, item.offset, item.size}) row.insert(row.end(), dims.begin(), dims.end());
+}
+
 void InventoryBuilder::add(const Item& item) {
-  row_.clear();
-  row_.push_back(static_cast<int64_t>(static_cast<uint64_t>(item.kind) | uint64_t{item.dtype} << 8 |
-                                      uint64_t{item.flags} << 16 | static_cast<uint64_t>(item.shape.size()) << 32));
-  row_.push_back(static_cast<int64_t>(item.bytes));
-  for (const auto dims : {item.shape, item.offset, item.size}) row_.insert(row_.end(), dims.begin(), dims.end());
+  pack_row(item, row_);
   add(item.name, std::as_bytes(std::span(row_)));
 }
 

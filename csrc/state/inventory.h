@@ -77,6 +77,9 @@ class Inventory {
   int64_t node_ = 0;
 };
 
+// The row of an item as an inventory holds it, in the place of what `row` held.
+void pack_row(const Item& item, std::vector<int64_t>& row);
+
 class InventoryBuilder {
  public:
   void add(const Item& item);

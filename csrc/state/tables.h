@@ -48,6 +48,10 @@ bool same_shapes(const TensorTable& left, const TensorTable& right);
 
 bool any_complex(const TensorTable& tensors);
 
+// The numbers of tensors whose elements do not lie one behind another, or of which that is not known: they have no
+// plain memory.
+std::vector<size_t> not_contiguous(const TensorTable& tensors);
+
 // Whether a tensor is in host memory or, `with_cuda`, in that of a CUDA device.
 bool has_memory(const LocalTensor& tensor, bool with_cuda);
 

@@ -53,4 +53,18 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   return sources;
 }
 
+std::vector<int64_t> body_bytes(std::span<const int64_t> table) {
+  std::vector<int64_t> bytes;
+  for (io::TableCursor cursor(table); !cursor.at_end(); cursor.next_row()) {
+    const uint32_t dtype = cursor.dtype();
+    cursor.address();
+    const uint64_t dims = cursor.size();
+    const auto sizes = cursor.take(dims);
+    cursor.take(dims);  // strides
+    const uint64_t of_row = cursor.made_of_row([&] { return format::tensor_bytes(format::dtypes()[dtype], sizes); });
+    bytes.push_back(static_cast<int64_t>(of_row));
+  }
+  return bytes;
+}
+
 }  // namespace vescale_ckpt::write

@@ -12,4 +12,7 @@ namespace vescale_ckpt::write {
 // Rows: dtype, address, dimensions n, n sizes, n strides (elements). Throws Error(invalid, row).
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table);
 
+// The bytes of each row's tensor. Throws as above.
+std::vector<int64_t> body_bytes(std::span<const int64_t> table);
+
 }  // namespace vescale_ckpt::write

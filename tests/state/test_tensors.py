@@ -21,8 +21,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from vescale_ckpt._engine import _C, torch_private
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
+from vescale_ckpt._engine.rows import TENSOR
 from vescale_ckpt._engine.tensor_checks import is_host_memory
 from vescale_ckpt._state import tensor_table as tensor_table_module
+from vescale_ckpt._state.inventory_rows import packed_row
+from vescale_ckpt._state.shard_boxes import ShardBox
 from vescale_ckpt._state.tensor_table import (
     PLAIN_TYPES,
     read_tensors,
@@ -120,6 +123,27 @@ def test_one_call_says_what_python_says(kind: str) -> None:
     table = tensor_table([tensor])
     assert rows(table) == [tensor_row(tensor)]
     assert ready_tensors([tensor], table) == bytes([is_host_memory(tensor)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_contiguous_and_what_an_inventory_says_of_it(kind: str) -> None:
+    tensor = make(kind)
+    table = tensor_table([tensor, torch.ones(2), tensor])
+    if tensor_row(tensor)[2] >= 0:
+        assert _C.not_contiguous(table) == ([] if tensor.is_contiguous() else [0, 2])
+    else:
+        assert _C.not_contiguous(table) == [0, 2]
+    (first, other, second), sources = _C.rows_of_tensors(table, bytes([0, 0, 1]))
+    assert other == packed_row(TENSOR, DTYPE_CODES[torch.float32], False, 4, ShardBox((0,), (2,), ()), (2,))
+    if tensor_row(tensor)[1] < 0:
+        assert first is None
+        assert second is None
+        return
+    shape = tuple(tensor_row(tensor)[4:][: tensor_row(tensor)[3]])
+    box, code = ShardBox((0,) * len(shape), shape, ()), DTYPE_CODES[tensor.dtype]
+    assert first == packed_row(TENSOR, code, False, tensor.itemsize, box, shape)
+    assert second == packed_row(TENSOR, code, True, tensor.itemsize, box, shape)
+    assert array("q", sources[2]).tolist() == [2, len(shape), *box.offset]
 
 
 def test_this_torch_has_the_functions_that_spare_python() -> None:

@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.tensor_checks import holds_any, is_plain_tensor
+from .._engine.tensor_checks import is_plain_tensor
 from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
 from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
 from .._state import objects
 from .._state.describe import Describer, Description
-from .._state.flatten import flatten, place
+from .._state.flatten import Flattener, place
 from .._state.per_rank import PerRank, Restoring
+from .._state.structure import Path
 from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
 from .lazy_metadata import LazyMetadata
@@ -66,7 +67,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
-        self._describer = Describer()
+        self._flattener, self._describer = Flattener(), Describer()
         self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for
         self._kept_for: tuple[str, bool] | None = None
 
@@ -81,7 +82,10 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """DCP calls it first, on each rank, with the state to fill. Keeps the state; does not change its tensors."""
         self._begin(metadata)
-        flat, mappings = flatten(state_dict) if self.flatten_state_dict else (state_dict, {})
+        flat: dict[str, Any] = state_dict
+        mappings: dict[str, Path] = {}
+        if self.flatten_state_dict:
+            flat, mappings, _ = self._flattener.flatten(state_dict)
         if not self.flatten_state_dict or _needs_stock_set_up(flat):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
             super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -227,8 +231,13 @@ def _on_the_host() -> AbstractContextManager[Any]:
 
 def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
     """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
-    tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
-    return holds_any(flat, ShardedTensor) or any(map(_IS_META, tensors))
+    kinds = set(map(type, flat.values()))
+    if any(issubclass(kind, ShardedTensor) for kind in kinds):
+        return True
+    tensors = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
+    if tensors == kinds:
+        return any(map(_IS_META, flat.values()))
+    return any(value.is_meta for value in flat.values() if type(value) in tensors)
 
 
 def item_targets(planner: DcpLoadPlanner) -> ItemTargets:

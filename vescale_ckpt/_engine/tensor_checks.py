@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,19 +53,18 @@ def reach(tensor: torch.Tensor) -> int:
 _MOST_COMPARED = 1 << 24  # elements of a tensor whose strides alone do not decide
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+def overlapping(tensors: Sequence[torch.Tensor], numbers: Iterable[int] | None = None) -> list[int]:
     """The numbers of the tensors that overlap themselves: several elements are the same memory, as in expanded tensors
     and overlapping windows. A load into such a tensor would keep only the last value that is written; `copy_` of torch
-    refuses expanded tensors, too."""
-    try:
-        contiguous = list(map(torch.Tensor.is_contiguous, tensors))
-    except RuntimeError:  # a tensor is not dense: torch fills it and checks it itself
-        contiguous = [not is_plain_tensor(tensor) or tensor.layout is not torch.strided for tensor in tensors]
-    return [number for number, good in enumerate(contiguous) if not good and _overlaps_itself(tensors[number])]
+    refuses expanded tensors, too. `numbers`: those of tensors that may; all others are known to be contiguous."""
+    numbers = range(len(tensors)) if numbers is None else numbers
+    return [number for number in numbers if _overlaps_itself(tensors[number])]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+    if not is_plain_tensor(tensor) or tensor.layout is not torch.strided:
+        return False  # torch fills it and checks it itself
+    if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     last, disjoint = 0, True  # how far the dimensions before this one reach

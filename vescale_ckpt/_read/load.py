@@ -159,7 +159,7 @@ class Load:
         notices the change. Waits until an asynchronous save has copied the tensors.
         """
         tensors = [] if description is None else description.tensors
-        if description is not None and (bad := overlapping(tensors)):
+        if description is not None and (bad := overlapping(tensors, _C.not_contiguous(description.table))):
             items = range(len(description.names))
             raise overlaps_itself(
                 next(description.names[item] for item in items if description.tensor_number(item) == bad[0])

@@ -56,13 +56,16 @@ def flatten_with_structure(state: Mapping[str, Any]) -> tuple[dict[str, Any], di
 class Flattener:
     """Flattens one state after another. Of a state with the form of the one before it reads only the values.
 
-    Not thread-safe. Holds no value between calls.
+    Not thread-safe. Holds no value between calls. Its pickle is empty.
     """
 
     def __init__(self) -> None:
         self._form: _C.StateForm | None = None
         self._paths: dict[str, Path] = {}  # of the last state; not handed out
         self._structure = Structure()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return Flattener().__dict__
 
     def flatten(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path], Structure]:
         """What `flatten_with_structure` returns."""

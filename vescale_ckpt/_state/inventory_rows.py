@@ -5,21 +5,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .._engine import _C
 from .._engine.dtypes import dtype_code
-from .._engine.rows import OBJECT, SHARD, TENSOR
+from .._engine.rows import OBJECT, SHARD
 from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
 from .local_state import LocalState, describes_itself
 from .shard_boxes import ShardBox, boxes_at, local_shape
 
 _REQUIRES_GRAD = 1  # flag
-_IS_NESTED, _DTYPE, _SHAPE = attrgetter("is_nested"), attrgetter("dtype"), attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,20 @@ class _Making:
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self.rows: dict[Any, list[tuple[bytes, bytes]]] = {}  # by traits: layers repeat
-        # By position, for the order of the keys: rows of the inventory, each with the source's tensor and offsets.
-        self.items: list[list[tuple[bytes, int, bytes]]] = [[] for _ in state.keys]
+        # By position, for the order of the keys: rows of the inventory, each with its row of the table of sources.
+        self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
         self._add_dtensors()
         self._add_sharded()
+        item = packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
-            self.items[position] = [(packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), -1, _offsets(()))]
+            self.items[position] = [item]
 
     def made(self) -> Items:
         keys, items = self.state.keys, self.items
         names = [key for key, of_key in zip(keys, items, strict=True) for _ in of_key]
-        rows = [row for of_key in items for row, _, _ in of_key]
-        sources = b"".join([struct.pack("q", number) + rest for of_key in items for _, number, rest in of_key])
+        rows = [row for of_key in items for row, _ in of_key]
+        sources = b"".join([source for of_key in items for _, source in of_key])
         inventory = identity = _C.pack_inventory(names, rows, self.state.node)
         if any(self.object_bytes.values()):
             inventory = _C.pack_inventory(names, list(map(self._weighted, names, rows)), self.state.node)
@@ -76,30 +75,15 @@ class _Making:
 
     def _add_plain(self) -> None:
         state = self.state
-        tensors = state.tensors[: len(state.groups.plain)]
-        nested = list(map(_IS_NESTED, tensors))  # they have no shape
-        shapes = (
-            map(_SHAPE, tensors)
-            if not any(nested)
-            else [None if of else tensor.shape for of, tensor in zip(nested, tensors, strict=True)]
-        )
-        plain = zip(
-            state.groups.plain, zip(map(_DTYPE, tensors), shapes, state.requires_grad, strict=False), strict=True
-        )
-        for number, (position, traits) in enumerate(plain):
-            if nested[number]:
-                self.other.append(position)
+        plain = state.groups.plain
+        rows, sources = _C.rows_of_tensors(state.table, state.requires_grad[: len(plain)])
+        for number, (position, row, source) in enumerate(zip(plain, rows, sources, strict=True)):
+            if row is not None:
+                self.items[position] = [(row, source)]
                 continue
-            found = self.rows.get(traits)
-            if found is None:
-                tensor, requires_grad = tensors[number], bool(state.requires_grad[number])
-                code = dtype_code(tensor.dtype, state.keys[position])
-                origin = (0,) * tensor.dim()
-                box = ShardBox(origin, tuple(tensor.shape), origin)
-                row = packed_row(TENSOR, code, requires_grad, tensor.itemsize, box, box.size)
-                found = self.rows[traits] = [(row, _offsets(origin))]
-            ((row, offsets),) = found
-            self.items[position] = [(row, number, offsets)]
+            if not state.tensors[number].is_nested:  # nested tensors have no shape
+                dtype_code(state.tensors[number].dtype, state.keys[position])  # raises
+            self.other.append(position)
 
     def _add_dtensors(self) -> None:
         state = self.state
@@ -121,7 +105,7 @@ class _Making:
                 found = self.rows[traits] = self._boxes(
                     state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad
                 )
-            self.items[position] = [(row, number, offsets) for row, offsets in found]
+            self.items[position] = [(row, _source(number, offsets)) for row, offsets in found]
 
     def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         mesh = self.meshes.get(id(layout.mesh))
@@ -171,7 +155,7 @@ class _Making:
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
                 row = packed_row(SHARD, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
-                self.items[position].append((row, number, _offsets(origin)))
+                self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
 
 
@@ -190,3 +174,7 @@ def packed_row(
 
 def _offsets(offset: tuple[int, ...]) -> bytes:
     return struct.pack(f"{1 + len(offset)}q", len(offset), *offset)
+
+
+def _source(tensor: int, offsets: bytes) -> bytes:
+    return struct.pack("q", tensor) + offsets

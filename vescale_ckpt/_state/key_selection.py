@@ -47,8 +47,10 @@ class Selection:
 
     def without_match(self, keys: Iterable[str]) -> list[str]:
         """The names and patterns that select none of `keys`; those with `!` are left out."""
+        if not self.names:
+            return []
         present = {key for key in keys if key in self}
-        return [name for name in self.names or () if name not in present and not _selects_any(Selection(name), present)]
+        return [name for name in self.names if name not in present and not _selects_any(Selection(name), present)]
 
 
 def _selects_any(selection: Selection, keys: Iterable[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
-from .tensor_table import PLAIN_TYPES
-
-_IS_META, _NBYTES, _ITEM_BYTES = attrgetter("is_meta"), attrgetter("nbytes"), attrgetter("itemsize")
+from .tensor_table import NOT_READY, PLAIN_TYPES, read_tensors
 
 
 def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -40,26 +38,12 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _without_plain_memory(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """All values but contiguous tensors whose memory is there. It maps torch's C methods over the tensors."""
+    """All values but tensors whose memory is there."""
     plain = [value for value in values.values() if type(value) in PLAIN_TYPES]
-    try:
-        sizes = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, plain))
-        known = {
-            id(tensor)
-            for tensor, meta, contiguous, room, offset, size, item in zip(
-                plain,
-                map(_IS_META, plain),
-                map(torch.Tensor.is_contiguous, plain),
-                sizes,
-                map(torch.Tensor.storage_offset, plain),
-                map(_NBYTES, plain),
-                map(_ITEM_BYTES, plain),
-                strict=True,
-            )
-            if contiguous and not meta and room >= offset * item + size
-        }
-    except (RuntimeError, NotImplementedError):  # one of them is not dense
-        known = set()
+    ready = read_tensors(plain).ready
+    if NOT_READY not in ready and len(plain) == len(values):
+        return []
+    known = set(map(id, compress(plain, ready)))
     return [(key, value) for key, value in values.items() if id(value) not in known]
 
 
