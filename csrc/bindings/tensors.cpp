@@ -7,6 +7,7 @@
 #include "bindings/tensor_reader.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
+#include "state/shared_memory.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -118,6 +119,10 @@ void bind_tensors(py::module_& module) {
       "whether two tables of tensors agree in all dtypes and shapes");
   module.def("any_complex",
              [](const py::bytes& table) { return state::any_complex(state::TensorTable(Words(table).values())); });
+  module.def(
+      "are_dense_and_apart",
+      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Words(table).values())); },
+      py::arg("table"), "whether each tensor is contiguous, in memory of its own");
   module.def(
       "ready_tensors",
       [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,

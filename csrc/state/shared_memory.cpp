@@ -1,7 +1,9 @@
 #include "state/shared_memory.h"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
+#include <utility>
 
 #include "format/torch_record.h"
 
@@ -12,6 +14,17 @@ struct Area {
   int64_t device, begin, end;  // addresses
   size_t item;
 };
+
+// Its elements; nothing if they do not lie one behind another.
+std::optional<int64_t> dense_elements(const LocalTensor& tensor) {
+  if (std::ranges::find(tensor.shape, 0) != tensor.shape.end()) return 0;
+  int64_t elements = 1;
+  for (size_t dim = tensor.shape.size(); dim-- > 0;) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != elements) return std::nullopt;
+    elements *= tensor.shape[dim];
+  }
+  return elements;
+}
 
 }  // namespace
 
@@ -52,6 +65,22 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
   }
   std::ranges::sort(groups);
   return groups;
+}
+
+bool are_dense_and_apart(const TensorTable& tensors) {
+  std::vector<Area> areas;
+  areas.reserve(tensors.size());
+  for (size_t number = 0; number < tensors.size(); ++number) {
+    const LocalTensor tensor = tensors[number];
+    const std::optional<int64_t> elements = dense_elements(tensor);
+    if (tensor.device < 0 || tensor.dtype < 0 || !elements) return false;
+    const int64_t bytes = *elements * format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
+    if (bytes != 0) areas.push_back({tensor.device, tensor.address, tensor.address + bytes, number});
+  }
+  std::ranges::sort(areas, {}, [](const Area& area) { return std::pair(area.device, area.begin); });
+  return std::ranges::adjacent_find(areas, [](const Area& area, const Area& next) {
+           return area.device == next.device && next.begin < area.end;
+         }) == areas.end();
 }
 
 }  // namespace vescale_ckpt::state
