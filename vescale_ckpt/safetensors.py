@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from operator import index as as_index
 from types import EllipsisType, TracebackType
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from ._engine.rows import int_table
 from ._engine.tensor_checks import as_host_tensor
 from ._hf.header import DTYPES, MISSING_DTYPES, OUR_TEXTS, STORABLE, checked_metadata, with_ties
 from ._state.shared_memory import shared_memory_error, sharing_memory
-from ._state.tensor_table import ON_HOST, ready_tensors, tensor_table
+from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, ready_tensors, tensor_table
 from ._state.watch import WatchedState
 from ._storage.directory import checkpoint_path
 from ._storage.pending import PendingFile
@@ -39,6 +40,8 @@ from .errors import CheckpointError, MissingKeysError, some
 __all__ = ["load_file", "safe_open", "save_file"]
 
 Device = str | int | torch.device
+
+_DTYPE_OF = attrgetter("dtype")
 
 
 # --- Saving
@@ -60,20 +63,26 @@ def save_file(
     `StorageFullError`, `CheckpointError`.
     """
     path = checkpoint_path(filename)
-    with gc_paused():
+    with gc_paused():  # it has a function of its own, whose objects are gone before garbage is collected again
+        _save(path, tensors, metadata)
+
+
+def _save(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+    reads = _read_as_they_are(tensors)
+    if reads is None:
         _check_tensors(tensors)
-        watch = WatchedState(tensors)
-        texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
-        if any(value in tensors for _, value in texts):
-            texts = with_ties(texts, {})
-        names = list(tensors)
-        hosts, table = _in_host_memory(names, list(tensors.values()))
-        try:
-            layout = _C.SafetensorsLayout(names, table, texts)
-        except _C.EngineError as error:
-            raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
-        _write(path, layout, table, watch)
-        del hosts  # `table` holds their addresses: they must live until the write is done
+    watch = WatchedState(tensors, reads)
+    texts = checked_metadata({"format": "pt"} if metadata is None else metadata)
+    if any(value in tensors for _, value in texts):
+        texts = with_ties(texts, {})
+    names, hosts = list(tensors), list(tensors.values())
+    hosts, table = _in_host_memory(names, hosts) if reads is None else (hosts, reads.table)
+    try:
+        layout = _C.SafetensorsLayout(names, table, texts)
+    except _C.EngineError as error:
+        raise ValueError(f"{'' if error.item is None else names[error.item] + ': '}{error}") from None
+    _write(path, layout, table, watch)
+    del hosts  # `table` holds their addresses: they must live until the write is done
 
 
 def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: WatchedState) -> None:
@@ -84,6 +93,23 @@ def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: Watched
         _C.write_safetensors(writer, layout, table, sync=True)
         watch.check_unchanged()
         file.commit()
+
+
+def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
+    """What a save needs to know of tensors that can be saved from where they are, as those of most models can. It runs
+    no Python code for each tensor. None: one may have to be copied first, or refused by name."""
+    try:
+        "".join(tensors).encode()
+    except (TypeError, UnicodeEncodeError):
+        return None
+    if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
+        return None
+    values = list(tensors.values())
+    if not STORABLE.issuperset(map(_DTYPE_OF, values)):
+        return None
+    reads = read_tensors(values)
+    as_they_are = reads.ready.count(ON_HOST) == len(values) and _C.are_dense_and_apart(reads.table)
+    return reads if as_they_are else None
 
 
 def _check_tensors(tensors: object) -> None:

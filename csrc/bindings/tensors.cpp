@@ -9,6 +9,7 @@
 #include "format/torch_record.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
+#include "state/shared_memory.h"
 #include "state/tables.h"
 
 namespace vescale_ckpt::bindings {
@@ -164,6 +165,10 @@ void bind_tensors(py::module_& module) {
       },
       "the numbers of tensors that are not contiguous, or have no plain memory");
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
+  module.def(
+      "are_dense_and_apart",
+      [](const py::bytes& table) { return state::are_dense_and_apart(state::TensorTable(Words(table).values())); },
+      py::arg("table"), "whether each tensor is contiguous, in memory of its own");
   module.def(
       "ready_tensors",
       [](const py::bytes& table, bool with_cuda, const py::bytes& lazy, const std::vector<int64_t>& storage_offsets,

@@ -1,5 +1,6 @@
 #include "format/torch_record.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstring>
@@ -158,6 +159,15 @@ uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes) {
     }
   }
   return empty ? 0 : bytes;
+}
+
+bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+  if (std::ranges::find(sizes, 0) != sizes.end()) return true;
+  int64_t elements = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; elements *= sizes[dim]) {
+    if (sizes[dim] != 1 && strides[dim] != elements) return false;
+  }
+  return true;
 }
 
 TensorRecord::TensorRecord(const DType& dtype, std::span<const int64_t> sizes)

@@ -27,6 +27,8 @@ std::span<const DType> dtypes();
 
 // Bytes of a contiguous tensor. Throws Error(invalid) on a negative size or overflow.
 uint64_t tensor_bytes(const DType& dtype, std::span<const int64_t> sizes);
+// Whether elements lie one behind another, the last dimension first. A dimension of one element may have any stride.
+bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides);
 
 // The framing of one tensor; immutable and shared by all tensors of equal dtype and shape.
 class TensorRecord {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "format/torch_record.h"
 
@@ -52,6 +53,23 @@ std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& stat
   }
   std::ranges::sort(groups);
   return groups;
+}
+
+bool are_dense_and_apart(const TensorTable& tensors) {
+  std::vector<Area> areas;
+  areas.reserve(tensors.size());
+  for (size_t number = 0; number < tensors.size(); ++number) {
+    const LocalTensor tensor = tensors[number];
+    if (tensor.device < 0 || tensor.dtype < 0 || !format::contiguous(tensor.shape, tensor.strides)) return false;
+    const uint64_t bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
+    if (bytes != 0) {
+      areas.push_back({tensor.device, tensor.address, tensor.address + static_cast<int64_t>(bytes), number});
+    }
+  }
+  std::ranges::sort(areas, {}, [](const Area& area) { return std::pair(area.device, area.begin); });
+  return std::ranges::adjacent_find(areas, [](const Area& area, const Area& next) {
+           return area.device == next.device && next.begin < area.end;
+         }) == areas.end();
 }
 
 }  // namespace vescale_ckpt::state

@@ -15,4 +15,7 @@ namespace vescale_ckpt::state {
 // inventory.
 std::vector<std::vector<size_t>> items_that_share_memory(const StateTables& state);
 
+// Whether each tensor has memory and lies in it without a gap, its last dimension first, and no two of them overlap.
+bool are_dense_and_apart(const TensorTable& tensors);
+
 }  // namespace vescale_ckpt::state

@@ -194,13 +194,7 @@ std::vector<size_t> not_contiguous(const TensorTable& tensors) {
   std::vector<size_t> found;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const LocalTensor tensor = tensors[i];
-    bool contiguous = tensor.device >= 0;
-    int64_t stride = 1;
-    for (size_t dim = tensor.shape.size(); dim-- > 0 && contiguous; stride *= tensor.shape[dim]) {
-      contiguous = tensor.shape[dim] == 1 || tensor.strides[dim] == stride;
-    }
-    const bool empty = tensor.device >= 0 && std::ranges::find(tensor.shape, 0) != tensor.shape.end();
-    if (!contiguous && !empty) found.push_back(i);
+    if (tensor.device < 0 || !format::contiguous(tensor.shape, tensor.strides)) found.push_back(i);
   }
   return found;
 }

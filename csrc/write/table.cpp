@@ -6,21 +6,6 @@
 #include "io/table.h"
 
 namespace vescale_ckpt::write {
-namespace {
-
-// Whether elements lie one behind the other; dimensions of one element may have any stride.
-bool contiguous(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
-  int64_t expected = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    if (sizes[dim] == 0) return true;
-    if (sizes[dim] != 1 && strides[dim] != expected) return false;
-    expected *= sizes[dim];
-  }
-  return true;
-}
-
-}  // namespace
-
 std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
   std::vector<RecordSource> sources;
   format::RecordCache framings;
@@ -44,7 +29,7 @@ std::vector<RecordSource> parse_write_table(std::span<const int64_t> table) {
     last_sizes = sizes;
     source.data = data;
     source.bytes = source.framing->body_bytes();
-    if (!contiguous(sizes, strides)) {
+    if (!format::contiguous(sizes, strides)) {
       const std::vector<int64_t> origin(dims, 0);
       source.strided.emplace(format::dtypes()[dtype].item_bytes, sizes, origin, sizes, strides);
     }

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from ..errors import CheckpointError
+from .tensor_table import TensorReads
 
 
 class Watch:
@@ -21,10 +22,16 @@ class Watch:
     are kept alive, so that the old memory of a tensor that is given other memory (`.data =`) can still be read.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], reads: TensorReads | None = None) -> None:
+        """`reads`: what was read of the tensors before anything else was done with them. All have plain memory."""
         self._tensors = tensors
-        self._storages = storages_of(tensors)
-        self._versions, self._places = torch_private.versions(tensors), self._places_now()
+        if reads is None:
+            self._storages = storages_of(tensors)
+            self._versions, self._places = torch_private.versions(tensors), self._places_now()
+        else:
+            self._storages = reads.storages
+            addresses = list(map(torch.UntypedStorage.data_ptr, reads.storages))
+            self._versions, self._places = reads.versions.tolist(), (addresses, reads.storage_bytes.tolist())
 
     def changed(self) -> list[int]:
         """The numbers of the tensors that were changed, or whose memory was."""
@@ -43,7 +50,12 @@ class Watch:
 class WatchedState:
     """A `Watch` of all tensors of a flat state, by its keys."""
 
-    def __init__(self, flat: Mapping[str, Any]) -> None:
+    def __init__(self, flat: Mapping[str, Any], reads: TensorReads | None = None) -> None:
+        """`reads`: as `Watch` takes them, of all values, which are plain tensors then."""
+        if reads is not None:
+            self._names = list(flat)
+            self._watch = Watch(list(flat.values()), reads)
+            return
         found = [(key, tensor) for key, value in flat.items() for tensor in tensors_of(value)]
         self._names = [key for key, _ in found]
         self._watch = Watch([tensor for _, tensor in found])

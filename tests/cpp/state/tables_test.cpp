@@ -1,4 +1,5 @@
 #include "state/tables.h"
+#include "state/shared_memory.h"
 
 #include <gtest/gtest.h>
 
@@ -106,6 +107,25 @@ TEST(AnyComplex, IsTrueOfOneAmongOthers) {
   for (const char* dtype : {"complex32", "complex64", "complex128"}) {
     EXPECT_TRUE(any_complex(TensorTable(Words{8, float32, 1, 0, 8, code_of(dtype), 1, 0})));
   }
+}
+
+TEST(DenseAndApart, MayTouchAndMayBeEmpty) {
+  const int64_t float32 = code_of("float32");
+  const Words apart = {4096, float32, 1, 2, 2, 3, 3, 1, 4120, float32, 1, 0, 4000, float32, 1, 3, 4, 1, 6, 6, 9, 1};
+  EXPECT_TRUE(are_dense_and_apart(TensorTable(apart)));
+  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 9, 1, 4100, float32, 1, 2, 5, 0, 7, 7})));
+  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 0, 4096, float32, kCudaDevice, 0})));
+  EXPECT_TRUE(are_dense_and_apart(TensorTable(Words{})));
+}
+
+TEST(DenseAndApart, IsFalseOfGapsAndOfSharedBytes) {
+  const int64_t float32 = code_of("float32");
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 2, 2, 3, 1, 2})));
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 0})));
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, float32, 1, 1, 3, 1, 4107, float32, 1, 0})));
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4107, float32, 1, 0, 4096, float32, 1, 1, 3, 1})));
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{-1, float32, -1, 0})));
+  EXPECT_FALSE(are_dense_and_apart(TensorTable(Words{4096, -1, 1, 0})));
 }
 
 TEST(ReadyTensors, AreInHostMemory) {
