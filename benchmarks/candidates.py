@@ -170,6 +170,26 @@ class Vescale(Candidate):
         return asdict(self._stats)
 
 
+class VescaleFunctions(Candidate):
+    """``vescale_ckpt.save`` and ``vescale_ckpt.load``."""
+
+    def __init__(self) -> None:
+        self._planner = vescale_ckpt.SavePlanner()
+        self._stats: Any = None
+
+    def save(self, state: State, directory: Path) -> None:
+        self._stats = vescale_ckpt.save(directory, {"model": state}, planner=self._planner)
+
+    def load(self, into: State, directory: Path) -> None:
+        self._stats = vescale_ckpt.load(directory, {"model": into}).stats
+
+    def path_taken(self) -> str | None:
+        return self._stats.io_path
+
+    def stats(self) -> Plain:
+        return asdict(self._stats)
+
+
 class StockDcp(Candidate):
     """torch's own file-system writer and reader."""
 
@@ -294,6 +314,7 @@ REGISTRY: dict[str, Entry] = {
     "unavoidable-new": Entry("the same into new memory", lambda warm: Unavoidable(new_memory=True, warm=warm)),
     "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: Memcpy()),
     "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
+    "vescale-functions": Entry("our save and load", lambda _: VescaleFunctions()),
     "vescale-stock-planner": Entry(
         "our writer and reader, torch's planners", lambda _: Vescale(with_stock_planners=True)
     ),
