@@ -67,6 +67,9 @@ class TensorReader {
     }
   }
 
+  // Makes room for so many tensors of two dimensions.
+  void reserve(size_t tensors) { words_.reserve(8 * tensors); }
+
   void add(const py::handle& tensor) {
     dlpack::Tensor seen{};
     const std::optional<int64_t> dtype = borrow(tensor, seen) ? dtype_of(tensor, seen.dtype) : std::nullopt;

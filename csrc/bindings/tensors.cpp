@@ -1,4 +1,5 @@
 // Torch's tensors, without torch's headers, and the tables that say where a state is.
+#include <array>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,7 @@ class Words {
 py::bytes tensor_table(const py::list& tensors, const py::tuple& plain_types, const py::dict& dtype_codes,
                        const py::function& row_in_python) {
   TensorReader reader(plain_types, dtype_codes, row_in_python);
+  reader.reserve(tensors.size());
   for (const py::handle tensor : tensors) reader.add(tensor);
   return bytes_of(reader.words());
 }
@@ -78,6 +80,26 @@ py::bytes pack_inventory(const py::list& names, const std::vector<py::bytes>& ro
   return bytes_of(bytes);
 }
 
+// The item of a whole tensor. `origin`: as many zeros as it has dimensions, and more.
+state::Item item_of(const state::LocalTensor& tensor, bool requires_grad, std::span<const int64_t> origin) {
+  state::Item item;
+  item.kind = state::ItemKind::tensor;
+  item.dtype = static_cast<uint8_t>(tensor.dtype);
+  item.flags = requires_grad ? state::kRequiresGrad : uint16_t{0};
+  item.bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
+  item.shape = item.size = tensor.shape;
+  item.offset = origin.first(tensor.shape.size());
+  return item;
+}
+
+constexpr std::array<int64_t, state::kMostDims> kOrigin{};
+
+void add_source(int64_t tensor, size_t dims, std::vector<int64_t>& sources) {
+  sources.push_back(tensor);
+  sources.push_back(static_cast<int64_t>(dims));
+  sources.resize(sources.size() + dims);
+}
+
 // (for each of the first tensors the inventory's row of it as a whole, for each the row of a table of sources). Equal
 // rows are one object; None for a tensor of a dtype that no checkpoint can hold.
 py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad) {
@@ -91,27 +113,55 @@ py::tuple rows_of_tensors(const py::bytes& table, const py::bytes& requires_grad
   std::vector<int64_t> row, source;
   for (size_t i = 0; i < flags.size(); ++i) {
     const state::LocalTensor tensor = tensors[i];
-    source.assign(2 + tensor.shape.size(), 0);
-    source[0] = static_cast<int64_t>(i);
-    source[1] = static_cast<int64_t>(tensor.shape.size());
+    source.clear();
+    add_source(static_cast<int64_t>(i), tensor.shape.size(), source);
     sources[i] = bytes_of(source);
     if (tensor.dtype < 0) {
       rows[i] = py::none();
       continue;
     }
-    state::Item item;
-    item.kind = state::ItemKind::tensor;
-    item.dtype = static_cast<uint8_t>(tensor.dtype);
-    item.flags = flags[i] != std::byte{0} ? state::kRequiresGrad : uint16_t{0};
-    item.bytes = format::tensor_bytes(format::dtypes()[static_cast<size_t>(tensor.dtype)], tensor.shape);
-    item.shape = item.size = tensor.shape;
-    item.offset = std::span(source).subspan(2);
-    state::pack_row(item, row);
+    state::pack_row(item_of(tensor, flags[i] != std::byte{0}, kOrigin), row);
     const auto [number, is_new] = known.add({reinterpret_cast<const char*>(row.data()), row.size() * sizeof row[0]});
     if (is_new) distinct.push_back(bytes_of(row));
     rows[i] = distinct[number];
   }
   return py::make_tuple(rows, sources);
+}
+
+// (inventory, table of sources) of a state of whole tensors, in the order of the names, and of objects, whose positions
+// and sizes are given. None if a tensor is of a dtype that no checkpoint can hold.
+py::object inventory_of_tensors(const py::list& names, const py::bytes& table, const py::bytes& requires_grad,
+                                const std::vector<size_t>& objects, const std::vector<uint64_t>& object_bytes,
+                                int64_t node) {
+  const Words words(table);
+  const state::TensorTable tensors(words.values());
+  const std::span<const std::byte> flags = view(requires_grad);
+  if (objects.size() != object_bytes.size() || flags.size() != tensors.size() ||
+      names.size() != tensors.size() + objects.size()) {
+    throw Error::invalid("as many names as tensors and objects are wanted");
+  }
+  state::InventoryBuilder builder;
+  std::vector<int64_t> sources;
+  sources.reserve(4 * names.size());
+  size_t object = 0;
+  for (size_t position = 0; position < names.size(); ++position) {
+    state::Item item;
+    const std::string name = utf8(names[position]);
+    if (object < objects.size() && objects[object] == position) {
+      item.bytes = object_bytes[object++];
+      add_source(-1, 0, sources);
+    } else {
+      const size_t number = position - object;
+      if (number >= tensors.size()) throw Error::invalid("objects are not in the order of the names");
+      const state::LocalTensor tensor = tensors[number];
+      if (tensor.dtype < 0) return py::none();
+      item = item_of(tensor, flags[number] != std::byte{0}, kOrigin);
+      add_source(static_cast<int64_t>(number), tensor.shape.size(), sources);
+    }
+    item.name = name;
+    builder.add(item);
+  }
+  return py::make_tuple(bytes_of(builder.pack(node)), bytes_of(sources));
 }
 
 // --- Where the items are
@@ -164,6 +214,8 @@ void bind_tensors(py::module_& module) {
         return state::not_contiguous(state::TensorTable(words.values()));
       },
       "the numbers of tensors that are not contiguous, or have no plain memory");
+  module.def("inventory_of_tensors", &inventory_of_tensors, py::arg("names"), py::arg("table"),
+             py::arg("requires_grad"), py::arg("objects"), py::arg("object_bytes"), py::arg("node"));
   module.def("rows_of_tensors", &rows_of_tensors, py::arg("table"), py::arg("requires_grad"));
   module.def(
       "are_dense_and_apart",

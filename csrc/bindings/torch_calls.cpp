@@ -150,6 +150,7 @@ py::tuple read_tensors(const TorchCalls& calls, const py::list& tensors, const p
                        const py::dict& dtype_codes, const py::function& row_in_python,
                        const py::object& untyped_storage, const py::function& copies_from_cuda) {
   TensorReader reader(plain_types, dtype_codes, row_in_python);
+  reader.reserve(tensors.size());
   FactsOfAll facts(calls, tensors.size());
   Memory memory(calls, untyped_storage, copies_from_cuda);
   bool any_without = false;

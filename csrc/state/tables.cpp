@@ -156,6 +156,7 @@ void add_rows(const StateTables& state, std::span<const int64_t> local_plan, std
 }  // namespace
 
 TensorTable::TensorTable(std::span<const int64_t> words) : words_(words) {
+  rows_.reserve(words.size() / (kTensorHead + 4));
   for (size_t at = 0; at < words.size();) {
     rows_.push_back(at);
     const size_t dims = dims_of(words, at, kTensorHead, 2, "a table of tensors is malformed");

@@ -34,7 +34,22 @@ class Items:
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
     """Raises `CheckpointError` with the key for a dtype or placement that no checkpoint can hold."""
-    return _Making(state, object_bytes).made()
+    return _of_tensors(state, object_bytes) or _Making(state, object_bytes).made()
+
+
+def _of_tensors(state: LocalState, object_bytes: Mapping[str, int]) -> Items | None:
+    """The same for a state of plain tensors and objects, without Python code for each. None for all others."""
+    objects, keys = state.groups.objects, state.keys
+    if len(state.groups.plain) + len(objects) != len(keys):
+        return None
+    weights = [object_bytes.get(keys[position], 0) for position in objects]
+    tensors = keys, state.table, state.requires_grad, objects
+    packed = _C.inventory_of_tensors(*tensors, [0] * len(objects), state.node)
+    if packed is None:
+        return None
+    inventory, sources = packed
+    weighted = _C.inventory_of_tensors(*tensors, weights, state.node) if any(weights) else None
+    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [])
 
 
 class _Making:

@@ -27,8 +27,11 @@ class Groups:
 
     @classmethod
     def of(cls, keys: list[str], types: list[type]) -> Groups:
+        kinds = set(types)
+        if kinds.issubset(PLAIN_TYPES) and set(map(type, keys)) <= {str}:
+            return cls(plain=list(range(len(keys))))
         groups = cls()
-        where = {kind: groups._group(kind) for kind in set(types)}
+        where = {kind: groups._group(kind) for kind in kinds}
         for position, (key, kind) in enumerate(zip(keys, types, strict=True)):
             (where[kind] if type(key) is str else groups.other).append(position)
         return groups
