@@ -178,7 +178,7 @@ class VescaleFunctions(Candidate):
         self._stats: Any = None
 
     def save(self, state: State, directory: Path) -> None:
-        self._stats = vescale_ckpt.save(directory, {"model": state}, planner=self._planner)
+        self._stats = vescale_ckpt.save(directory, {"model": state}, planner=self._planner).stats
 
     def load(self, into: State, directory: Path) -> None:
         self._stats = vescale_ckpt.load(directory, {"model": into}).stats
