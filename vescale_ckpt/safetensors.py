@@ -98,11 +98,11 @@ def _write(path: str, layout: _C.SafetensorsLayout, table: bytes, watch: Watched
 def _read_as_they_are(tensors: dict[str, torch.Tensor]) -> TensorReads | None:
     """What a save needs to know of tensors that can be saved from where they are, as those of most models can. It runs
     no Python code for each tensor. None: one may have to be copied first, or refused by name."""
+    if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
+        return None
     try:
         "".join(tensors).encode()
     except (TypeError, UnicodeEncodeError):
-        return None
-    if not isinstance(tensors, dict) or not set(map(type, tensors.values())).issubset(PLAIN_TYPES):
         return None
     values = list(tensors.values())
     if not STORABLE.issuperset(map(_DTYPE_OF, values)):

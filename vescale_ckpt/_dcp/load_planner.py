@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._engine.tensor_checks import is_plain_tensor
+from .._engine.tensor_checks import holds_any, is_plain_tensor
 from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
 from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
@@ -231,13 +231,10 @@ def _on_the_host() -> AbstractContextManager[Any]:
 
 def _needs_stock_set_up(flat: dict[str, Any]) -> bool:
     """Whether DCP must set values up: it allocates meta tensors and flattens nested ShardedTensors."""
-    kinds = set(map(type, flat.values()))
-    if any(issubclass(kind, ShardedTensor) for kind in kinds):
+    if holds_any(flat, ShardedTensor):
         return True
-    tensors = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
-    if tensors == kinds:
-        return any(map(_IS_META, flat.values()))
-    return any(value.is_meta for value in flat.values() if type(value) in tensors)
+    tensors = {kind for kind in set(map(type, flat.values())) if issubclass(kind, torch.Tensor)}
+    return any(map(_IS_META, [value for value in flat.values() if type(value) in tensors]))
 
 
 def item_targets(planner: DcpLoadPlanner) -> ItemTargets:
