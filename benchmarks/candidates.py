@@ -32,7 +32,7 @@ from benchmarks.harness import CEILING
 from benchmarks.measure import Plain
 from benchmarks.states import State
 from vescale_ckpt._bench.page_cache import address_of
-from vescale_ckpt._bench.raw_file import ALIGNMENT, FILE_NAME, PIECE_BYTES, THREADS, RawFile
+from vescale_ckpt._bench.raw_file import ALIGNMENT, FILE_NAME, PIECE_BYTES, THREADS, RawFile, preallocate
 from vescale_ckpt._engine import _C
 
 
@@ -78,45 +78,62 @@ class Ceiling(Candidate):
 
 
 class Unavoidable(Candidate):
-    """What no verified load can do without, and nothing else: 4 threads read all bytes into memory, with one checksum.
+    """What a save with checksums and a verified load cannot do without, and nothing else.
 
-    With ``new_memory`` it reads into memory that it takes from the system, on huge pages, as loads into new tensors do;
-    otherwise into memory that was touched before. Warm reads take pieces that stay in the processor's cache.
+    4 threads write all bytes from memory, or read them into it, with one checksum. The memory was touched before, in
+    pages of 4 KiB, as that of torch's tensors is by default. With ``new_memory`` loads take theirs from the system, on
+    huge pages, as loads into new tensors do. Warm reads take pieces that stay in the processor's cache.
     """
 
     keeps_state = False
 
     def __init__(self, *, new_memory: bool, warm: bool) -> None:
-        self._raw = RawFile(buffered_reads=warm)
         self._new_memory = new_memory
         self._piece = 2**19 if warm else PIECE_BYTES
-        self._flags = os.O_RDONLY | (0 if warm else os.O_DIRECT)
+        self._direct = 0 if warm else os.O_DIRECT
         self._touched: mmap.mmap | None = None
 
     def save(self, state: State, directory: Path) -> None:
-        self._raw.write(directory, _bytes_of(state))
+        size = _padded(_bytes_of(state))
+        descriptor = os.open(directory / FILE_NAME, os.O_WRONLY | os.O_CREAT | self._direct, 0o644)
 
-    def load(self, into: State, directory: Path) -> None:
-        size = -(-_bytes_of(into) // ALIGNMENT) * ALIGNMENT
-        if self._new_memory:
-            memory = _huge_pages(size)
-        else:
-            memory = self._touched = self._touched or _huge_pages(size)
-        view = memoryview(memory)[:size]
-        start = address_of(memory)
-        descriptor = os.open(directory / FILE_NAME, self._flags)
-
-        def read(at: int) -> None:
-            piece = view[at : at + self._piece]
-            os.preadv(descriptor, [piece], at)
-            _C.crc32_of_memory(start + at, len(piece))
+        def write(piece: memoryview, at: int, address: int) -> None:
+            _C.crc32_of_memory(address, len(piece))
+            os.pwritev(descriptor, [piece], at)
 
         try:
-            with ThreadPoolExecutor(THREADS) as pool:
-                list(pool.map(read, range(0, size, self._piece)))
+            preallocate(descriptor, size)
+            self._in_pieces(self._memory(size), write)
+            os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-            view.release()
+
+    def load(self, into: State, directory: Path) -> None:
+        size = _padded(_bytes_of(into))
+        descriptor = os.open(directory / FILE_NAME, os.O_RDONLY | self._direct)
+
+        def read(piece: memoryview, at: int, address: int) -> None:
+            os.preadv(descriptor, [piece], at)
+            _C.crc32_of_memory(address, len(piece))
+
+        try:
+            self._in_pieces(_huge_pages(size) if self._new_memory else self._memory(size), read)
+        finally:
+            os.close(descriptor)
+
+    def _memory(self, size: int) -> mmap.mmap:
+        """Touched memory, the same from call to call."""
+        if self._touched is None:
+            self._touched = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for at in range(0, size, ALIGNMENT):
+                self._touched[at] = 1
+        return self._touched
+
+    def _in_pieces(self, memory: mmap.mmap, move: Callable[[memoryview, int, int], None]) -> None:
+        start = address_of(memory)
+        with memoryview(memory) as view, ThreadPoolExecutor(THREADS) as pool:
+            starts = range(0, len(view), self._piece)
+            list(pool.map(lambda at: move(view[at : at + self._piece], at, start + at), starts))
 
 
 class Memcpy(Candidate):
@@ -308,10 +325,10 @@ class Entry:
 REGISTRY: dict[str, Entry] = {
     CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
     "unavoidable": Entry(
-        "reads of as many bytes with one checksum, into touched memory",
+        "as many bytes with one checksum, from and into touched memory in pages of 4 KiB",
         lambda warm: Unavoidable(new_memory=False, warm=warm),
     ),
-    "unavoidable-new": Entry("the same into new memory", lambda warm: Unavoidable(new_memory=True, warm=warm)),
+    "unavoidable-new": Entry("the same, loads into new memory", lambda warm: Unavoidable(new_memory=True, warm=warm)),
     "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: Memcpy()),
     "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
     "vescale-functions": Entry("our save and load", lambda _: VescaleFunctions()),
@@ -363,6 +380,10 @@ def _save_into(state: State, directory: Path, writer: StorageWriter, planner: Sa
 
 def _bytes_of(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _huge_pages(size: int) -> mmap.mmap:

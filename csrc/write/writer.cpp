@@ -7,6 +7,13 @@ namespace {
 
 constexpr uint64_t kRecordAlignment = 64;
 
+// Where in a block a large body begins: where its memory begins in a page, so that the disk can take the memory as it
+// is. Memory that must be copied anyway leaves the place that fits tensors of torch's allocator, for loads.
+uint64_t place_in_block(const RecordSource& source) {
+  const uint64_t place = reinterpret_cast<uintptr_t>(source.data) % kBlock;
+  return source.strided || place % kRecordAlignment != 0 ? kTorchOffset : place;
+}
+
 }  // namespace
 
 FileWriter::FileWriter(const std::string& path, uint64_t expected_bytes, const io::EngineOptions& options,
@@ -71,7 +78,8 @@ std::vector<TileSource> FileWriter::lay_out(std::span<const RecordSource> source
     uint64_t begin = align_up(cursor, kRecordAlignment);
     bool apart = false;
     if (large) {
-      begin = align_up(std::max(cursor + prologue, kTorchOffset) - kTorchOffset, kBlock) + kTorchOffset - prologue;
+      const uint64_t place = place_in_block(source);
+      begin = align_up(std::max(cursor + prologue, place) - place, kBlock) + place - prologue;
     } else if (after_large || begin + total - group > options_.slot_bytes - kSlack) {
       begin = group = align_up(cursor, kBlock);
       apart = true;

@@ -26,7 +26,8 @@
 
 namespace vescale_ckpt::write {
 
-// Where in a block torch's CPU allocator puts a large tensor's first byte, and the writer a large body's.
+// Where in a block torch's CPU allocator puts a large tensor's first byte by default. A large body begins there unless
+// its own memory asks for another place.
 inline constexpr uint64_t kTorchOffset = 64;
 
 // What to write: a tensor (framing set) or bytes as they are. The memory must stay unchanged until write() returns.

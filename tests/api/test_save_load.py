@@ -245,10 +245,11 @@ def test_memory_anywhere_in_a_page(checkpoint: Path, within_page: int) -> None:
     assert_same(target, state)
 
 
-def test_congruent_memory_needs_no_copy(checkpoint: Path) -> None:
-    values = {"large": at_address(random_tensor((16 * MiB,), torch.uint8), 64)}
+@pytest.mark.parametrize("within_page", [0, 64, 1024, 4032])
+def test_memory_at_the_same_place_in_a_page_needs_no_copy(checkpoint: Path, within_page: int) -> None:
+    values = {name: at_address(random_tensor((8 * MiB,), torch.uint8), within_page) for name in ("one", "two")}
     writer = save(checkpoint, values)
-    target = {"large": at_address(torch.zeros(16 * MiB, dtype=torch.uint8), 64)}
+    target = {name: at_address(torch.zeros(8 * MiB, dtype=torch.uint8), within_page) for name in values}
     reader = load(checkpoint, target)
     assert_same(target, values)
     assert writer.last_stats is not None
