@@ -75,6 +75,7 @@ bool SnapshotArena::reserve() {
     }
     system::advise(base_, bytes, MADV_HUGEPAGE);
     system::advise(base_, bytes, MADV_DONTFORK);  // a child has no use for our snapshots
+    if (node_) system::prefer_node(base_, bytes, node_);
     const std::lock_guard lock(mutex_);
     pieces_.resize(bytes / kPinPiece);
     return true;
@@ -311,6 +312,13 @@ void SnapshotArena::set_registrar(MemoryRegistrar registrar) {
   std::unique_lock lock(mutex_);
   for (Piece& piece : pieces_) withdraw(lock, piece);
   registrar_ = std::move(registrar);
+}
+
+void SnapshotArena::prefer_node(std::optional<int> node) {
+  const std::lock_guard growing(growing_);
+  if (node == node_) return;
+  node_ = node;
+  if (base_ != nullptr) system::prefer_node(base_, pieces_.size() * kPinPiece, node);
 }
 
 SnapshotMemory SnapshotArena::memory() const {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <stop_token>
 #include <thread>
 #include <utility>
@@ -83,6 +84,9 @@ class SnapshotArena {
   // From now on all touched memory is registered, in the background, the lowest addresses first; what the registrar
   // before registered is removed. Must not be called while a device uses the memory.
   void set_registrar(MemoryRegistrar registrar);
+  // Memory that is touched from now on lies on this node, where that has some left; nullopt: on any. Without effect
+  // where the system refuses it.
+  void prefer_node(std::optional<int> node);
   SnapshotMemory memory() const;
 
  private:
@@ -117,6 +121,7 @@ class SnapshotArena {
 
   std::mutex growing_;         // one grows or trims at a time; taken before mutex_
   std::byte* base_ = nullptr;  // set once, by growing_'s holder
+  std::optional<int> node_;    // guarded by growing_
   MemoryRegistrar registrar_;  // guarded by growing_, whose holder joins the thread that uses it before a change
   mutable std::mutex mutex_;   // guards what follows, for short
   std::vector<Piece> pieces_;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -82,6 +83,10 @@ Api fake_api() {
   api.device_attribute = [](int* value, int attribute, int) {
     EXPECT_EQ(attribute, cuda::kRegisteredMemoryAsItIs);
     return *value = seen.as_it_is, called("device_attribute", false);
+  };
+  api.pci_address = [](char* address, int length, int device) {
+    std::snprintf(address, static_cast<size_t>(length), "0000:%dB:00.0", device);
+    return called("pci_address", false);
   };
   api.stream_is_captured = [](cuda::Stream stream, int* status) {
     return *status = seen.captured[stream], called("stream_is_captured");
@@ -401,6 +406,7 @@ TEST_F(Cuda, SaysWhatItIs) {
   EXPECT_EQ(runtime.version(), "CUDA runtime 13.0, driver 13.1");
   EXPECT_EQ(runtime.device_count(), 2);
   EXPECT_EQ(runtime.accelerator(1).name(), "Fake 9000");
+  EXPECT_EQ(runtime.accelerator(1).pci_address(), "0000:1B:00.0");
   EXPECT_THROW(runtime.accelerator(2), Error);
   EXPECT_THROW(runtime.accelerator(-1), Error);
 }

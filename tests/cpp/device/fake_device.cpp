@@ -290,6 +290,7 @@ class FakeAccelerator final : public Accelerator {
   FakeAccelerator(FakeRuntime& runtime, int device) : runtime_(runtime), device_(device) {}
 
   std::string name() const override { return "fake " + std::to_string(device_); }
+  std::string pci_address() const override { return "0000:0" + std::to_string(device_) + ":00.0"; }
   bool has_kernel() override { return runtime_.kernels_; }
 
   std::unique_ptr<CopyStream> make_stream(Priority) override {

@@ -1,5 +1,7 @@
 #include "stage/snapshot_arena.h"
 
+#include <linux/mempolicy.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,8 +11,10 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "scratch.h"
@@ -152,6 +156,33 @@ TEST(SnapshotArena, PreparesForTheNextRange) {
   const ArmedFault counting(Call::populate, ENOMEM, 1000);
   EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kHelpers).bytes(), 3 * kGranule);
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+}
+
+// The policy and the node of the memory at an address; nullopt where a sandbox does not tell.
+std::optional<std::pair<int, unsigned long>> policy_at(const void* address) {
+  int policy = -1;
+  unsigned long nodes[16] = {};
+  if (::syscall(SYS_get_mempolicy, &policy, nodes, 8 * sizeof nodes, address, MPOL_F_ADDR) != 0) return std::nullopt;
+  return std::pair(policy, nodes[0]);
+}
+
+TEST(SnapshotArena, TakesMemoryOnANode) {
+  for (const bool before : {false, true}) {  // before it has addresses
+    SnapshotArena arena;
+    if (before) arena.prefer_node(0);
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
+    if (!before) arena.prefer_node(0);
+    const auto policy = policy_at(range.data());
+    if (!policy) GTEST_SKIP() << "the system does not tell";
+    EXPECT_EQ(policy->first, int{MPOL_PREFERRED});
+    EXPECT_EQ(policy->second, 1UL);
+    EXPECT_EQ(policy_at(range.data() + 8 * kPinPiece), policy);
+    arena.prefer_node(std::nullopt);
+    EXPECT_EQ(policy_at(range.data())->first, int{MPOL_DEFAULT});
+    arena.prefer_node(1 << 20);  // without effect
+    EXPECT_EQ(policy_at(range.data())->first, int{MPOL_DEFAULT});
+    EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
+  }
 }
 
 // --- The system refuses.
