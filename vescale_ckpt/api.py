@@ -37,7 +37,7 @@ from ._ranks.groups import PerGroup
 from ._ranks.store_thread import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form
 from ._state.key_selection import Rename, Selection
-from ._state.tensor_table import NOT_READY, device_number
+from ._state.tensor_table import device_number
 from ._storage.directory import checkpoint_path
 from ._storage.urls import is_url
 from ._write import snapshot_budget
@@ -353,9 +353,9 @@ def prepare(
             if planned is not None and async_checkpoint:
                 items, _ = planned
                 needed = sum(words(items.body_bytes()))
-                device = device_number(max(items.description.ready, default=NOT_READY))
-                if device >= 0:
-                    _C.page_lock_snapshots(device, settings.number("pack_bytes"))
+                devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
+                if devices:
+                    _C.page_lock_snapshots(devices, settings.number("pack_bytes"))
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

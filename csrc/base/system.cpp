@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -231,6 +232,16 @@ int advise(std::byte* address, uint64_t bytes, int advice) {
 int populate(std::byte* address, uint64_t bytes) {
   constexpr int kPopulateWrite = 23;  // since Linux 5.14
   return static_cast<int>(guarded(Call::populate, [&] { return ::madvise(address, bytes, kPopulateWrite); }));
+}
+
+int prefer_node(std::byte* address, uint64_t bytes, std::optional<int> node) {
+  constexpr unsigned long kWordBits = 8 * sizeof(unsigned long);
+  std::array<unsigned long, 16> nodes{};  // 1024: the most that the kernel can be built for
+  if (node && static_cast<unsigned long>(*node) >= nodes.size() * kWordBits) return -EINVAL;
+  if (node) nodes[static_cast<size_t>(*node) / kWordBits] = 1UL << (static_cast<size_t>(*node) % kWordBits);
+  const int policy = node ? MPOL_PREFERRED : MPOL_DEFAULT;
+  const unsigned long bits = nodes.size() * kWordBits + 1;  // the kernel reads one less than it is told of
+  return static_cast<int>(or_errno(::syscall(SYS_mbind, address, bytes, policy, nodes.data(), bits, 0)));
 }
 
 int64_t peek(std::byte* target, const std::byte* source, uint64_t bytes) {

@@ -79,6 +79,8 @@ int make_writable(std::byte* address, uint64_t bytes);
 int advise(std::byte* address, uint64_t bytes, int advice);
 // Takes pages for writable memory, which keeps what it holds; -EINVAL where the kernel has no such call.
 int populate(std::byte* address, uint64_t bytes);
+// Lets pages that are taken from now on lie on a node of memory, where it has some left; nullopt: wherever they would.
+int prefer_node(std::byte* address, uint64_t bytes, std::optional<int> node);
 
 // Copies memory of this process that another thread may unmap meanwhile. Returns the bytes copied, which may be fewer,
 // or -EFAULT where it is unmapped. -ENOSYS or -EPERM where the kernel or a sandbox has no such call.

@@ -21,8 +21,12 @@ class HeldSnapshot {
     const Table table(buffer), devices(device_buffer);
     const py::gil_scoped_release release;
     stage::SnapshotDevices of_devices{devices.values(), {}, nullptr};
-    for (const auto& [device, stream] : producers) of_devices.producers.push_back({device, stream});
-    if (!producers.empty()) of_devices.pipelines = &stage::cuda_pipelines(producers.front().first, pack_bytes);
+    std::vector<int> used;
+    for (const auto& [device, stream] : producers) {
+      of_devices.producers.push_back({device, stream});
+      used.push_back(device);
+    }
+    if (!used.empty()) of_devices.pipelines = &stage::cuda_pipelines(used, pack_bytes);
     snapshot_ =
         std::make_shared<stage::Snapshot>(table.values(), budget_bytes, threads, stage::snapshot_arena(), of_devices);
   }
@@ -110,9 +114,10 @@ void bind_stage(py::module_& module) {
       [](uint64_t bytes, unsigned threads) { return stage::snapshot_arena().prepare(bytes, threads); },
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "page_lock_snapshots", [](int device, uint64_t pack_bytes) { stage::cuda_pipelines(device, pack_bytes); },
-      py::arg("device"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
-      "lets memory of snapshots be locked in the background, for all CUDA devices",
+      "page_lock_snapshots",
+      [](const std::vector<int>& devices, uint64_t pack_bytes) { stage::cuda_pipelines(devices, pack_bytes); },
+      py::arg("devices"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
+      "lets memory of snapshots be locked in the background, for all CUDA devices, and lie near those that are given",
       py::call_guard<py::gil_scoped_release>());
   module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
   module.def("snapshot_memory", &memory_dict);

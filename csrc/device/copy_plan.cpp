@@ -68,10 +68,10 @@ bool CopyPlan::next(CopyGroup& group) {
   group.flat.clear();
   group.pitched.clear();
   group.bytes = 0;
-  while (index_ < packed_.size() + direct_.size()) {
-    const bool packed = index_ < packed_.size();
-    if (!packed && group.packed()) break;
-    const DeviceRow& row = rows_[packed ? packed_[index_] : direct_[index_ - packed_.size()]];
+  while (index_ < direct_.size() + packed_.size()) {
+    const bool packed = index_ >= direct_.size();
+    if (packed && group.bytes != 0 && !group.packed()) break;
+    const DeviceRow& row = rows_[packed ? packed_[index_ - direct_.size()] : direct_[index_]];
     const uint64_t before = at_;
     packed ? pack_some(row, group) : copy_some(row, group);
     if (at_ == row.bytes) {

@@ -2,7 +2,10 @@
 // groups that each end in one event. Decides only; touches no memory. Not thread-safe.
 #pragma once
 
+#include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "device/device.h"
@@ -16,6 +19,8 @@ struct HostLayout {
   uint64_t piece_bytes = 0;  // of such a piece; no copy crosses from one into the next. 0: nothing is cut
   uint64_t alignment = 1;  // what lies between the end of a row and the next multiple of this is the row's own, and may
                            // be overwritten: then rows that follow one another travel as one copy
+  // Waits until copies to the piece that holds `at` may be queued; false after `timeout`. Empty: they may at once.
+  std::function<bool(const std::byte* at, std::chrono::milliseconds timeout)> wait_until_usable = {};
 };
 
 struct CopyLimits {
@@ -56,9 +61,11 @@ class CopyPlan {
   std::vector<DeviceRow> rows_;
   HostLayout layout_;
   CopyLimits limits_;
-  std::vector<uint32_t> packed_, direct_;  // indices of rows; packed ones go first
-  size_t index_ = 0;                       // in both, one after the other
-  uint64_t at_ = 0;                        // bytes of that row that are in groups
+  // Indices of rows. Packed ones go last: a slab holds rows from anywhere in the host's memory, so that its copies may
+  // have to wait until all of that is page-locked.
+  std::vector<uint32_t> direct_, packed_;
+  size_t index_ = 0;  // in both, one after the other
+  uint64_t at_ = 0;   // bytes of that row that are in groups
 };
 
 }  // namespace vescale_ckpt::device

@@ -41,6 +41,13 @@ class CudaAccelerator final : public Accelerator {
     return name.data();
   }
 
+  std::string pci_address() const override {
+    std::array<char, 32> address{};
+    check(device_.api, device_.api.pci_address(address.data(), static_cast<int>(address.size()), device_.index),
+          [&] { return "ask for the PCI address of " + device_.name; });
+    return address.data();
+  }
+
   bool has_kernel() override {
     const Current current(device_);
     return load_kernel();

@@ -55,6 +55,7 @@ bool load(Api& api, std::string& reason) {
   };
   need("cudaGetDeviceCount", api.get_device_count);
   need("cudaDeviceGetAttribute", api.device_attribute);
+  need("cudaDeviceGetPCIBusId", api.pci_address);
   need("cudaRuntimeGetVersion", api.runtime_version);
   need("cudaDriverGetVersion", api.driver_version);
   need("cudaGetLastError", api.get_last_error);

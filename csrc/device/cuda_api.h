@@ -40,6 +40,7 @@ struct CopyAttributes {
 struct Api {
   int (*get_device_count)(int* count);
   int (*device_attribute)(int* value, int attribute, int device);
+  int (*pci_address)(char* address, int length, int device);
   int (*runtime_version)(int* version);
   int (*driver_version)(int* version);
   int (*get_last_error)();

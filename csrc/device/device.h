@@ -68,7 +68,8 @@ class Accelerator {
  public:
   virtual ~Accelerator() = default;
   virtual std::string name() const = 0;
-  virtual bool has_kernel() = 0;  // to pack small ranges with
+  virtual std::string pci_address() const = 0;  // "0000:3b:00.0"
+  virtual bool has_kernel() = 0;                // to pack small ranges with
   virtual std::unique_ptr<CopyStream> make_stream(Priority priority) = 0;
   virtual std::unique_ptr<Event> make_event() = 0;
   // nullptr where there is no kernel to pack with, or no device memory to spare.

@@ -34,6 +34,8 @@ void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> 
                      CopyControl* control) {
   if (thread_.joinable()) throw Error::invalid("copies were started before the last ones were waited for");
   plan_.emplace(std::move(rows), layout, limits_);
+  layout_ = layout;
+  usable_piece_.reset();
   if (plan_->packs() && !make_slabs()) plan_->forgo_slab();
   for (const StreamHandle producer : producers) {
     produced_->record(producer);
@@ -57,6 +59,7 @@ bool Pipeline::wait(std::chrono::milliseconds timeout) {
   if (thread_.joinable()) {
     thread_.join();  // all that it still does is to end
     plan_.reset();
+    layout_ = {};
   }
   if (error_) std::rethrow_exception(error_);
   return true;
@@ -69,9 +72,10 @@ void Pipeline::run(const std::stop_token& stop) {
     size_t turn = 0;
     const auto next_turn = [&]() -> Turn& { return turns_[turn++ % turns_.size()]; };
     while (!stop.stop_requested() && plan_->next(group)) {
-      if (control_ != nullptr && control_->cancelled) throw Error(Error::Kind::cancelled, "the copies were cancelled");
+      throw_if_cancelled();
       Turn& free = next_turn();
       finish(free);
+      if (!wait_for_memory(group, stop)) break;
       queue(group, free);
     }
     for (size_t i = 0; i < turns_.size(); ++i) finish(next_turn());
@@ -83,6 +87,34 @@ void Pipeline::run(const std::stop_token& stop) {
   ended_ = true;
   error_ = error;
   ended_signal_.notify_all();
+}
+
+void Pipeline::throw_if_cancelled() const {
+  if (control_ != nullptr && control_->cancelled) throw Error(Error::Kind::cancelled, "the copies were cancelled");
+}
+
+// False if the transfer is to stop.
+bool Pipeline::wait_for_memory(const CopyGroup& group, const std::stop_token& stop) {
+  if (!layout_.wait_until_usable) return true;
+  for (const FlatCopy& copy : group.flat) {
+    if (!wait_for_piece(copy.host, stop)) return false;
+  }
+  for (const PitchedCopy& copy : group.pitched) {
+    if (!wait_for_piece(copy.host, stop)) return false;
+  }
+  return true;
+}
+
+bool Pipeline::wait_for_piece(const std::byte* host, const std::stop_token& stop) {
+  constexpr std::chrono::milliseconds kStep{10};  // within which a transfer ends that is cancelled or stopped
+  const uint64_t piece = (reinterpret_cast<uintptr_t>(host) - layout_.base) / layout_.piece_bytes;
+  if (piece == usable_piece_) return true;
+  while (!layout_.wait_until_usable(host, kStep)) {
+    if (stop.stop_requested()) return false;
+    throw_if_cancelled();
+  }
+  usable_piece_ = piece;
+  return true;
 }
 
 void Pipeline::queue(CopyGroup& group, Turn& turn) {

@@ -40,8 +40,8 @@ class Pipeline {
   Pipeline& operator=(const Pipeline&) = delete;
 
   // Returns at once; a thread copies, after what is in the producers' streams now. Rows and their memory must live
-  // until wait() returned true or threw, and `control`. What the host's memory is: see HostLayout. Throws
-  // Error(device), with nothing begun; Error(invalid) if the last transfer was not waited for.
+  // until wait() returned true or threw, and `control`, and what `layout` calls. What the host's memory is: see
+  // HostLayout. Throws Error(device), with nothing begun; Error(invalid) if the last transfer was not waited for.
   void start(std::vector<DeviceRow> rows, std::span<const StreamHandle> producers, const HostLayout& layout = {},
              CopyControl* control = nullptr);
 
@@ -61,6 +61,9 @@ class Pipeline {
 
   bool make_slabs();
   void run(const std::stop_token& stop);
+  void throw_if_cancelled() const;
+  bool wait_for_memory(const CopyGroup& group, const std::stop_token& stop);
+  bool wait_for_piece(const std::byte* host, const std::stop_token& stop);
   void queue(CopyGroup& group, Turn& turn);
   void finish(Turn& turn);
   void drain() noexcept;
@@ -72,6 +75,8 @@ class Pipeline {
   const std::unique_ptr<Event> produced_;
   std::array<Turn, 3> turns_;  // one is copied, one packed, and one is there for when this thread is late
   std::optional<CopyPlan> plan_;
+  HostLayout layout_;
+  std::optional<uint64_t> usable_piece_;  // the last one that was waited for
   CopyControl* control_ = nullptr;
 
   std::mutex mutex_;  // guards the two below

@@ -5,9 +5,22 @@
 
 #include "base/error.h"
 #include "device/cuda.h"
+#include "device/nearest_node.h"
 #include "device/notes.h"
 
 namespace vescale_ckpt::stage {
+namespace {
+
+// Empty where the runtime does not tell: no reason for a save to fail.
+std::string pci_address_or_none(const device::Accelerator& accelerator) {
+  try {
+    return accelerator.pci_address();
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+}  // namespace
 
 DevicePipelines::DevicePipelines(device::DeviceRuntime& runtime, const device::CopyLimits& limits)
     : runtime_(runtime), limits_(limits) {}
@@ -69,16 +82,30 @@ MemoryRegistrar page_locking(device::Accelerator& accelerator) {
           }};
 }
 
-DevicePipelines& cuda_pipelines(int device, uint64_t pack_bytes) {
+DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_bytes) {
   static std::mutex mutex;
-  static DevicePipelines* pipelines = nullptr;  // leaked on purpose: threads may copy while static destructors run
+  // Leaked on purpose: threads may copy while static destructors run.
+  static DevicePipelines* pipelines = nullptr;
+  static std::set<int>& used = *new std::set<int>;
+  static device::NearestNode& nearest = *new device::NearestNode;
   const std::lock_guard lock(mutex);
-  if (pipelines != nullptr) return *pipelines;
+  if (pipelines != nullptr && std::ranges::all_of(devices, [&](int device) { return used.contains(device); })) {
+    return *pipelines;
+  }
   std::string reason;
   device::CudaRuntime* const runtime = device::cuda_runtime(reason);
   if (runtime == nullptr) throw Error::invalid(reason);
-  snapshot_arena().set_registrar(page_locking(runtime->accelerator(device)));
-  return *(pipelines = new DevicePipelines(*runtime, {.small_bytes = pack_bytes}));
+  for (const int device : devices) {
+    if (used.contains(device)) continue;
+    nearest.add(pci_address_or_none(runtime->accelerator(device)));
+    used.insert(device);
+  }
+  snapshot_arena().prefer_node(nearest.node());
+  if (pipelines == nullptr) {
+    snapshot_arena().set_registrar(page_locking(runtime->accelerator(devices.front())));
+    pipelines = new DevicePipelines(*runtime, {.small_bytes = pack_bytes});
+  }
+  return *pipelines;
 }
 
 }  // namespace vescale_ckpt::stage

@@ -65,9 +65,10 @@ class DevicePipelines {
 // Lets an arena lock its memory for all accelerators of the runtime that `accelerator` is of, which outlives the arena.
 MemoryRegistrar page_locking(device::Accelerator& accelerator);
 
-// CUDA's, made at the first call, which also lets the process's arena lock its memory. `device`: one that will be used.
-// Tensors of up to `pack_bytes`, as the first call has them, are packed. Throws Error(invalid) with the reason where
-// there is no CUDA.
-DevicePipelines& cuda_pipelines(int device, uint64_t pack_bytes);
+// CUDA's, made at the first call, which also lets the process's arena lock its memory. `devices`: those that will be
+// used, at least one; while all of a process are next to one node of memory, its arena takes memory there. Tensors of
+// up to `pack_bytes`, as the first call has them, are packed. Throws Error(invalid) with the reason where there is no
+// CUDA.
+DevicePipelines& cuda_pipelines(std::span<const int> devices, uint64_t pack_bytes);
 
 }  // namespace vescale_ckpt::stage

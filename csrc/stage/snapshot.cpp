@@ -169,7 +169,13 @@ class Snapshot::Copy {
   }
 
   void start_devices(bool wait_for_pipelines) {
-    on_devices_.start({reinterpret_cast<uintptr_t>(range_.data()), kPinPiece, SnapshotLayout::kAlignment},
+    on_devices_.start({.base = reinterpret_cast<uintptr_t>(range_.data()),
+                       .piece_bytes = kPinPiece,
+                       .alignment = SnapshotLayout::kAlignment,
+                       .wait_until_usable =
+                           [this](const std::byte* at, std::chrono::milliseconds timeout) {
+                             return range_.wait_until_usable(at, timeout);
+                           }},
                       wait_for_pipelines);
   }
 

@@ -20,6 +20,9 @@ namespace {
 
 constexpr uint64_t kNoBudget = std::numeric_limits<uint64_t>::max();
 
+// What is touched before it is offered to the registrar, while the next is touched: enough for all threads.
+constexpr uint64_t kTouchStep = 4 * kPinPiece;
+
 uint64_t page_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
 }
@@ -39,6 +42,10 @@ bool take_pages(std::byte* address, uint64_t bytes) {
 
 SnapshotRange::~SnapshotRange() {
   if (arena_ != nullptr) arena_->release(data_, bytes_);
+}
+
+bool SnapshotRange::wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout) const {
+  return arena_->wait_until_usable(at, timeout);
 }
 
 SnapshotArena::~SnapshotArena() {
@@ -68,6 +75,7 @@ bool SnapshotArena::reserve() {
     }
     system::advise(base_, bytes, MADV_HUGEPAGE);
     system::advise(base_, bytes, MADV_DONTFORK);  // a child has no use for our snapshots
+    if (node_) system::prefer_node(base_, bytes, node_);
     const std::lock_guard lock(mutex_);
     pieces_.resize(bytes / kPinPiece);
     return true;
@@ -103,10 +111,21 @@ void SnapshotArena::withdraw(std::unique_lock<std::mutex>& lock, Piece& piece) {
 
 void SnapshotArena::shrink(std::unique_lock<std::mutex>& lock, Piece& piece, uint64_t keep) {
   if (piece.touched <= keep) return;
+  const bool refused = !piece.registered && !piece.offering && piece.offered == piece.touched;
   withdraw(lock, piece);
   if (system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0) return;  // locked: it stays ours
   touched_ -= piece.touched - keep;
   piece.touched = keep;
+  if (refused) piece.offered = keep;  // a device may be copying to what is left, which must not be registered under it
+}
+
+// Returns how many bytes of the run, from its start, may be written.
+uint64_t SnapshotArena::make_writable(Run run) const {
+  for (uint64_t start = 0; start < run.bytes; start += kPinPiece) {
+    const size_t index = run.first + start / kPinPiece;
+    if (pieces_[index].touched == 0 && system::make_writable(address(index), kPinPiece) < 0) return start;
+  }
+  return run.bytes;
 }
 
 // Takes the pages of a run that has none yet. Returns how many bytes of it, from its start, there is memory for.
@@ -120,11 +139,6 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
   for (uint64_t start = 0; start < run.bytes; start += kPinPiece) {
     const size_t index = run.first + start / kPinPiece;
     const uint64_t have = pieces_[index].touched, want = std::min(kPinPiece, run.bytes - start);
-    if (have >= want) continue;
-    if (have == 0 && system::make_writable(address(index), kPinPiece) < 0) {
-      touched = start;
-      break;
-    }
     for (uint64_t begin = have; begin < want; begin += kPart) {
       parts.push_back({start + begin, start + std::min(want, begin + kPart)});
     }
@@ -141,6 +155,39 @@ uint64_t SnapshotArena::touch(Run run, unsigned threads) {
     }
   });
   return align_down(touched, kGranule);
+}
+
+// Makes a run memory, and has it registered. Returns how many bytes of it, from its start, there is memory for.
+//
+// What is touched is registered while the next step is touched. All is touched before the first copy, because who
+// copies must know how much memory there is. That costs nothing: copies are several times as fast as registering, so
+// that they catch up with it and end with it. Touching takes no longer than registering where several threads touch.
+uint64_t SnapshotArena::touch_and_offer(Run run, unsigned threads) {
+  const uint64_t writable = make_writable(run);  // all of it first: each call would wait for a registration under way
+  uint64_t taken = 0;
+  for (bool all = true; all && taken < writable;) {
+    const Run step{run.first + taken / kPinPiece, std::min(kTouchStep, writable - taken)};
+    const uint64_t touched = touch(step, threads);
+    all = touched == step.bytes;
+    {
+      std::unique_lock lock(mutex_);
+      for (uint64_t start = 0; start < step.bytes; start += kPinPiece) {
+        Piece& piece = pieces_[step.first + start / kPinPiece];
+        const uint64_t want = std::min(kPinPiece, step.bytes - start);
+        if (want <= piece.touched) continue;
+        withdraw(lock, piece);
+        touched_ += want - piece.touched;
+        piece.touched = want;
+      }
+      taken += touched;
+      // The system had less: what is touched behind that is of no use without it.
+      for (uint64_t start = align_down(taken, kPinPiece); !all && start < run.bytes; start += kPinPiece) {
+        shrink(lock, pieces_[run.first + start / kPinPiece], taken > start ? taken - start : 0);
+      }
+    }
+    offer();
+  }
+  return taken;
 }
 
 SnapshotArena::Piece* SnapshotArena::find_unoffered_locked() {
@@ -205,23 +252,7 @@ SnapshotArena::Run SnapshotArena::grow(uint64_t bytes, uint64_t budget_bytes, un
       if (piece.in_use == 0 || !(piece.registered || piece.offering)) shrink(lock, piece, piece.in_use);
     }
   }
-  const uint64_t touched = touch(run, threads);
-  {
-    std::unique_lock lock(mutex_);
-    for (uint64_t start = 0; start < run.bytes; start += kPinPiece) {
-      Piece& piece = pieces_[run.first + start / kPinPiece];
-      const uint64_t want = std::min(kPinPiece, run.bytes - start);
-      if (want > piece.touched) {
-        withdraw(lock, piece);
-        touched_ += want - piece.touched;
-        piece.touched = want;
-      }
-      // The system had less: what came behind that is of no use without it.
-      if (start + want > touched) shrink(lock, piece, touched > start ? touched - start : 0);
-    }
-    run.bytes = touched;
-  }
-  offer();
+  run.bytes = touch_and_offer(run, threads);
   return run;
 }
 
@@ -253,6 +284,13 @@ uint64_t SnapshotArena::prepare(uint64_t bytes, unsigned threads) {
   return prepared;
 }
 
+bool SnapshotArena::wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  const Piece& piece = pieces_[static_cast<uint64_t>(at - base_) / kPinPiece];
+  return registered_.wait_for(lock, timeout,
+                              [&] { return !registering_ || (piece.offered == piece.touched && !piece.offering); });
+}
+
 void SnapshotArena::release(std::byte* data, uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   const size_t first = static_cast<uint64_t>(data - base_) / kPinPiece;
@@ -274,6 +312,13 @@ void SnapshotArena::set_registrar(MemoryRegistrar registrar) {
   std::unique_lock lock(mutex_);
   for (Piece& piece : pieces_) withdraw(lock, piece);
   registrar_ = std::move(registrar);
+}
+
+void SnapshotArena::prefer_node(std::optional<int> node) {
+  const std::lock_guard growing(growing_);
+  if (node == node_) return;
+  node_ = node;
+  if (base_ != nullptr) system::prefer_node(base_, pieces_.size() * kPinPiece, node);
 }
 
 SnapshotMemory SnapshotArena::memory() const {

@@ -5,11 +5,13 @@
 // in pieces of kPinPiece, which may be registered with a device. Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <stop_token>
 #include <thread>
 #include <utility>
@@ -50,6 +52,9 @@ class SnapshotRange {
   ~SnapshotRange();
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
+  // True once a device may copy to the piece that holds `at`: it is registered, or was refused, or nothing registers
+  // it. False after `timeout`.
+  bool wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout) const;
 
  private:
   friend class SnapshotArena;
@@ -69,16 +74,19 @@ class SnapshotArena {
 
   // `bytes`, or as much as can be had: all ranges that are out stay within the budget, and so does all memory touched
   // (but for the ends of registered pieces in use, which a device may be at work on). Both count whole granules.
-  // Touches what was not yet, on so many threads.
+  // Touches what was not yet, on so many threads; what is touched is registered meanwhile, in the background.
   SnapshotRange acquire(uint64_t bytes, uint64_t budget_bytes, unsigned threads);
   // Touches what the next range of so many bytes will need, and waits until all is registered. Returns the bytes that
   // it would get.
   uint64_t prepare(uint64_t bytes, unsigned threads);
   // Gives memory that is not in use back to the system.
   void trim();
-  // From now on all touched memory is registered, in the background; what the registrar before registered is removed.
-  // Must not be called while a device uses the memory.
+  // From now on all touched memory is registered, in the background, the lowest addresses first; what the registrar
+  // before registered is removed. Must not be called while a device uses the memory.
   void set_registrar(MemoryRegistrar registrar);
+  // Memory that is touched from now on lies on this node, where that has some left; nullopt: on any. Without effect
+  // where the system refuses it.
+  void prefer_node(std::optional<int> node);
   SnapshotMemory memory() const;
 
  private:
@@ -98,18 +106,22 @@ class SnapshotArena {
   Run grow(uint64_t bytes, uint64_t budget_bytes, unsigned threads);
   bool reserve();
   Run find_locked(uint64_t bytes) const;
+  uint64_t make_writable(Run run) const;
   uint64_t touch(Run run, unsigned threads);
+  uint64_t touch_and_offer(Run run, unsigned threads);
   void offer();
   void register_all(const std::stop_token& stop);
   Piece* find_unoffered_locked();
   void withdraw(std::unique_lock<std::mutex>& lock, Piece& piece);
   void shrink(std::unique_lock<std::mutex>& lock, Piece& piece, uint64_t keep);
+  bool wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout);
   void release(std::byte* data, uint64_t bytes);
   std::byte* address(const Piece& piece) const;
   std::byte* address(size_t piece) const { return base_ + piece * kPinPiece; }
 
   std::mutex growing_;         // one grows or trims at a time; taken before mutex_
   std::byte* base_ = nullptr;  // set once, by growing_'s holder
+  std::optional<int> node_;    // guarded by growing_
   MemoryRegistrar registrar_;  // guarded by growing_, whose holder joins the thread that uses it before a change
   mutable std::mutex mutex_;   // guards what follows, for short
   std::vector<Piece> pieces_;

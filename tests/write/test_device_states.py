@@ -290,11 +290,13 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
 
 def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(_C, "page_lock_snapshots", lambda device, pack_bytes: locked.append(device))
+    monkeypatch.setattr(_C, "page_lock_snapshots", lambda devices, pack_bytes: locked.extend(sorted(devices)))
     vescale_ckpt.prepare({"a": torch.ones(3)})
     assert locked == []
     vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})
     assert locked == [1]
+    vescale_ckpt.prepare({"a": torch.ones(400), "b": torch.ones(300)})
+    assert locked == [1, 0, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -148,6 +148,10 @@ def wait_until_copied(phase: str, timeout: float) -> None:
             raise CheckpointTimeoutError(phase, [], f"{phase}: not done after {timeout:.0f} s") from None
 
 
+# The host waits, not the streams of CUDA devices. A step that is queued behind the copies starts no earlier than one
+# that is queued after them: the host would only keep its lead over the device, the time to queue a step. In exchange
+# all copies would have to be queued at once (three groups are in flight now), none of them could be cancelled, and
+# version counters could no longer be compared after the copies: the step would have raised them.
 def _wait(optimizer: Optimizer, *_: Any) -> None:
     waiting = _waited_for.get(optimizer, [])
     while waiting:  # removed one by one: Ctrl-C may end the wait, and the next step has to wait again

@@ -77,6 +77,19 @@ TEST(CopyPlan, ManySmallRowsThatFollowOneAnotherAreOneCopy) {
   EXPECT_EQ(apart[0].flat.size(), 1000u);
 }
 
+// A slab's copies reach over all of the host's memory, of which the first may wait for the last to be locked.
+TEST(CopyPlan, PackedRowsGoLast) {
+  std::vector<DeviceRow> rows;
+  for (uint64_t i = 0; i < 6; ++i) rows.push_back(flat(kDevice + (i << 20), 1000 * i, i % 3 == 0 ? 100'000 : 1000));
+  const auto some = groups(rows, {}, {.small_bytes = 1000});
+  ASSERT_EQ(some.size(), 2u);
+  EXPECT_FALSE(some[0].packed());
+  ASSERT_EQ(some[0].flat.size(), 2u);
+  EXPECT_EQ(some[0].flat[0].host, host(0));
+  EXPECT_EQ(some[0].flat[1].host, host(3000));
+  EXPECT_EQ(some[1].table.rows.size(), 4u);
+}
+
 TEST(CopyPlan, TablesAndGroupsHaveAnEnd) {
   std::vector<DeviceRow> rows;
   for (uint64_t i = 0; i < 2 * kPackRows + 1; ++i) rows.push_back(flat(kDevice + 16 * i, 8 * i, 8));

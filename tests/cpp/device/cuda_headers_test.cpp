@@ -46,6 +46,7 @@ struct SameCall<OurResult (*)(Ours...), TheirResult (*)(Theirs...)>
 VESCALE_CKPT_SAME(get_device_count, cudaGetDeviceCount);
 VESCALE_CKPT_SAME(device_attribute, cudaDeviceGetAttribute);
 VESCALE_CKPT_SAME(stream_is_captured, cudaStreamIsCapturing);
+VESCALE_CKPT_SAME(pci_address, cudaDeviceGetPCIBusId);
 VESCALE_CKPT_SAME(runtime_version, cudaRuntimeGetVersion);
 VESCALE_CKPT_SAME(driver_version, cudaDriverGetVersion);
 VESCALE_CKPT_SAME(get_last_error, cudaGetLastError);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -82,6 +83,10 @@ Api fake_api() {
   api.device_attribute = [](int* value, int attribute, int) {
     EXPECT_EQ(attribute, cuda::kRegisteredMemoryAsItIs);
     return *value = seen.as_it_is, called("device_attribute", false);
+  };
+  api.pci_address = [](char* address, int length, int device) {
+    std::snprintf(address, static_cast<size_t>(length), "0000:%dB:00.0", device);
+    return called("pci_address", false);
   };
   api.stream_is_captured = [](cuda::Stream stream, int* status) {
     return *status = seen.captured[stream], called("stream_is_captured");
@@ -360,7 +365,7 @@ TEST_F(Cuda, FullDevicesHaveNoSlab) {
 TEST_F(Cuda, ErrorsSayWhatWasDoneAndWhatCudaSaid) {
   std::vector<std::byte> host;
   const StreamHandle producer = 0;
-  const auto text = [&](const char* call) -> std::string {
+  const auto text = [&](const char* call, bool packed_only = false) -> std::string {
     seen.answers = {{call, 77}};
     std::string result = "nothing was thrown";
     try {
@@ -369,7 +374,9 @@ TEST_F(Cuda, ErrorsSayWhatWasDoneAndWhatCudaSaid) {
       accelerator.page_lock(seen.device);
       accelerator.page_unlock(seen.device.data());
       Pipeline pipeline(accelerator);
-      pipeline.start(rows(host), {&producer, 1});
+      std::vector<DeviceRow> copied = rows(host);
+      if (packed_only) copied.erase(copied.begin() + 51, copied.end());
+      pipeline.start(std::move(copied), {&producer, 1});
       pipeline.wait(10min);
     } catch (const Error& error) {
       EXPECT_EQ(error.kind, Error::Kind::device);
@@ -388,7 +395,8 @@ TEST_F(Cuda, ErrorsSayWhatWasDoneAndWhatCudaSaid) {
   EXPECT_EQ(text("stream_wait_event"), "order copies on device 1 after an event" + said);
   EXPECT_EQ(text("event_record"), "record an event on a stream of device 1" + said);
   EXPECT_EQ(text("event_synchronize"), "wait for copies on device 1" + said);
-  EXPECT_EQ(text("copy"), "copy a table of 51 ranges to device 1" + said);
+  EXPECT_EQ(text("copy"), "copy 200000 bytes from device 1 to the host" + said);
+  EXPECT_EQ(text("copy", true), "copy a table of 51 ranges to device 1" + said);
   EXPECT_EQ(text("copy_2d"), "copy 20 runs of 8000 bytes from device 1 to the host" + said);
   EXPECT_EQ(text("launch"), "launch the pack kernel on device 1" + said);
 }
@@ -398,6 +406,7 @@ TEST_F(Cuda, SaysWhatItIs) {
   EXPECT_EQ(runtime.version(), "CUDA runtime 13.0, driver 13.1");
   EXPECT_EQ(runtime.device_count(), 2);
   EXPECT_EQ(runtime.accelerator(1).name(), "Fake 9000");
+  EXPECT_EQ(runtime.accelerator(1).pci_address(), "0000:1B:00.0");
   EXPECT_THROW(runtime.accelerator(2), Error);
   EXPECT_THROW(runtime.accelerator(-1), Error);
 }

@@ -170,7 +170,7 @@ class FakeStream final : public CopyStream {
     for (const FlatCopy& copy : copies) {
       const std::byte* device = runtime_.memory(device_, copy.device, copy.bytes, "copy");
       check_host(copy.host, copy.bytes);
-      on_device([=] { std::memcpy(copy.host, device, copy.bytes); });
+      to_host(copy.host, copy.bytes, [=] { std::memcpy(copy.host, device, copy.bytes); });
     }
   }
 
@@ -179,8 +179,9 @@ class FakeStream final : public CopyStream {
     if (copy.width > copy.device_pitch || copy.width > copy.host_pitch) refuse("copy runs");
     const std::byte* device =
         runtime_.memory(device_, copy.device, (copy.height - 1) * copy.device_pitch + copy.width, "copy runs");
-    check_host(copy.host, (copy.height - 1) * copy.host_pitch + copy.width);
-    on_device([=] {
+    const uint64_t host_bytes = (copy.height - 1) * copy.host_pitch + copy.width;
+    check_host(copy.host, host_bytes);
+    to_host(copy.host, host_bytes, [=] {
       for (uint64_t i = 0; i < copy.height; ++i) {
         std::memcpy(copy.host + i * copy.host_pitch, device + i * copy.device_pitch, copy.width);
       }
@@ -241,16 +242,32 @@ class FakeStream final : public CopyStream {
   // A copy lies in one locked piece, or in none.
   void check_host(const std::byte* host, uint64_t bytes) {
     const std::lock_guard lock(runtime_.mutex_);
+    bool locked = false;
     for (const auto& [begin, size] : runtime_.locked_) {
       const bool inside = host >= begin && host + bytes <= begin + size;
       const bool outside = host >= begin + size || host + bytes <= begin;
       if (!inside && !outside) refuse("copy over the border of page-locked memory");
+      locked |= inside;
     }
+    if (!locked) ++runtime_.unlocked_copies_;
   }
 
-  void on_device(std::function<void()> work) {
+  void to_host(const std::byte* host, uint64_t bytes, std::function<void()> copy) {
+    std::multimap<const std::byte*, uint64_t>::iterator place;
+    {
+      const std::lock_guard lock(runtime_.mutex_);
+      place = runtime_.under_copies_.emplace(host, bytes);
+    }
+    on_device(std::move(copy), [this, place] {
+      const std::lock_guard lock(runtime_.mutex_);
+      runtime_.under_copies_.erase(place);
+      ++runtime_.copies_to_host_;
+    });
+  }
+
+  void on_device(std::function<void()> work, std::function<void()> done = [] {}) {
     ++runtime_.copies_in_flight_;
-    queue_.push([this, work = std::move(work)] {
+    queue_.push([this, work = std::move(work), done = std::move(done)] {
       auto& broken = runtime_.broken_[static_cast<size_t>(device_)];
       try {
         if (!broken) runtime_.maybe_fail(Fault::on_device, "on the device");
@@ -258,6 +275,7 @@ class FakeStream final : public CopyStream {
         broken = true;
       }
       if (!broken) work();
+      done();
       --runtime_.copies_in_flight_;
     });
   }
@@ -272,6 +290,7 @@ class FakeAccelerator final : public Accelerator {
   FakeAccelerator(FakeRuntime& runtime, int device) : runtime_(runtime), device_(device) {}
 
   std::string name() const override { return "fake " + std::to_string(device_); }
+  std::string pci_address() const override { return "0000:0" + std::to_string(device_) + ":00.0"; }
   bool has_kernel() override { return runtime_.kernels_; }
 
   std::unique_ptr<CopyStream> make_stream(Priority) override {
@@ -295,10 +314,14 @@ class FakeAccelerator final : public Accelerator {
     runtime_.maybe_fail(Fault::page_lock, "page-lock");
     const std::lock_guard lock(runtime_.mutex_);
     if (!runtime_.locked_.emplace(memory.data(), memory.size()).second) refuse("page-lock");
+    runtime_.look_for_copies_locked(memory.data(), memory.size());
   }
   void page_unlock(std::byte* memory) override {
     const std::lock_guard lock(runtime_.mutex_);
-    if (runtime_.locked_.erase(memory) == 0) refuse("unlock pages");
+    const auto found = runtime_.locked_.find(memory);
+    if (found == runtime_.locked_.end()) refuse("unlock pages");
+    runtime_.look_for_copies_locked(memory, found->second);
+    runtime_.locked_.erase(found);
   }
 
  private:
@@ -344,6 +367,12 @@ std::byte* FakeRuntime::memory(int device, DeviceAddress address, uint64_t bytes
 
 std::byte* FakeRuntime::memory(DeviceAddress address, uint64_t bytes) {
   return memory(device_of(address).value(), address, bytes, "look at memory");
+}
+
+void FakeRuntime::look_for_copies_locked(const std::byte* memory, uint64_t bytes) {
+  for (const auto& [host, copied] : under_copies_) {
+    if (host < memory + bytes && memory < host + copied) ++locks_under_copies_;
+  }
 }
 
 StreamHandle FakeRuntime::make_producer() {

@@ -84,6 +84,11 @@ class FakeRuntime final : public DeviceRuntime {
   void maybe_fail(Fault fault, const std::string& operation);
 
   uint64_t copies_in_flight() const { return copies_in_flight_; }
+  uint64_t copies_to_host() const { return copies_to_host_; }  // that ran
+  // Copies from and to host memory that was not locked when they were queued.
+  uint64_t unlocked_copies() const { return unlocked_copies_; }
+  // How often memory was locked or unlocked while a copy used it.
+  uint64_t locks_under_copies() const { return locks_under_copies_; }
   uint64_t live_objects() const { return live_objects_; }  // streams, events and slabs
 
  private:
@@ -93,17 +98,20 @@ class FakeRuntime final : public DeviceRuntime {
   friend class FakeSlab;
 
   std::optional<int> device_of(DeviceAddress address) const;  // nullopt: host memory
+  void look_for_copies_locked(const std::byte* memory, uint64_t bytes);
 
   const bool kernels_;
   std::vector<std::unique_ptr<Accelerator>> devices_;
   std::vector<std::unique_ptr<FakeQueue>> defaults_, producers_;
   std::vector<std::atomic<bool>> broken_;
-  std::atomic<uint64_t> live_objects_{0}, copies_in_flight_{0};
+  std::atomic<uint64_t> live_objects_{0}, copies_in_flight_{0}, copies_to_host_{0}, unlocked_copies_{0},
+      locks_under_copies_{0};
   std::atomic<bool> happened_{false};
 
   std::mutex mutex_;  // guards all below
   std::map<DeviceAddress, std::unique_ptr<std::vector<std::byte>>> allocations_;
   std::map<const std::byte*, uint64_t> locked_;
+  std::multimap<const std::byte*, uint64_t> under_copies_;  // host memory
   std::array<std::optional<uint64_t>, kFaults> faults_;
   std::array<uint64_t, kFaults> calls_{};
 };

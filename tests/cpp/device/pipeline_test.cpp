@@ -354,6 +354,57 @@ TEST(Pipeline, WhoLeavesWaitsForWhatIsInFlight) {
   EXPECT_EQ(runtime.live_objects(), 0u);
 }
 
+constexpr uint64_t kPiece = 4 * kBlock;
+
+HostLayout usable_up_to(const Rows& rows, const std::atomic<const std::byte*>& end) {
+  return {.base = reinterpret_cast<uintptr_t>(rows.base()),
+          .piece_bytes = kPiece,
+          .wait_until_usable = [&end](const std::byte* at, std::chrono::milliseconds timeout) {
+            if (at < end) return true;
+            std::this_thread::sleep_for(timeout);
+            return at < end;
+          }};
+}
+
+TEST(Pipeline, CopiesToAPieceWhenItIsUsable) {
+  FakeRuntime runtime(1);
+  const StreamHandle producer = 0;
+  Rows rows(runtime, 0, std::vector<Rows::Shape>(8, contiguous(kPiece)), 1, 1);
+  const std::vector<std::byte> before(rows.base(), rows.base() + rows.bytes());
+  std::atomic<const std::byte*> end = rows.base() + 3 * kPiece;
+  Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 0, .group_bytes = kPiece});
+  pipeline.start(rows.rows(), {&producer, 1}, usable_up_to(rows, end));
+  while (runtime.copies_to_host() < 3) std::this_thread::yield();
+  EXPECT_FALSE(pipeline.wait(30ms));
+  EXPECT_EQ(runtime.copies_to_host(), 3u);
+  EXPECT_TRUE(std::equal(before.begin() + 3 * kPiece, before.end(), rows.base() + 3 * kPiece));
+  end = rows.base() + rows.bytes();
+  ASSERT_TRUE(pipeline.wait(kLong));
+  rows.expect_copied();
+}
+
+TEST(Pipeline, MemoryThatNeverBecomesUsableHoldsUpNobodyWhoLeaves) {
+  FakeRuntime runtime(1);
+  const StreamHandle producer = 0;
+  Rows rows(runtime, 0, std::vector<Rows::Shape>(3, contiguous(kPiece)), 1, 1);
+  const std::atomic<const std::byte*> end = rows.base() + kPiece;
+  for (const bool cancelled : {false, true}) {
+    CopyControl control;
+    Pipeline pipeline(runtime.accelerator(0), {.slab_bytes = 0, .group_bytes = kPiece});
+    pipeline.start(rows.rows(), {&producer, 1}, usable_up_to(rows, end), &control);
+    if (!cancelled) continue;
+    EXPECT_FALSE(pipeline.wait(1ms));
+    control.cancelled = true;
+    try {
+      pipeline.wait(kLong);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind, Error::Kind::cancelled) << error.what();
+    }
+  }
+  EXPECT_EQ(runtime.copies_in_flight(), 0u);
+}
+
 TEST(Pipeline, OneTransferAtATime) {
   FakeRuntime runtime(1);
   const StreamHandle producer = runtime.make_producer();

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "device/fake_device.h"
+#include "device/notes.h"
 #include "stage/snapshot.h"
 #include "tensors.h"
 #include "write/table.h"
@@ -96,7 +97,31 @@ class DeviceSnapshot : public ::testing::Test {
     }
   }
 
-  void TearDown() override { EXPECT_EQ(arena_.memory().in_use, 0u); }
+  // Rows for three pieces of the arena, small ones among them.
+  void add_three_pieces() {
+    const uint64_t matrix = memory(1, 30 << 20);
+    for (int i = 0; i < 5; ++i) {
+      const auto half = static_cast<int64_t>(15 << 20);
+      add_view(1, "uint8", matrix + static_cast<uint64_t>(i), {2, half - 8}, {half, 1});
+      for (int small = 0; small < 10; ++small) add(0, "uint8", {100 + small});
+    }
+  }
+
+  // Lets the arena lock its memory as ever, but calls `before` ahead of each lock, with the number of those before it.
+  void lock_memory(std::function<void(uint64_t)> before) {
+    MemoryRegistrar registrar = page_locking(runtime_.accelerator(0));
+    const auto locks = std::make_shared<std::atomic<uint64_t>>(0);
+    arena_.set_registrar({[add = registrar.add, before = std::move(before), locks](std::byte* address, uint64_t bytes) {
+                            before((*locks)++);
+                            return add(address, bytes);
+                          },
+                          registrar.remove});
+  }
+
+  void TearDown() override {
+    EXPECT_EQ(arena_.memory().in_use, 0u);
+    EXPECT_EQ(runtime_.locks_under_copies(), 0u);
+  }
 
   device::FakeRuntime runtime_{2};
   SnapshotArena arena_;
@@ -130,16 +155,53 @@ TEST_F(DeviceSnapshot, HoldsWhatTheStateWasWhereverItIs) {
 
 TEST_F(DeviceSnapshot, NoCopyCrossesPiecesThatAreLockedOneByOne) {  // the fake device refuses it
   arena_.set_registrar(page_locking(runtime_.accelerator(0)));
-  const uint64_t matrix = memory(1, 30 << 20);
-  for (int i = 0; i < 5; ++i) {
-    const auto half = static_cast<int64_t>(15 << 20);
-    add_view(1, "uint8", matrix + static_cast<uint64_t>(i), {2, half - 8}, {half, 1});
-  }
+  add_three_pieces();
   arena_.prepare(150 << 20, kThreads);
   const auto snapshot = make();
   ASSERT_GT(snapshot->bytes(), 2 * kPinPiece);
   snapshot->copy(kThreads);
   expect_copied(*snapshot);
+}
+
+TEST_F(DeviceSnapshot, CopiesToAPieceOnceItIsLockedWhileOthersAreNot) {
+  add_three_pieces();
+  for (const bool background : {false, true}) {
+    std::atomic<bool> copied_before_last{false};
+    const uint64_t before = runtime_.copies_to_host();
+    lock_memory([&](uint64_t locks) {
+      std::this_thread::sleep_for(20ms);  // in which a copy that did not wait would come first
+      const auto limit = std::chrono::steady_clock::now() + 60s;
+      while (locks == 2 && !copied_before_last && std::chrono::steady_clock::now() < limit) {
+        std::this_thread::yield();
+        copied_before_last = runtime_.copies_to_host() > before;
+      }
+    });
+    const auto snapshot = make();
+    ASSERT_GT(snapshot->bytes(), 2 * kPinPiece);
+    background ? snapshot->start(kThreads) : snapshot->copy(kThreads);
+    EXPECT_TRUE(snapshot->wait());
+    expect_copied(*snapshot);
+    EXPECT_TRUE(copied_before_last);
+    EXPECT_EQ(runtime_.unlocked_copies(), 0u);
+  }
+}
+
+TEST_F(DeviceSnapshot, UsesAPieceAsItIsWhereItsLockIsRefused) {
+  add_three_pieces();
+  for (uint64_t refused = 0; refused < 3; ++refused) {
+    lock_memory([&](uint64_t) { std::this_thread::sleep_for(5ms); });
+    runtime_.fail(device::Fault::page_lock, refused);
+    const auto snapshot = make();
+    snapshot->copy(kThreads);
+    expect_copied(*snapshot);
+    EXPECT_TRUE(runtime_.fault_happened());
+    EXPECT_GT(runtime_.unlocked_copies(), 0u);
+    const SnapshotMemory memory = arena_.memory();
+    EXPECT_EQ(memory.registered, refused < 2 ? memory.touched - kPinPiece : 2 * kPinPiece);
+  }
+  const std::vector<std::string> notes = device::notes();
+  const auto of_locks = [](const std::string& note) { return note.starts_with("memory of snapshots"); };
+  EXPECT_EQ(std::ranges::count_if(notes, of_locks), 1);
 }
 
 TEST_F(DeviceSnapshot, LeavesOutTheFirstRowsWhereTheBudgetIsSmall) {
@@ -256,6 +318,36 @@ TEST_F(DeviceSnapshot, EndsWhenItIsCancelled) {
   whole->copy(kThreads);
   whole->cancel();  // too late
   expect_copied(*whole);
+}
+
+TEST_F(DeviceSnapshot, EndsInTheMiddleOfLocking) {
+  add_three_pieces();
+  for (const bool destroyed : {false, true}) {
+    std::promise<void> go_on;
+    const std::shared_future<void> gone_on = go_on.get_future().share();
+    lock_memory([&](uint64_t locks) {
+      if (locks == 1) gone_on.wait();
+    });
+    const uint64_t before = runtime_.copies_to_host();
+    auto snapshot = make();
+    snapshot->start(kThreads);
+    while (runtime_.copies_to_host() == before) std::this_thread::yield();
+    if (!destroyed) {
+      snapshot->cancel();
+      expect_cancelled(*snapshot);
+    }
+    snapshot.reset();
+    EXPECT_EQ(runtime_.copies_in_flight(), 0u);
+    EXPECT_EQ(arena_.memory().in_use, 0u);
+    std::jthread trimming([&] { arena_.trim(); });  // waits for the lock under way
+    go_on.set_value();
+    trimming.join();
+    EXPECT_EQ(arena_.memory().touched, 0u);
+    const auto whole = make();
+    whole->copy(kThreads);
+    expect_copied(*whole);
+  }
+  EXPECT_EQ(runtime_.unlocked_copies(), 0u);
 }
 
 TEST_F(DeviceSnapshot, RefusesRowsThatNobodyCanCopy) {

@@ -1,5 +1,7 @@
 #include "stage/snapshot_arena.h"
 
+#include <linux/mempolicy.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,8 +11,10 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "scratch.h"
@@ -152,6 +156,33 @@ TEST(SnapshotArena, PreparesForTheNextRange) {
   const ArmedFault counting(Call::populate, ENOMEM, 1000);
   EXPECT_EQ(arena.acquire(3 * kGranule, 3 * kGranule, kHelpers).bytes(), 3 * kGranule);
   EXPECT_EQ(system::calls_seen(Call::populate), 0u);
+}
+
+// The policy and the node of the memory at an address; nullopt where a sandbox does not tell.
+std::optional<std::pair<int, unsigned long>> policy_at(const void* address) {
+  int policy = -1;
+  unsigned long nodes[16] = {};
+  if (::syscall(SYS_get_mempolicy, &policy, nodes, 8 * sizeof nodes, address, MPOL_F_ADDR) != 0) return std::nullopt;
+  return std::pair(policy, nodes[0]);
+}
+
+TEST(SnapshotArena, TakesMemoryOnANode) {
+  for (const bool before : {false, true}) {  // before it has addresses
+    SnapshotArena arena;
+    if (before) arena.prefer_node(0);
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
+    if (!before) arena.prefer_node(0);
+    const auto policy = policy_at(range.data());
+    if (!policy) GTEST_SKIP() << "the system does not tell";
+    EXPECT_EQ(policy->first, int{MPOL_PREFERRED});
+    EXPECT_EQ(policy->second, 1UL);
+    EXPECT_EQ(policy_at(range.data() + 8 * kPinPiece), policy);
+    arena.prefer_node(std::nullopt);
+    EXPECT_EQ(policy_at(range.data())->first, int{MPOL_DEFAULT});
+    arena.prefer_node(1 << 20);  // without effect
+    EXPECT_EQ(policy_at(range.data())->first, int{MPOL_DEFAULT});
+    EXPECT_EQ(arena.acquire(kGranule, kAmple, kHelpers).bytes(), kGranule);
+  }
 }
 
 // --- The system refuses.
@@ -338,6 +369,22 @@ TEST(SnapshotArena, TakesNoForAnAnswer) {
   }
 }
 
+TEST(SnapshotArena, DoesNotAskAgainForWhatADeviceUsesAsItIs) {
+  Device device;
+  device.refuse();
+  SnapshotArena arena;
+  arena.set_registrar(device.registrar());
+  EXPECT_EQ(arena.acquire(3 * kGranule, kAmple, kHelpers).bytes(), 3 * kGranule);
+  const SnapshotRange used = arena.acquire(kGranule, kAmple, kHelpers);  // of the same piece
+  settle(arena);
+  EXPECT_EQ(device.asked(), 1u);
+  const SnapshotRange other = arena.acquire(3 * kGranule, 4 * kGranule, kHelpers);
+  EXPECT_EQ(other.bytes(), 3 * kGranule);
+  EXPECT_EQ(arena.memory().touched, 4 * kGranule);  // of the first piece, only what is used
+  settle(arena);
+  EXPECT_EQ(device.asked(), 2u);  // for the second piece
+}
+
 // Who trains does not wait for it; whoever wants to change what is being registered does.
 TEST(SnapshotArena, RegistersInTheBackground) {
   std::mutex mutex;
@@ -374,6 +421,96 @@ TEST(SnapshotArena, RegistersInTheBackground) {
   trimming.join();
   EXPECT_EQ(arena.memory().registered, 0u);
   EXPECT_EQ(arena.memory().touched, 0u);
+}
+
+class Gate {
+ public:
+  void open(unsigned count) {
+    const std::lock_guard lock(mutex_);
+    open_ += count;
+    changed_.notify_all();
+  }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return open_ != 0; });
+    --open_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  unsigned open_ = 0;
+};
+
+TEST(SnapshotArena, RangesBecomeUsablePieceByPiece) {
+  constexpr std::chrono::milliseconds kSoon{1}, kLong{600'000};
+  SnapshotArena arena;
+  {
+    const SnapshotRange range = arena.acquire(kGranule, kAmple, kHelpers);
+    EXPECT_TRUE(range.wait_until_usable(range.data(), kSoon));  // nobody registers
+  }
+  Gate gate;
+  std::atomic<unsigned> asked{0};
+  arena.set_registrar({[&](std::byte*, uint64_t) {
+                         gate.pass();
+                         return asked++ != 1;  // one is refused
+                       },
+                       [](std::byte*, uint64_t) {}});
+  const SnapshotRange range = arena.acquire(3 * kPinPiece, kAmple, kHelpers);
+  for (uint64_t piece = 0; piece < 3; ++piece) {
+    const std::byte* const last = range.data() + (piece + 1) * kPinPiece - 1;
+    EXPECT_FALSE(range.wait_until_usable(last, kSoon));
+    gate.open(1);
+    EXPECT_TRUE(range.wait_until_usable(last, kLong));
+    EXPECT_TRUE(range.wait_until_usable(range.data(), kSoon));
+  }
+  EXPECT_EQ(arena.memory().registered, 2 * kPinPiece);
+  arena.set_registrar({});
+  EXPECT_TRUE(range.wait_until_usable(range.data(), kSoon));
+}
+
+TEST(SnapshotArena, RegistersWhatIsTouchedWhileItTouchesTheRest) {
+  constexpr uint64_t kWanted = 5 * kPinPiece, kPart = 16 << 20;
+  uint64_t at_first = kWanted / kPart;
+  for (int round = 0; round < 20 && at_first == kWanted / kPart; ++round) {  // the thread may come late
+    std::atomic<uint64_t> touched{0};
+    const ArmedFault counting(Call::populate, ENOMEM, 1000);
+    SnapshotArena arena;
+    arena.set_registrar({[&](std::byte*, uint64_t) {
+                           if (touched == 0) touched = system::calls_seen(Call::populate);
+                           return true;
+                         },
+                         [](std::byte*, uint64_t) {}});
+    EXPECT_EQ(arena.prepare(kWanted, 1), kWanted);
+    EXPECT_EQ(arena.memory().registered, kWanted);
+    EXPECT_EQ(system::calls_seen(Call::populate), kWanted / kPart);
+    at_first = touched;
+  }
+  EXPECT_LT(at_first, kWanted / kPart);
+}
+
+TEST(SnapshotArena, RegistersOnlyWhatThereIsMemoryFor) {
+  constexpr uint64_t kPart = 16 << 20, kHad = 17 * kPart;
+  Device device;
+  SnapshotArena arena;
+  arena.set_registrar(device.registrar());
+  std::byte* data = nullptr;
+  {
+    const ArmedFault fault(Call::populate, ENOMEM, kHad / kPart, 1000);
+    const SnapshotRange range = arena.acquire(6 * kPinPiece, kAmple, 1);
+    data = range.data();
+    EXPECT_EQ(range.bytes(), kHad);
+    EXPECT_EQ(arena.memory().touched, kHad);
+    settle(arena);
+  }
+  EXPECT_EQ(device.registered(), (Registrations{{data, kPinPiece},
+                                                {data + kPinPiece, kPinPiece},
+                                                {data + 2 * kPinPiece, kPinPiece},
+                                                {data + 3 * kPinPiece, kPinPiece},
+                                                {data + 4 * kPinPiece, kPart}}));
+  EXPECT_EQ(arena.acquire(6 * kPinPiece, kAmple, kHelpers).bytes(), 6 * kPinPiece);
+  settle(arena);
+  EXPECT_EQ(arena.memory().registered, 6 * kPinPiece);
 }
 
 // --- Threads and processes.
