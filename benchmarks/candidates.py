@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -125,8 +126,9 @@ class Unavoidable(Candidate):
         """Touched memory, the same from call to call."""
         if self._touched is None:
             self._touched = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for at in range(0, size, ALIGNMENT):
-                self._touched[at] = 1
+            content = random.Random(0).randbytes(2**20)  # storage may compress what is less random
+            for at in range(0, size, len(content)):
+                self._touched[at : at + len(content)] = content[: size - at]
         return self._touched
 
     def _in_pieces(self, memory: mmap.mmap, move: Callable[[memoryview, int, int], None]) -> None:

@@ -62,9 +62,8 @@ SETTINGS = {
     for setting in (
         Setting(
             "threads",
-            8,
-            "worker threads a save or load, in each process; half of them use a slot at a time. Where a load is many "
-            "short reads, twice as many workers",
+            4,
+            "worker threads a save or load, in each process; twice as many where a load is many short reads",
             least=1,
             most=256,
         ),

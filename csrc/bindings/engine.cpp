@@ -36,7 +36,6 @@ namespace {
 io::EngineOptions make_options(unsigned threads, uint64_t slot_bytes, uint64_t arena_bytes, const std::string& access,
                                uint64_t bytes_per_second, int niceness, uint64_t read_gap) {
   io::EngineOptions options{threads, slot_bytes, arena_bytes};
-  options.slots = std::max(1U, threads / 2);
   options.read_cached = access != "direct only";
   options.bytes_per_second = bytes_per_second;
   options.niceness = niceness;

@@ -115,7 +115,9 @@ void bind_stage(py::module_& module) {
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "page_lock_snapshots",
-      [](const std::vector<int>& devices, uint64_t pack_bytes) { stage::cuda_pipelines(devices, pack_bytes); },
+      [](const std::vector<int>& devices, uint64_t pack_bytes) {
+        if (!devices.empty()) stage::cuda_pipelines(devices, pack_bytes);
+      },
       py::arg("devices"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
       "lets memory of snapshots be locked in the background, for all CUDA devices, and lie near those that are given",
       py::call_guard<py::gil_scoped_release>());

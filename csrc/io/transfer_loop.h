@@ -4,9 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <optional>
-#include <semaphore>
 
 #include "base/memory.h"
 #include "base/trace.h"
@@ -22,11 +20,10 @@ inline constexpr uint64_t kLargeBody = 2 << 20;
 inline constexpr uint64_t kReadGap = 128 << 10;
 
 struct EngineOptions {
-  unsigned threads = 8;  // workers
+  unsigned threads = 4;  // workers
   uint64_t slot_bytes = 8 << 20;
   uint64_t arena_bytes = 256 << 20;
   Access widest = Access::direct;
-  unsigned slots = 4;             // most that the workers use at a time
   bool read_cached = true;        // read files that are in the page cache from there
   uint64_t bytes_per_second = 0;  // most that a writer gives to its file; 0: no limit
   uint64_t read_gap = kReadGap;   // as kReadGap, where files are elsewhere
@@ -41,8 +38,7 @@ struct Flight {
   uint64_t moved_before = 0;   // bytes that were moved while it was prepared
 };
 
-// Runs `queue` empty on options.threads workers. Fewer may use a slot at a time: slots are memory, and filling one
-// keeps a processor busy, while transfers from the tensors' own memory only keep the disk busy. For each item taken:
+// Runs `queue` empty on options.threads workers. For each item taken:
 //   needs_slot(item)      whether it passes through a slot
 //   prepare(item, flight) sets up flight.transfer, and flight.item as it likes
 //   complete(flight)      called when the transfer is done
@@ -51,11 +47,6 @@ template <typename Item, typename NeedsSlot, typename Prepare, typename Complete
 void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const NeedsSlot& needs_slot,
                    const Prepare& prepare, const Complete& complete, TransferControl* control = nullptr) {
   Arena& arena = shared_arena(options.slot_bytes, options.arena_bytes);
-  using Turns = std::counting_semaphore<>;
-  struct GiveBack {
-    void operator()(Turns* turns) const { turns->release(); }
-  };
-  Turns slot_turns(options.slots);
   const auto work = [&](const std::atomic<bool>& stop) {
     struct CloseOnError {
       WorkQueue<Item>& queue;
@@ -66,13 +57,8 @@ void run_transfers(WorkQueue<Item>& queue, const EngineOptions& options, const N
     } guard{queue};
     Item next{};
     while (!stop.load(std::memory_order_relaxed) && queue.take(next)) {
-      std::unique_ptr<Turns, GiveBack> turn;  // given back after the slot
       Flight flight;
-      if (needs_slot(next)) {
-        slot_turns.acquire();
-        turn.reset(&slot_turns);
-        flight.slot.emplace(arena.acquire());
-      }
+      if (needs_slot(next)) flight.slot.emplace(arena.acquire());
       trace::Laps laps;
       prepare(next, flight);
       const bool reads = flight.transfer.call == Call::read;

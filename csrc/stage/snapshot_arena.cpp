@@ -212,6 +212,7 @@ void SnapshotArena::offer() {
   } catch (const std::system_error&) {  // no thread to be had: the memory is slower for it, not wrong
     const std::lock_guard lock(mutex_);
     registering_ = false;
+    registered_.notify_all();  // another thread may wait in prepare()
   }
 }
 

@@ -1,8 +1,9 @@
 // Writes records (framing and bytes) to one data file, at the speed of the disk, with checksums on the way.
 //
-// The file is laid out so that large tensors travel from their own memory: torch's CPU tensors start 64 bytes behind a
-// page, so their bytes start 64 bytes behind a block of the file, and all but the first and last few bytes need no
-// copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes alone.
+// The file is laid out so that large tensors travel from their own memory: their bytes start as far behind a block of
+// the file as behind a page, which is 64 bytes where torch's CPU allocator put them, and all but the first and last few
+// bytes need no copy. Small records, ragged ends and strided tensors are packed in slots. Offsets depend on sizes, and
+// on where large tensors lie in a page.
 //
 // One thread calls a FileWriter, which runs workers of its own. Other threads may call progress() and cancel(). All but
 // these throw Error (io, full, cancelled, invalid).

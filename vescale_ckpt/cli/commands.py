@@ -334,7 +334,7 @@ COMMANDS = (
         "settings:run",
         (_JSON,),
         "Settings are environment variables that begin with VESCALE_CKPT_. Exit status 2 if one is wrong.",
-        ("VESCALE_CKPT_THREADS=16 vescale-ckpt settings",),
+        ("VESCALE_CKPT_THREADS=8 vescale-ckpt settings",),
         json=(
             "`settings` (each with `variable`, `value`, `source`, `default`, `help`, `error`), `unknown`"
         ),

@@ -116,7 +116,7 @@ TEST_P(WriterReader, RoundTripsTensorsOfEverySize) {
     end = offset + length;
   }
 
-  // Offsets depend on sizes alone, not on the way that bytes take.
+  // Offsets depend on the tensors, not on the way that bytes take.
   static const std::vector<write::PlacedRecord> first = file.records;
   for (size_t i = 0; i < tensors.size(); ++i) EXPECT_EQ(file.records[i].offset, first[i].offset);
 }

@@ -222,25 +222,6 @@ TEST_P(Failure, OfMemoryToGrowIsNoFailure) {
   EXPECT_EQ(shared_arena(tight.slot_bytes, tight.arena_bytes).allocated_bytes(), kSlotBytes);
 }
 
-// More workers than slots at a time: those in excess wait, or move tensors that need none.
-TEST_P(Failure, OfTurnsForSlotsIsNoFailure) {
-  io::EngineOptions few = options();
-  few.threads = 8;
-  few.slots = 2;
-  few.arena_bytes = 7 * kSlotBytes;  // an arena of its own
-  const WrittenFile written = write_data_file(path("file"), sources_of(tensors()), few);
-  std::vector<Memory> targets;
-  std::vector<read::ReadItem> items;
-  for (size_t i = 0; i < tensors().size(); ++i) {
-    targets.emplace_back(tensors()[i].memory.size(), 24);
-    items.push_back(tensors()[i].item(0, written.records[i], targets.back().data()));
-  }
-  read_items(written.path, items, few);
-  for (size_t i = 0; i < items.size(); ++i) EXPECT_TRUE(targets[i].text() == tensors()[i].memory.text());
-  EXPECT_LE(shared_arena(few.slot_bytes, few.arena_bytes).allocated_bytes(), 2 * kSlotBytes);
-  expect_slots_back(few);  // takes all that there may be
-}
-
 // Settings that the layout cannot work with are refused before a byte is written.
 class Settings : public ScratchTest {};
 
