@@ -33,7 +33,7 @@ from benchmarks.harness import CEILING
 from benchmarks.measure import Plain
 from benchmarks.states import State
 from vescale_ckpt._bench.page_cache import address_of
-from vescale_ckpt._bench.raw_file import ALIGNMENT, FILE_NAME, PIECE_BYTES, THREADS, RawFile, preallocate
+from vescale_ckpt._bench.raw_file import FILE_NAME, PIECE_BYTES, THREADS, RawFile, preallocate, whole_blocks
 from vescale_ckpt._engine import _C
 
 
@@ -95,7 +95,7 @@ class Unavoidable(Candidate):
         self._touched: mmap.mmap | None = None
 
     def save(self, state: State, directory: Path) -> None:
-        size = _padded(_bytes_of(state))
+        size = whole_blocks(_bytes_of(state))
         descriptor = os.open(directory / FILE_NAME, os.O_WRONLY | os.O_CREAT | self._direct, 0o644)
 
         def write(piece: memoryview, at: int, address: int) -> None:
@@ -110,7 +110,7 @@ class Unavoidable(Candidate):
             os.close(descriptor)
 
     def load(self, into: State, directory: Path) -> None:
-        size = _padded(_bytes_of(into))
+        size = whole_blocks(_bytes_of(into))
         descriptor = os.open(directory / FILE_NAME, os.O_RDONLY | self._direct)
 
         def read(piece: memoryview, at: int, address: int) -> None:
@@ -382,10 +382,6 @@ def _save_into(state: State, directory: Path, writer: StorageWriter, planner: Sa
 
 def _bytes_of(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _huge_pages(size: int) -> mmap.mmap:

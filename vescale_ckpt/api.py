@@ -354,8 +354,7 @@ def prepare(
                 items, _ = planned
                 needed = sum(words(items.body_bytes()))
                 devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
-                if devices:
-                    _C.page_lock_snapshots(devices, settings.number("pack_bytes"))
+                _C.page_lock_snapshots(devices, settings.number("pack_bytes"))
                 _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

@@ -45,6 +45,7 @@ class CopyPlan {
  public:
   CopyPlan(std::vector<DeviceRow> rows, const HostLayout& layout, const CopyLimits& limits);
 
+  const HostLayout& layout() const { return layout_; }
   bool packs() const { return !packed_.empty(); }
   void forgo_slab();  // before the first next(): pack nothing after all
 

@@ -34,7 +34,6 @@ void Pipeline::start(std::vector<DeviceRow> rows, std::span<const StreamHandle> 
                      CopyControl* control) {
   if (thread_.joinable()) throw Error::invalid("copies were started before the last ones were waited for");
   plan_.emplace(std::move(rows), layout, limits_);
-  layout_ = layout;
   usable_piece_.reset();
   if (plan_->packs() && !make_slabs()) plan_->forgo_slab();
   for (const StreamHandle producer : producers) {
@@ -59,7 +58,6 @@ bool Pipeline::wait(std::chrono::milliseconds timeout) {
   if (thread_.joinable()) {
     thread_.join();  // all that it still does is to end
     plan_.reset();
-    layout_ = {};
   }
   if (error_) std::rethrow_exception(error_);
   return true;
@@ -95,7 +93,7 @@ void Pipeline::throw_if_cancelled() const {
 
 // False if the transfer is to stop.
 bool Pipeline::wait_for_memory(const CopyGroup& group, const std::stop_token& stop) {
-  if (!layout_.wait_until_usable) return true;
+  if (!plan_->layout().wait_until_usable) return true;
   for (const FlatCopy& copy : group.flat) {
     if (!wait_for_piece(copy.host, stop)) return false;
   }
@@ -107,9 +105,10 @@ bool Pipeline::wait_for_memory(const CopyGroup& group, const std::stop_token& st
 
 bool Pipeline::wait_for_piece(const std::byte* host, const std::stop_token& stop) {
   constexpr std::chrono::milliseconds kStep{10};  // within which a transfer ends that is cancelled or stopped
-  const uint64_t piece = (reinterpret_cast<uintptr_t>(host) - layout_.base) / layout_.piece_bytes;
+  const HostLayout& layout = plan_->layout();
+  const uint64_t piece = (reinterpret_cast<uintptr_t>(host) - layout.base) / layout.piece_bytes;
   if (piece == usable_piece_) return true;
-  while (!layout_.wait_until_usable(host, kStep)) {
+  while (!layout.wait_until_usable(host, kStep)) {
     if (stop.stop_requested()) return false;
     throw_if_cancelled();
   }

@@ -75,7 +75,6 @@ class Pipeline {
   const std::unique_ptr<Event> produced_;
   std::array<Turn, 3> turns_;  // one is copied, one packed, and one is there for when this thread is late
   std::optional<CopyPlan> plan_;
-  HostLayout layout_;
   std::optional<uint64_t> usable_piece_;  // the last one that was waited for
   CopyControl* control_ = nullptr;
 

@@ -30,7 +30,7 @@ struct Group {
   uint64_t offset_for(const SafetensorsHeader::Tensor& tensor) const {
     const uint64_t behind = align_up(end, SafetensorsLoad::kAlignment);
     if (!members.empty() && tensor.end - tensor.begin < kLarge) return behind;
-    return behind + (align_up(tensor.begin, SafetensorsLoad::kAlignment) - behind) % kBlock;
+    return first_congruent(behind, align_up(tensor.begin, SafetensorsLoad::kAlignment));
   }
 
   // From the heap, as torch's: what was given back to it before is still there.

@@ -111,7 +111,7 @@ void SnapshotArena::withdraw(std::unique_lock<std::mutex>& lock, Piece& piece) {
 
 void SnapshotArena::shrink(std::unique_lock<std::mutex>& lock, Piece& piece, uint64_t keep) {
   if (piece.touched <= keep) return;
-  const bool refused = !piece.registered && !piece.offering && piece.offered == piece.touched;
+  const bool refused = !piece.registered && piece.answered();
   withdraw(lock, piece);
   if (system::advise(address(piece) + keep, piece.touched - keep, MADV_DONTNEED) < 0) return;  // locked: it stays ours
   touched_ -= piece.touched - keep;
@@ -288,8 +288,7 @@ uint64_t SnapshotArena::prepare(uint64_t bytes, unsigned threads) {
 bool SnapshotArena::wait_until_usable(const std::byte* at, std::chrono::milliseconds timeout) {
   std::unique_lock lock(mutex_);
   const Piece& piece = pieces_[static_cast<uint64_t>(at - base_) / kPinPiece];
-  return registered_.wait_for(lock, timeout,
-                              [&] { return !registering_ || (piece.offered == piece.touched && !piece.offering); });
+  return registered_.wait_for(lock, timeout, [&] { return !registering_ || piece.answered(); });
 }
 
 void SnapshotArena::release(std::byte* data, uint64_t bytes) {

@@ -97,6 +97,8 @@ class SnapshotArena {
     bool registered = false;
     bool offering = false;  // the registrar is at it: neither its registration nor its pages may change
     uint64_t in_use = 0;    // bytes, from its start: of one range
+    // The registrar has answered for all that is touched.
+    bool answered() const { return offered == touched && !offering; }
   };
   struct Run {
     size_t first = 0;    // piece

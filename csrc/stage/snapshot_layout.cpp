@@ -82,7 +82,9 @@ class Arrangement {
         const write::RecordSource& anchor = sources_[one.anchor];
         const auto before = static_cast<uint64_t>(anchor.data - one.begin);
         const uint64_t free = align_up(layout.memory_bytes, SnapshotLayout::kAlignment);
-        one.offset = anchor.bytes < io::kLargeBody ? free : behind(free + before) - before;
+        // A large body goes where the writer can send it from as it is.
+        one.offset =
+            anchor.bytes < io::kLargeBody ? free : first_congruent(free + before, write::kTorchOffset) - before;
         layout.memory_bytes = one.offset + one.bytes;
         layout.copied_bytes += one.bytes;
         layout.extents.push_back(
@@ -91,12 +93,6 @@ class Arrangement {
       layout.offsets.push_back(one.offset + static_cast<uint64_t>(sources_[row].data - one.begin));
     }
     return layout;
-  }
-
-  // The first place from `offset` on that a large body is sent from as it is.
-  static uint64_t behind(uint64_t offset) {
-    return offset <= write::kTorchOffset ? write::kTorchOffset
-                                         : align_up(offset - write::kTorchOffset, kBlock) + write::kTorchOffset;
   }
 
   const std::span<const write::RecordSource> sources_;

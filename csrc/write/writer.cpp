@@ -78,8 +78,7 @@ std::vector<TileSource> FileWriter::lay_out(std::span<const RecordSource> source
     uint64_t begin = align_up(cursor, kRecordAlignment);
     bool apart = false;
     if (large) {
-      const uint64_t place = place_in_block(source);
-      begin = align_up(std::max(cursor + prologue, place) - place, kBlock) + place - prologue;
+      begin = first_congruent(cursor + prologue, place_in_block(source)) - prologue;
     } else if (after_large || begin + total - group > options_.slot_bytes - kSlack) {
       begin = group = align_up(cursor, kBlock);
       apart = true;
