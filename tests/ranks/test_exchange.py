@@ -355,14 +355,14 @@ def _stops(who: int, where: str, directory: Path) -> Any:
     def stop() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stop_and_greet(*args: Any) -> None:
+    def stop_and_greet(*args: Any) -> Any:
         stop()
-        begin(*args)
+        return begin(*args)
 
-    def send_greetings_only(links: connections.Connections, peer: int, tensor: torch.Tensor) -> None:
+    def send_greetings_only(links: connections.Connections, peer: int, tensor: torch.Tensor, **more: Any) -> None:
         if tensor.numel() != connections._GREETING_BYTES:
             stop()
-        send(links, peer, tensor)
+        send(links, peer, tensor, **more)
 
     def two_collectives() -> None:
         exchange.gather(b"x" * rank, "write")
@@ -388,6 +388,36 @@ def test_a_stopped_rank_is_named_not_who_waits_for_it_too(where: str, who: int, 
         pytest.skip("the coordinator sends nothing in a gather")
     answers = run_ranks(4, _stops, who, where, tmp_path)
     same_everywhere(answers, [who], [f"rank {who} of 4"])
+
+
+def _dies_within_a_message(sends: bool, directory: Path) -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    data = bytes(128 << 20)  # takes much longer than it takes to die
+    begin = connections.Connections._begin
+
+    def die_in_the_middle(links: connections.Connections, way: str, peer: int, tensor: torch.Tensor, tag: int) -> Any:
+        work = begin(links, way, peer, tensor, tag)
+        if tensor.numel() == len(data):
+            say("began", directory)
+            if rank == 1:
+                while not (directory / "began 0").exists():
+                    time.sleep(0.001)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return work
+
+    with mock.patch.object(connections.Connections, "_begin", die_in_the_middle):
+        if sends:
+            return error_of(lambda: exchange.gather(data if rank == 1 else b"", "plan"))
+        return error_of(lambda: exchange.scatter([b"", data] if rank == 0 else None, "plan"))
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_rank_that_dies_within_a_long_message_is_named_long_before_the_timeout(sends: bool, tmp_path: Path) -> None:
+    """gloo wakes neither who sends the rest of a message to a peer that died nor who received a part of one."""
+    answers = run_ranks(2, _dies_within_a_message, sends, tmp_path, check=False)
+    same_everywhere(answers[:1], [1], ["rank 1 of 2", "died"])
 
 
 def _leaves_with_an_error() -> Any:

@@ -124,14 +124,14 @@ class StreamedWrite(JoinedWrite):
             received = None
             if step in receives:
                 received = torch.empty(self._save.window_bytes(me, number), dtype=torch.uint8, device="cpu")
-                peers.receive(receives[step], received)
+                peers.receive(receives[step], received, receipt=True)
             if step in sends:
                 writer = sends[step]
                 sent = torch.zeros(self._save.window_bytes(writer, number), dtype=torch.uint8, device="cpu")
                 windows = [0] * size
                 windows[writer] = sent.data_ptr()
                 self._fill_windows(number, windows)
-                peers.send(writer, sent)
+                peers.send(writer, sent, receipt=True)
             peers.wait()
             if received is not None:
                 self._memory[number][: len(received)].bitwise_xor_(received)

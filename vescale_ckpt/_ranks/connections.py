@@ -9,6 +9,10 @@ the ranks of subgroups; and a group that failed cannot be made again under its n
 
 The first failure ends a generation of connections. The rank that notices it writes a failure report to the store, then
 closes its connections. Its neighbours notice that, read the report, raise the same error and close theirs.
+
+Of the end of a connection gloo tells only who waits for a message of which no byte has come yet. It tells neither who
+waits for a send nor who waits for the rest of a message (`signalException` in its `tcp/pair.cc`). So a rank waits for
+such messages alone: a long message is followed by a short one, its trailer, and the receiver may answer with a receipt.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +44,8 @@ _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _CONNECTING = "connecting the ranks"
+_MESSAGES, _TRAILERS, _RECEIPTS = range(3)  # gloo's tags: messages of one tag come in the order in which they are sent
+_SHORT_BYTES = 4096  # a message of at most so many comes at once: it has no trailer
 
 
 class Arrival(Protocol):
@@ -50,6 +56,14 @@ class Arrival(Protocol):
 
 
 _Result = TypeVar("_Result")
+
+
+class _Awaited(NamedTuple):
+    """What a rank waits for: the last of `works`. The others must stay until it comes."""
+
+    peer: int
+    works: list[Arrival]
+    receipt: bool = False  #: whether the peer waits for a receipt
 
 
 class _LostError(Exception):
@@ -91,8 +105,15 @@ class Connections:
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
-        # No other variable may hold work in flight: gloo closes only after all of it is released.
-        self._pending: deque[tuple[int, Arrival]] = deque()
+        levels = 0  # below the root of the tree
+        while sum(FANOUT**level for level in range(levels + 1)) < self.size:
+            levels += 1
+        self._farthest = 2 * levels  # steps from any rank to any other, from neighbour to neighbour
+        # Only these hold work in flight: gloo closes only after all of it is released.
+        self._pending: deque[_Awaited] = deque()
+        self._receipts: deque[_Awaited] = deque()
+        self._sent: deque[tuple[int, list[Arrival]]] = deque()  # without a receipt, by the number of the collective
+        self._mark = torch.zeros(1, dtype=torch.uint8, device="cpu")  # what trailers and receipts consist of
         self._gloo: dist.ProcessGroupGloo | None = None
         with observed_phase(WAIT, _CONNECTING, rendezvous.absent if self.rank == 0 else None):
             rendezvous.meet(_CONNECTING, timeout)
@@ -145,7 +166,7 @@ class Connections:
         """Names the ranks that this one waits for, as far as it is known. Any thread may call it."""
         peer = ""
         with suppress(IndexError):  # it may just have come
-            peer = f"a message of rank {self._pending[0][0]} of {self.size}"
+            peer = f"a message of rank {(self._pending or self._receipts)[0].peer} of {self.size}"
         if self.rank != 0:
             return peer or "other ranks"
         notes = self._rendezvous.notes()
@@ -169,30 +190,51 @@ class Connections:
                 self._close()
             raise self.failure.error()
 
-    def send(self, peer: int, tensor: torch.Tensor) -> None:
-        """Begins to send a CPU tensor, which must not change until `wait` returns."""
-        self._begin("send", peer, tensor)
+    def send(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
+        """Begins to send a CPU tensor.
 
-    def receive(self, peer: int, tensor: torch.Tensor) -> None:
-        """Begins to receive a tensor, of exactly the size that the peer sends."""
-        self._begin("recv", peer, tensor)
+        With `receipt`, `wait` returns only when the peer has it. Without, the tensor must never change, and this rank
+        must wait, before or after, for something that the peer sends only after it has begun to receive this message:
+        gloo sends a message when the peer has begun to receive it.
+        """
+        works: list[Arrival] = []
+        if receipt:
+            self._receipts.append(_Awaited(peer, works))
+            works.append(self._begin("recv", peer, self._mark, _RECEIPTS))
+        else:
+            self._sent.append((self.calls, works))
+        works.insert(0, self._begin("send", peer, tensor, _MESSAGES))
+        if tensor.nbytes > _SHORT_BYTES:
+            works.insert(0, self._begin("send", peer, self._mark, _TRAILERS))
+
+    def receive(self, peer: int, tensor: torch.Tensor, receipt: bool = False) -> None:
+        """Begins to receive a tensor of exactly the size that the peer sends. `receipt`: as the peer's `send`."""
+        works: list[Arrival] = []
+        self._pending.append(_Awaited(peer, works, receipt))
+        works.append(self._begin("recv", peer, tensor, _MESSAGES))
+        if tensor.nbytes > _SHORT_BYTES:
+            works.append(self._begin("recv", peer, self._mark, _TRAILERS))
 
     def expect(self, peer: int, arrival: Arrival) -> None:
         """Adds something of `peer` that does not come over these connections to what `wait` waits for."""
-        self._pending.append((peer, arrival))
+        self._pending.append(_Awaited(peer, [arrival]))
 
     def wait(self) -> None:
-        """Returns when all sends and receives that were begun are done, and all that is expected has come."""
-        while self._pending:
-            try:
-                self._pending[0][1].wait(timedelta(seconds=self._left()))
-            except RuntimeError as error:
-                raise self._lost(self._pending[0][0]) from error
-            self._pending.popleft()
+        """Returns when all receives that were begun are done, and all receipts and all that is expected have come."""
+        for awaited in self._pending, self._receipts:  # in this order: the peers may wait for receipts of this rank
+            while awaited:
+                try:
+                    awaited[0].works[-1].wait(timedelta(seconds=self._left()))
+                except RuntimeError as error:
+                    raise self._lost(awaited[0].peer) from error
+                if awaited[0].receipt:
+                    self._sent.append((self.calls, [self._begin("send", awaited[0].peer, self._mark, _RECEIPTS)]))
+                awaited.popleft()
 
-    def _begin(self, way: str, peer: int, tensor: torch.Tensor) -> None:
+    def _begin(self, way: str, peer: int, tensor: torch.Tensor, tag: int) -> Arrival:
         try:
-            self._pending.append((peer, getattr(self._gloo, way)([tensor], peer, 0)))
+            work: Arrival = getattr(self._gloo, way)([tensor], peer, tag)
+            return work
         except RuntimeError as error:
             raise self._lost(peer) from error
 
@@ -215,6 +257,9 @@ class Connections:
         for peer, buffer in heard.items():
             if buffer != greeting:
                 raise _ElsewhereError(peer, buffer[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace"))
+        # The neighbours have taken all of the last collective, their neighbours all of the one before, and so on.
+        while self._sent and self._sent[0][0] + self._farthest < self.calls:
+            self._sent.popleft()
 
     def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
         """Makes or reads the failure report, so that all ranks have the same, then closes the connections."""
@@ -232,7 +277,12 @@ class Connections:
         return failure
 
     def _close(self) -> None:
-        self._pending.clear()
+        for awaited in *self._pending, *self._receipts:
+            awaited.works.clear()  # tracebacks may hold the list
+        for _, works in self._sent:
+            works.clear()
+        for held in self._pending, self._receipts, self._sent:
+            held.clear()
         # The list holds the only reference, so that the thread of `in_time` destroys the group, not this one.
         closing, self._gloo = [self._gloo], None
         with suppress(TimeoutError):

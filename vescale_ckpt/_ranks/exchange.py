@@ -103,13 +103,13 @@ class Exchange:
                 together, count = torch.stack([least, *theirs]), len(values)
                 least = torch.cat([together[:, :count].amin(0), together[:, count:].sum(0)])
                 if links.parent is not None:
+                    answer = torch.empty_like(least)
+                    links.receive(links.parent, answer)
                     links.send(links.parent, least)
                     links.wait()
-                    links.receive(links.parent, least)
-                    links.wait()
+                    least = answer
                 for child in links.children:
-                    links.send(child, least)
-                links.wait()
+                    links.send(child, least)  # it has begun to receive
         result: list[int] = least.tolist()
         return result
 
@@ -129,7 +129,7 @@ class Exchange:
             links.wait()
             buffers = [bytearray(int(length)) for length in lengths]
             for rank, buffer in enumerate(buffers, 1):
-                links.receive(rank, tensor_over(buffer))
+                links.receive(rank, tensor_over(buffer), receipt=True)
             links.wait()
         buffers.reverse()
         parts = [data]
@@ -413,7 +413,7 @@ def _send(links: Connections, peers: Sequence[int], data: bytes) -> None:
     payload = tensor_over(bytearray(data))
     for peer in peers:
         links.send(peer, length)
-        links.send(peer, payload)
+        links.send(peer, payload, receipt=True)
 
 
 def _receive(links: Connections, peer: int) -> bytes:
@@ -421,7 +421,7 @@ def _receive(links: Connections, peer: int) -> bytes:
     links.receive(peer, length)
     links.wait()
     buffer = bytearray(int(length))
-    links.receive(peer, tensor_over(buffer))
+    links.receive(peer, tensor_over(buffer), receipt=True)
     links.wait()
     return bytes(buffer)
 

@@ -100,10 +100,10 @@ class NodeBuffer:
         memory = self[number]
         for peer, offset, size in round_.messages(round_.receives):
             if size:
-                peers.receive(peer, memory[offset : offset + size])
+                peers.receive(peer, memory[offset : offset + size], receipt=True)
         for peer, offset, size in round_.messages(round_.sends):
             if size:
-                peers.send(peer, memory[offset : offset + size])
+                peers.send(peer, memory[offset : offset + size], receipt=True)
         peers.wait()
         self._own.filled.set(number + 1)
         for peer in round_.same_node_peers(round_.receives):
