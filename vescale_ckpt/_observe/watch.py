@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BAR_SECONDS = 0.2  # between two looks at a bar
+_LEAST_SECONDS = 0.01  # between two looks
 _LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -34,7 +35,7 @@ class _Watched:
 
     def next_look(self) -> float:
         """In so many seconds."""
-        seconds = float(settings.lenient("report_seconds"))
+        seconds = self._until_report(self.timeline.open_phase)
         return min(seconds, _BAR_SECONDS) if self._bar is not None else seconds
 
     def look(self) -> None:
@@ -47,16 +48,27 @@ class _Watched:
             self._bytes = progress() if progress is not None else (0, 0)
         if phase is None:
             return
-        seconds = (time.perf_counter_ns() - phase.began) / 1e9
-        if seconds >= float(settings.lenient("report_seconds")) * (self._reports + 1):
+        if self._until_report(phase) <= 0:
             self._reports += 1
             now = progress() if progress is not None else (0, 0)
-            lines.log_still(timeline, phase, seconds, moved=now != self._bytes)
+            lines.log_still(timeline, phase, _seconds_since(phase), moved=now != self._bytes)
             self._bytes = now
+
+    def _until_report(self, phase: OpenPhase | None) -> float:
+        """Seconds until the phase is to be reported (again)."""
+        seconds = float(settings.lenient("report_seconds"))
+        if phase is None:
+            return seconds
+        reports = self._reports if phase is self._phase else 0
+        return seconds * (reports + 1) - _seconds_since(phase)
 
     def end(self) -> None:
         if self._bar is not None:
             self._bar.end()
+
+
+def _seconds_since(phase: OpenPhase) -> float:
+    return (time.perf_counter_ns() - phase.began) / 1e9
 
 
 class _Watch:
@@ -98,7 +110,8 @@ class _Watch:
                 if not self._watched:
                     self._changed.wait()
                     continue
-                self._changed.wait(min(watched.next_look() for watched in self._watched.values()))
+                next_look = min(watched.next_look() for watched in self._watched.values())
+                self._changed.wait(max(next_look, _LEAST_SECONDS))
                 now = list(self._watched.values())
             for watched in now:
                 try:
