@@ -205,6 +205,20 @@ def test_memory_of_a_gather_is_the_sum_not_the_largest_for_each_rank() -> None:
     assert peak < 250  # 100, and once more while the largest part is turned into bytes
 
 
+def _two_interfaces() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"  # `run_ranks` undoes it
+    exchange = Exchange.of(dist.new_group(backend="gloo"), 10.0)  # the default group may have its connections already
+    data = bytes([exchange.rank]) * (64 << 20)
+    for number in range(3):
+        parts = exchange.gather(data, f"plan {number}")
+        assert parts is None or parts == [data, b"\1" * len(data)]
+
+
+def test_long_messages_with_several_interfaces() -> None:
+    """Torch connects gloo once for each interface, and a message's tag chooses the connection."""
+    run_ranks(2, _two_interfaces)
+
+
 # --- Ranks that are late, dead, or elsewhere
 
 

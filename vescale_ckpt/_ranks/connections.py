@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import math
 import threading
 import time
 from collections import deque
@@ -44,7 +45,9 @@ _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
 _CONNECTING = "connecting the ranks"
-_MESSAGES, _TRAILERS, _RECEIPTS = range(3)  # gloo's tags: messages of one tag come in the order in which they are sent
+# gloo's tags: messages of one tag come in the order in which they are sent. Two ranks have a connection for each of
+# their interfaces, and torch takes that of the tag modulo their number: with up to 16 all tags share one connection.
+_MESSAGES, _TRAILERS, _RECEIPTS = (number * math.lcm(*range(1, 17)) for number in range(3))
 _SHORT_BYTES = 4096  # a message of at most so many comes at once: it has no trailer
 
 
