@@ -434,6 +434,38 @@ def test_a_rank_that_dies_within_a_long_message_is_named_long_before_the_timeout
     same_everywhere(answers[:1], [1], ["rank 1 of 2", "died"])
 
 
+def _dies_within_one_of_many_messages(directory: Path) -> Any:
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([rank], "save 0")
+    (directory / f"pid {rank}").write_text(str(os.getpid()))
+    parts = [torch.zeros(4000, dtype=torch.uint8) for _ in range(3000)]  # more than is under way at once
+
+    def messages() -> None:
+        with exchange.peers("messages", "plan") as links:
+            if rank == 0:
+                for part in parts:
+                    links.receive(1, part)
+                say("began", directory)
+                links.wait()
+                return
+            wait_for_the_others("began", directory)
+            reader = (directory / "pid 0").read_text()
+            os.kill(int(reader), signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {reader}"])
+            for part in parts:
+                links.send(0, part)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return error_of(messages)
+
+
+def test_a_rank_that_dies_between_two_packets_of_a_message_is_named_long_before_the_timeout(tmp_path: Path) -> None:
+    """On a network a message of some KiB comes in several packets."""
+    answers = run_ranks(2, _dies_within_one_of_many_messages, tmp_path, check=False)
+    same_everywhere(answers[:1], [1], ["rank 1 of 2", "died"])
+
+
 def _leaves_with_an_error() -> Any:
     exchange = Exchange.of(None, FOREVER)
     exchange.agree([1], "begin")  # a rank that is late for `of` learns of the error there

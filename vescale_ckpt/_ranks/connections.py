@@ -48,7 +48,7 @@ _CONNECTING = "connecting the ranks"
 # gloo's tags: messages of one tag come in the order in which they are sent. Two ranks have a connection for each of
 # their interfaces, and torch takes that of the tag modulo their number: with up to 16 all tags share one connection.
 _MESSAGES, _TRAILERS, _RECEIPTS = (number * math.lcm(*range(1, 17)) for number in range(3))
-_SHORT_BYTES = 4096  # a message of at most so many comes at once: it has no trailer
+_SHORT_BYTES = 1024  # a message of at most so many fits in one packet of any network: it has no trailer
 
 
 class Arrival(Protocol):
