@@ -24,6 +24,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner
 from vescale_ckpt._collective import export_save, joined_write
 from vescale_ckpt._engine import _C
+from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._share import node_buffer
 
 NEVER = 1 << 60
@@ -99,6 +100,7 @@ def _save_columns(directory: str, who: int, what: str) -> str:
         name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
     }
     mine = dist.get_rank() == who
+    Exchange.of().kept.clear()  # of an earlier test
     with contextlib.ExitStack() as stack:
         send = stack.enter_context(joining())
         warned = stack.enter_context(mock.patch.object(joined_write.logger, "warning"))
@@ -131,6 +133,37 @@ def _save_columns(directory: str, who: int, what: str) -> str:
         finally:
             _C.clear_faults()
         return f"saved, {'together' if send.called else 'alone'}, {warned.call_count} warnings"
+
+
+def _save_five_times(directory: str) -> list[int]:
+    """One rank fails in the third save. Returns how many buffers this rank had made after each."""
+    mesh = init_device_mesh("cpu", (2,))
+    begun, begin = [], node_buffer.NodeBuffer.__init__
+    Exchange.of().kept.clear()  # of an earlier test
+
+    def count(buffer: node_buffer.NodeBuffer, sizes: list[int]) -> None:
+        begun.append(sizes)
+        begin(buffer, sizes)
+
+    made = []
+    with joining() as send, mock.patch.object(node_buffer.NodeBuffer, "__init__", count):
+        for k in range(5):
+            state = {
+                name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None)
+                for name, value in _columns(k).items()
+            }
+            fails = k == 2
+            send.side_effect = OSError(errno.EIO, "the disk is gone") if fails and dist.get_rank() == 1 else SEND
+            with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
+                save(f"{directory}/{k}", state)
+            made.append(len(begun))
+    return made
+
+
+def test_windows_are_kept_until_a_save_fails(checkpoint: Path) -> None:
+    assert run_ranks(2, _save_five_times, str(checkpoint)) == [[1, 1, 1, 2, 2]] * 2
+    for k in (0, 1, 3, 4):
+        assert same(read(checkpoint / str(k)), _columns(k)), k
 
 
 @pytest.mark.parametrize("what", ["memory", "namespace"])

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 WINDOW_BYTES = 8 << 20  #: what a rank writes in one round, at most; it has two windows
 LEAST_BYTES = 1 << 20  #: of a node, below which nothing is put together
 _FINE, _FAILED = 0, 1
+_KEPT = "windows"  # of an exchange
 
 
 class _Files(Protocol):
@@ -31,6 +32,14 @@ class _Files(Protocol):
         """Writes this rank's window."""
 
 
+def _sizes() -> list[int]:
+    return [WINDOW_BYTES, WINDOW_BYTES]
+
+
+def _near(exchange: Exchange, joined: JoinedRanges) -> list[int]:
+    return [rank for rank in joined.ranks if rank != exchange.rank]
+
+
 class JoinedWrite:
     """The rounds of one save. All ranks take each round, or none. `begin` makes it.
 
@@ -38,11 +47,15 @@ class JoinedWrite:
     each writes its own window, while the next round is copied into the other windows.
     """
 
-    def __init__(self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer) -> None:
+    def __init__(
+        self, exchange: Exchange, doing: str, joined: JoinedRanges, memory: NodeBuffer, keeps: bool = False
+    ) -> None:
+        """`keeps`: the memory is for the next save, too."""
         self._exchange = exchange
         self._phase = doing
         self._joined = joined
         self._memory = memory
+        self._keeps = keeps
         self._files: _Files | None = None
         self._error: BaseException | None = None
         self._node_is_fine = True
@@ -52,22 +65,28 @@ class JoinedWrite:
     def begin(cls, exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> JoinedWrite | None:
         """Shares memory with the other ranks of the node. `ready`: whether this rank can take part. None on all ranks
         if one cannot: then each rank writes its own bytes."""
-        memory, error = cls.share_memory(exchange, doing, joined, ready)
+        memory, error = cls._kept_memory(exchange, doing, joined, ready), None
+        if memory is None:
+            memory, error = cls.share_memory(exchange, doing, joined, ready)
         if error is not None:
             logger.warning("%s: each rank writes its own bytes, without the other ranks of its node: %s", doing, error)
-        return None if memory is None else cls(exchange, doing, joined, memory)
+        return None if memory is None else cls(exchange, doing, joined, memory, keeps=True)
 
     @staticmethod
     def share_memory(
         exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool
     ) -> tuple[NodeBuffer | None, Exception | None]:
         """As `open_on_all`."""
+        return open_on_all(exchange, doing, lambda: NodeBuffer(_sizes()), _near(exchange, joined), ready)
 
-        def make() -> NodeBuffer:
-            return NodeBuffer([WINDOW_BYTES, WINDOW_BYTES])
-
-        near = [rank for rank in joined.ranks if rank != exchange.rank]
-        return open_on_all(exchange, doing, make, near, ready)
+    @staticmethod
+    def _kept_memory(exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> NodeBuffer | None:
+        """The memory of an earlier save: all ranks have mapped its pages. None on all ranks unless all have kept it."""
+        kept = exchange.kept.pop(_KEPT, None)
+        usable = isinstance(kept, NodeBuffer) and kept.is_as(_sizes(), _near(exchange, joined))
+        # All ranks have ended their earlier saves when they agree: nobody looks at the windows any more.
+        everywhere = exchange.agree([int(ready and usable)], f"{doing}: memory of an earlier save") == [1]
+        return kept if everywhere and isinstance(kept, NodeBuffer) else None
 
     def run(self, files: _Files) -> None:
         """Takes all rounds. `files` have what this rank contributes. Raises this rank's error only."""
@@ -87,9 +106,12 @@ class JoinedWrite:
         try:
             with phase("write", "with the ranks of the node"), ThreadPoolExecutor(1, "vescale_ckpt") as pool:
                 self._run(pool)
+            if self._keeps and self._error is None:
+                self._exchange.kept[_KEPT] = self._memory
         finally:
             self._files = None
-            self._memory.release()
+            if self._exchange.kept.get(_KEPT) is not self._memory:
+                self._memory.release()
 
     def _run(self, pool: ThreadPoolExecutor) -> None:
         count = self._joined.rounds

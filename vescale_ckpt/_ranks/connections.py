@@ -103,6 +103,7 @@ class Connections:
         self.failure: FailureReport | None = None
         self.devices: DeviceGroup | None = None  #: among the ranks' devices, once `devices_tried`
         self.devices_tried = False
+        self.kept: dict[str, object] = {}  #: what their users keep as long as these connections are good
         self._device_groups = 0  # that were made
         self._ranks = ranks
         self._rendezvous = rendezvous
@@ -292,6 +293,7 @@ class Connections:
             in_time(closing.clear, GRACE_SECONDS, "vescale_ckpt closing")
         if self.devices is not None:
             self.devices.end()
+        self.kept.clear()
 
     def _diagnose(self, phase: str, step: str, timeout: float, error: BaseException, notes: Notes) -> FailureReport:
         def report(late: list[int], text: str, mismatch: bool = False) -> FailureReport:

@@ -89,6 +89,11 @@ class Exchange:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
+    @property
+    def kept(self) -> dict[str, object]:
+        """What users keep for the next exchange, as long as it has the same connections."""
+        return {} if self._links is None else self._links.kept
+
     def agree(self, values: Sequence[int], phase: str, sums: Sequence[int] = ()) -> list[int]:
         """The minimum of each of `values` over all ranks, then the sum of each of `sums`, modulo 2^64. All are 64-bit
         integers, and every rank gives equally many."""

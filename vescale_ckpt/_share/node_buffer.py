@@ -73,7 +73,7 @@ class NodeBuffer:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = [-(-size // _PAGE) * _PAGE for size in sizes]
+        self._sizes = _whole_pages(sizes)
         self._token = secrets.token_bytes(16)
         self._file = -1
         self._file = os.memfd_create("vescale_ckpt")
@@ -93,6 +93,10 @@ class NodeBuffer:
         """A neighbour's buffer."""
         memories = self._of_peers[peer].memories
         return memories[number % len(memories)]
+
+    def is_as(self, sizes: Sequence[int], near: Iterable[int]) -> bool:
+        """Whether it has these sizes and neighbours."""
+        return self._sizes == _whole_pages(sizes) and self._of_peers.keys() == set(near)
 
     def exchange_messages(self, peers: Connections, number: int, round_: Round) -> CheckpointError | None:
         """Sends and receives the messages of a round between nodes. Then it tells the neighbours that they may look at
@@ -164,6 +168,10 @@ class NodeBuffer:
             except (OSError, ValueError, _C.EngineError) as error:
                 return CheckpointError(f"the memory of rank {peer}, of the same node, cannot be seen: {error}")
         return None
+
+
+def _whole_pages(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // _PAGE) * _PAGE for size in sizes]
 
 
 class _Mapped:
