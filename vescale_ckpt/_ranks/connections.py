@@ -223,9 +223,11 @@ class Connections:
         """Adds something of `peer` that does not come over these connections to what `wait` waits for."""
         self._pending.append(_Awaited(peer, [arrival]))
 
-    def wait(self) -> None:
-        """Returns when all receives that were begun are done, and all receipts and all that is expected have come."""
-        for awaited in self._pending, self._receipts:  # in this order: the peers may wait for receipts of this rank
+    def wait(self, receipts: bool = True) -> None:
+        """Returns when all receives that were begun are done, and all that is expected has come. `receipts`: and when
+        all receipts have come. They must have come before the collective ends."""
+        # In this order: the peers may wait for receipts of this rank.
+        for awaited in (self._pending, self._receipts) if receipts else (self._pending,):
             while awaited:
                 try:
                     awaited[0].works[-1].wait(timedelta(seconds=self._left()))

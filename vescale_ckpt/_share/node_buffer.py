@@ -108,12 +108,12 @@ class NodeBuffer:
         for peer, offset, size in round_.messages(round_.sends):
             if size:
                 peers.send(peer, memory[offset : offset + size], receipt=True)
-        peers.wait()
+        peers.wait(receipts=False)  # `acknowledge` waits for them
         self._own.filled.set(number + 1)
         for peer in round_.same_node_peers(round_.receives):
             owner = self._of_peers[peer]
             peers.expect(peer, _Counted(owner.filled, owner.process, number + 1))
-        peers.wait()
+        peers.wait(receipts=False)
         return None
 
     def sources(self, number: int, round_: Round) -> dict[int, torch.Tensor]:
@@ -125,7 +125,7 @@ class NodeBuffer:
 
     def acknowledge(self, peers: Connections, number: int, round_: Round) -> None:
         """Tells the neighbours that this rank does not read their buffers of a round any more, and waits until the
-        neighbours that read this rank's buffer do not."""
+        neighbours that read this rank's buffer do not, and until its messages have come."""
         self._own.placed.set(number + 1)
         for peer in round_.same_node_peers(round_.sends):
             owner = self._of_peers[peer]
