@@ -94,11 +94,13 @@ def _columns(k: int) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(1_200_000.0).view(600, 2000) + k, "b": torch.arange(99_000.0).view(990, 100) * k}
 
 
-def _save_columns(directory: str, who: int, what: str) -> str:
+def _sharded_columns(k: int) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2,))
-    state = {
-        name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(1).items()
-    }
+    return {name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None) for name, value in _columns(k).items()}
+
+
+def _save_columns(directory: str, who: int, what: str) -> str:
+    state = _sharded_columns(1)
     mine = dist.get_rank() == who
     Exchange.of().kept.clear()  # of an earlier test
     with contextlib.ExitStack() as stack:
@@ -137,7 +139,6 @@ def _save_columns(directory: str, who: int, what: str) -> str:
 
 def _save_five_times(directory: str) -> list[int]:
     """One rank fails in the third save. Returns how many buffers this rank had made after each."""
-    mesh = init_device_mesh("cpu", (2,))
     begun, begin = [], node_buffer.NodeBuffer.__init__
     Exchange.of().kept.clear()  # of an earlier test
 
@@ -148,14 +149,10 @@ def _save_five_times(directory: str) -> list[int]:
     made = []
     with joining() as send, mock.patch.object(node_buffer.NodeBuffer, "__init__", count):
         for k in range(5):
-            state = {
-                name: distribute_tensor(value, mesh, [Shard(1)], src_data_rank=None)
-                for name, value in _columns(k).items()
-            }
             fails = k == 2
             send.side_effect = OSError(errno.EIO, "the disk is gone") if fails and dist.get_rank() == 1 else SEND
             with pytest.raises(CheckpointError) if fails else contextlib.nullcontext():
-                save(f"{directory}/{k}", state)
+                save(f"{directory}/{k}", _sharded_columns(k))
             made.append(len(begun))
     return made
 

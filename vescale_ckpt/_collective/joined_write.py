@@ -83,10 +83,11 @@ class JoinedWrite:
     def _kept_memory(exchange: Exchange, doing: str, joined: JoinedRanges, ready: bool) -> NodeBuffer | None:
         """The memory of an earlier save: all ranks have mapped its pages. None on all ranks unless all have kept it."""
         kept = exchange.kept.pop(_KEPT, None)
-        usable = isinstance(kept, NodeBuffer) and kept.is_as(_sizes(), _near(exchange, joined))
+        if not (isinstance(kept, NodeBuffer) and kept.is_as(_sizes(), _near(exchange, joined))):
+            kept = None
         # All ranks have ended their earlier saves when they agree: nobody looks at the windows any more.
-        everywhere = exchange.agree([int(ready and usable)], f"{doing}: memory of an earlier save") == [1]
-        return kept if everywhere and isinstance(kept, NodeBuffer) else None
+        usable = exchange.agree([int(ready and kept is not None)], f"{doing}: memory of an earlier save") == [1]
+        return kept if usable else None
 
     def run(self, files: _Files) -> None:
         """Takes all rounds. `files` have what this rank contributes. Raises this rank's error only."""
@@ -139,7 +140,7 @@ class JoinedWrite:
 
     def _meet(self, peers: Connections, number: int) -> None:
         """Waits for the other ranks of the node. Learns whether one has failed."""
-        others = [rank for rank in self._joined.ranks if rank != self._exchange.rank]
+        others = _near(self._exchange, self._joined)
         said = tensor_over(bytearray([_FINE if self._error is None else _FAILED]))
         received = [bytearray(1) for _ in others]
         for peer, word in zip(others, received, strict=True):

@@ -85,6 +85,11 @@ class _ElsewhereError(Exception):
         self.step = step
 
 
+def _parent(rank: int) -> int | None:
+    """In the tree of ranks."""
+    return (rank - 1) // FANOUT if rank else None
+
+
 class Connections:
     """One rank's connections of one generation. `ranks`: those of the group, as the default group numbers them.
 
@@ -95,7 +100,7 @@ class Connections:
     def __init__(self, rendezvous: Rendezvous, ranks: list[int], timeout: float) -> None:
         self.rank = rendezvous.rank
         self.size = rendezvous.size
-        self.parent = (self.rank - 1) // FANOUT if self.rank else None
+        self.parent = _parent(self.rank)
         self.children = range(self.rank * FANOUT + 1, min((self.rank + 1) * FANOUT + 1, self.size))
         self.calls = 0
         self._step = _CONNECTING
@@ -109,10 +114,10 @@ class Connections:
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
-        levels = 0  # below the root of the tree
-        while sum(FANOUT**level for level in range(levels + 1)) < self.size:
-            levels += 1
-        self._farthest = 2 * levels  # steps from any rank to any other, from neighbour to neighbour
+        self._farthest = 0  # steps from any rank to any other, from neighbour to neighbour
+        at: int | None = self.size - 1
+        while (at := _parent(at)) is not None:
+            self._farthest += 2
         # Only these hold work in flight: gloo closes only after all of it is released.
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()
@@ -145,7 +150,8 @@ class Connections:
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
         """A context for this rank's part of a collective, made of `send`, `receive` and `wait`.
 
-        It begins with a greeting between neighbours. Any exception raised inside ends these connections on all ranks.
+        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`. Any
+        exception raised inside ends these connections on all ranks.
         """
         with self._lock:
             if self.failure is not None:
@@ -159,6 +165,7 @@ class Connections:
                 with observed_phase(WAIT, step, self._whom, meets=True):
                     self._greet(step)
                     yield
+                    self.wait()
                 self._rendezvous.note(self.calls, step, inside=False)
             except (_LostError, _ElsewhereError) as error:
                 raise self._end(phase, step, timeout, error).error() from error.__cause__
@@ -225,7 +232,7 @@ class Connections:
 
     def wait(self, receipts: bool = True) -> None:
         """Returns when all receives that were begun are done, and all that is expected has come. `receipts`: and when
-        all receipts have come. They must have come before the collective ends."""
+        all receipts have come."""
         # In this order: the peers may wait for receipts of this rank.
         for awaited in (self._pending, self._receipts) if receipts else (self._pending,):
             while awaited:

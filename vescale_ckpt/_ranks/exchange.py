@@ -126,7 +126,6 @@ class Exchange:
         with links.collective("gather", phase, self.timeout):
             if not self.is_coordinator:
                 _send(links, [0], data)
-                links.wait()
                 return None
             lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(1, self.size)]
             for rank, length in enumerate(lengths, 1):
@@ -135,7 +134,6 @@ class Exchange:
             buffers = [bytearray(int(length)) for length in lengths]
             for rank, buffer in enumerate(buffers, 1):
                 links.receive(rank, tensor_over(buffer), receipt=True)
-            links.wait()
         buffers.reverse()
         parts = [data]
         while buffers:  # freed one by one: never twice the sum
@@ -178,7 +176,6 @@ class Exchange:
                 for rank, part in enumerate(parts or []):
                     if rank:
                         _send(links, [rank], part)
-                links.wait()
         assert parts is not None
         return parts[0]
 
@@ -194,7 +191,6 @@ class Exchange:
                 assert data is not None
                 if links.children:
                     _send(links, links.children, data)
-                links.wait()
         assert data is not None
         return data
 

@@ -158,7 +158,6 @@ class RoutedRead:
                         read[number + 1] = pool.submit(self._read, number + 1)
                     self._send(peers, number)
                     placed[number] = pool.submit(self._place, number)
-                peers.wait()
             if stop < count and self._exchange.agree([int(self._error is None)], self._phase) != [1]:
                 return False
             start = stop
