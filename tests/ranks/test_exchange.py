@@ -694,6 +694,35 @@ def test_processes_end_well(tmp_path: Path) -> None:
             os.killpg(program.pid, signal.SIGKILL)
 
 
+_ENDS_IN_A_CALL = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from vescale_ckpt._ranks.store_thread import StoreThread
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True)
+within = threading.Event()
+
+def connect():
+    within.set()
+    store.clone().wait(["never set"], timedelta(seconds=0.5))  # as a store that answers late
+
+class EndsLate:
+    def __del__(self):
+        time.sleep(1)
+
+threading.late = EndsLate()  # freed while the interpreter ends
+thread = StoreThread(connect, 60)
+thread.note("key", str, False)
+within.wait()
+"""
+
+
+def test_a_process_that_ends_while_the_store_is_asked_ends_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDS_IN_A_CALL], capture_output=True, text=True, timeout=RUN_TIMEOUT)
+    assert ended.returncode == 0, ended.stderr
+
+
 # --- Nodes
 
 

@@ -6,6 +6,7 @@ lock until then. Here only this thread is blocked; its callers get an error afte
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import threading
@@ -45,7 +46,9 @@ class StoreThread:
     def __init__(self, connect: Callable[[], Store], beat: float) -> None:
         self.answers = True  #: False after the first question without an answer
         self._requests = _Requests(connect, beat)
-        threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True).start()
+        thread = threading.Thread(target=self._requests.serve, name="vescale_ckpt store", daemon=True)
+        thread.start()
+        _threads[thread] = self._requests
         weakref.finalize(self, self._requests.end)
 
     def ask(self, question: Callable[[Store], _Result], seconds: float = GRACE_SECONDS) -> _Result:
@@ -151,3 +154,19 @@ class _Requests:
         if self._store is None:
             self._store = self._connect()
         return self._store
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Requests] = weakref.WeakKeyDictionary()
+
+
+def _end_all() -> None:
+    """A call to the store that returned while the interpreter ends would end the process by `std::terminate`."""
+    threads = dict(_threads)
+    for requests in threads.values():
+        requests.end()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_end_all)
