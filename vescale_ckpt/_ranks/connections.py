@@ -115,9 +115,10 @@ class Connections:
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
         self._farthest = 0  # steps from any rank to any other, from neighbour to neighbour
-        at: int | None = self.size - 1
-        while (at := _parent(at)) is not None:
+        at = _parent(self.size - 1)
+        while at is not None:
             self._farthest += 2
+            at = _parent(at)
         # Only these hold work in flight: gloo closes only after all of it is released.
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()
@@ -150,8 +151,8 @@ class Connections:
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
         """A context for this rank's part of a collective, made of `send`, `receive` and `wait`.
 
-        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`. Any
-        exception raised inside ends these connections on all ranks.
+        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`.
+        Any exception raised inside ends these connections on all ranks.
         """
         with self._lock:
             if self.failure is not None:
