@@ -254,6 +254,17 @@ class TestOnGPU:
     def test_a_rank_that_comes_late_is_not_waited_for(self, with_nccl: bool) -> None:
         run_ranks(2, _one_comes_late, with_nccl)
 
+    def test_a_stream_that_is_captured_is_refused(self) -> None:
+        device = nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ones = torch.ones(3, device="cuda")
+            with pytest.raises(CheckpointError, match="a CUDA graph is being captured"):
+                device.begin()
+        graph.replay()
+        assert ones.eq(1).all(), "the capture goes on"
+        device.begin()
+
     def test_beside_the_users_collectives(self, tmp_path: Path, with_nccl: bool) -> None:
         run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)
 
