@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from benchmarks.figures import record
-from vescale_ckpt import CheckpointTimeoutError
+from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks import nccl
 from vescale_ckpt._ranks.nccl import DeviceGroup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BOUND = 60.0
+BOUND = 120.0  # NCCL's kernels of two processes take turns on one device
 MiB = 1 << 20
 
 
@@ -51,27 +52,33 @@ def _two_on_one(with_nccl: bool) -> Iterator[None]:
         yield
 
 
+def _group(name: str, timeout: float) -> DeviceGroup:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+    device = nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    return DeviceGroup(device, nccl.nccl_backend(store, dist.get_rank(), 2, timeout), timeout)
+
+
+def _connect(group: DeviceGroup) -> list[int]:
+    """Swaps one byte, the number of the rank that sends it. Returns the bytes that came."""
+    sent = torch.full((2,), dist.get_rank(), dtype=torch.uint8, device="cuda")
+    received = torch.full((2,), 9, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    group.connect(list(torch.split(received, 1)), list(torch.split(sent, 1)))
+    return received.tolist()  # type: ignore[no-any-return]
+
+
 def _probe() -> str:
     """Why two ranks cannot swap over NCCL; empty if they can."""
-    rank = dist.get_rank()
     with _two_on_one(True):
         if DEVICE == "cpu":
             return "no CUDA device"
-        store = dist.PrefixStore("probe", dist.distributed_c10d._get_default_store())
         try:
-            group = DeviceGroup(
-                nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device())),
-                nccl.nccl_backend(store, rank, 2, 20.0),
-                20.0,
-            )
-            sent = torch.full((2,), rank, dtype=torch.uint8, device="cuda")
-            received = torch.full((2,), 9, dtype=torch.uint8, device="cuda")
-            torch.cuda.synchronize()
-            group.connect(list(torch.split(received, 1)), list(torch.split(sent, 1)))
+            group = _group("probe", 40.0)
+            received = _connect(group)
             group.end()
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:300]
-        return "" if received.tolist() == [0, 1] else f"it delivered {received.tolist()}"
+        return "" if received == [0, 1] else f"it delivered {received}"
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +144,8 @@ def _uneven_swaps(with_nccl: bool) -> None:
         return
     rank = dist.get_rank()
     with _two_on_one(True):
-        store = dist.PrefixStore("uneven", dist.distributed_c10d._get_default_store())
-        group = DeviceGroup(
-            nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device())),
-            nccl.nccl_backend(store, rank, 2, BOUND),
-            BOUND,
-        )
+        group = _group("uneven", BOUND)
+        assert _connect(group) == [0, 1]
         # What rank a sends to rank b.
         for sizes in ({(0, 1): 5 * MiB + 1, (1, 0): 1}, {(0, 1): 0, (1, 0): 77}, {(0, 1): 0, (1, 0): 0}, {(0, 0): 9}):
             sent = [torch.full((sizes.get((rank, to), 0),), 10 * rank + to, dtype=torch.uint8) for to in (0, 1)]
@@ -169,6 +172,31 @@ def _beside_all_reduces(directory: Path, with_nccl: bool) -> None:
             one.wait()
         assert all(tensor.eq(2).all() for tensor in of_users) and torch.equal(state["w"].cpu(), full["w"])
         dist.destroy_process_group(users)
+
+
+def _one_comes_late(with_nccl: bool) -> None:
+    """Rank 0 does not wait for it, and is not harmed when it comes."""
+    if not with_nccl:
+        return
+    with _two_on_one(True):
+        if dist.get_rank() == 0:
+            group = _group("late", 4.0)
+            with pytest.raises(CheckpointError, match="did not connect within 2 s"):
+                _connect(group)
+            group.end()
+            dist.barrier()
+        else:
+            group = _group("late", 20.0)
+            dist.barrier()
+            with contextlib.suppress(Exception):  # rank 0 ends the connections as soon as there are any
+                _connect(group)
+            group.end()
+        for thread in threading.enumerate():
+            if thread.name == "vescale_ckpt connecting devices":
+                thread.join(BOUND)
+                assert not thread.is_alive()
+        assert torch.ones(3, device="cuda").add_(1).eq(2).all()
+        dist.barrier()
 
 
 def _one_dies(directory: Path, with_nccl: bool) -> str:
@@ -198,6 +226,8 @@ def _one_dies(directory: Path, with_nccl: bool) -> str:
         vescale_ckpt.load(directory, state, broadcast_checkpoint=True, timeout=BOUND)
     assert caught.value.late_ranks == [1], caught.value
     assert torch.ones(3, device=DEVICE).add_(1).eq(2).all()  # this rank lives on
+    store = dist.distributed_c10d._get_default_store()
+    assert not store._underlying_non_prefix_store.check(["exception_dump"]), "monitors of groups would end it later"
     return str(caught.value)
 
 
@@ -220,6 +250,20 @@ class TestOnGPU:
 
     def test_swaps_of_uneven_sizes(self, with_nccl: bool) -> None:
         run_ranks(2, _uneven_swaps, with_nccl)
+
+    def test_a_rank_that_comes_late_is_not_waited_for(self, with_nccl: bool) -> None:
+        run_ranks(2, _one_comes_late, with_nccl)
+
+    def test_a_stream_that_is_captured_is_refused(self) -> None:
+        device = nccl.CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ones = torch.ones(3, device="cuda")
+            with pytest.raises(CheckpointError, match="a CUDA graph is being captured"):
+                device.begin()
+        graph.replay()
+        assert ones.eq(1).all(), "the capture goes on"
+        device.begin()
 
     def test_beside_the_users_collectives(self, tmp_path: Path, with_nccl: bool) -> None:
         run_ranks(2, _beside_all_reduces, tmp_path, with_nccl)

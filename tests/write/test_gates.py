@@ -13,6 +13,7 @@ import torch.distributed as dist
 from damage import load, no_snapshot_is_left
 from late_copies import late_copies
 from rank_pool import run_ranks
+from states import assert_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -122,6 +123,32 @@ def test_a_step_of_a_scaler_waits(checkpoint: Path, overflow: bool) -> None:
     fresh = torch.amp.GradScaler("cpu", init_scale=9.0)
     vescale_ckpt.load(checkpoint, {"scaler": fresh})
     assert fresh.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("backend, first", [("eager", "the gate"), ("aot_eager", "the compiler")])
+def test_a_compiled_step_waits(tmp_path: Path, backend: str, first: str) -> None:
+    """Also if the compiler has seen the step's hooks before there was a gate, or while it was open."""
+    torch._dynamo.reset()
+    module = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    model, step = torch.compile(module, backend=backend), torch.compile(optimizer.step, backend=backend)
+    if first == "the gate":
+        vescale_ckpt.save(tmp_path / "0", {"w": module.weight}, async_checkpoint=True, gate=optimizer).result(BOUND)
+    for _ in range(2):
+        model(torch.ones(300)).sum().backward()
+        step()
+    for number in (1, 2):
+        state = {"w": module.weight, "average": optimizer.state[module.weight]["exp_avg"]}
+        before = {name: tensor.detach().clone() for name, tensor in state.items()}
+        with late_copies() as ready:
+            handle = vescale_ckpt.save(tmp_path / str(number), state, async_checkpoint=True, gate=optimizer)
+            model(torch.ones(300)).sum().backward()
+            threading.Timer(0.3, ready.set).start()
+            step()
+            assert handle.staged.done()
+            handle.result(BOUND)
+        assert not torch.equal(module.weight, before["w"])
+        assert_same(load(tmp_path / str(number), {name: torch.zeros(300, 300) for name in state}), before)
 
 
 def test_gradients_may_come_meanwhile(checkpoint: Path) -> None:

@@ -17,17 +17,16 @@ such messages alone: a long message is followed by a short one, its trailer, and
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from .._engine.torch_private import Store
 from .._observe.timeline import WAIT
 from .._observe.timeline import phase as observed_phase
 from . import nccl
+from .in_time import in_time
 from .nccl import Device, DeviceGroup
 from .rendezvous import FailureReport, Notes, Rendezvous
 from .store_thread import GRACE_SECONDS, StoreGoneError
@@ -56,9 +56,6 @@ class Arrival(Protocol):
 
     def wait(self, timeout: timedelta) -> object:
         """Raises RuntimeError if it does not come in time, and as soon as it is known that it will not come."""
-
-
-_Result = TypeVar("_Result")
 
 
 class _Awaited(NamedTuple):
@@ -115,9 +112,10 @@ class Connections:
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
         self._farthest = 0  # steps from any rank to any other, from neighbour to neighbour
-        at: int | None = self.size - 1
-        while (at := _parent(at)) is not None:
+        at = _parent(self.size - 1)
+        while at is not None:
             self._farthest += 2
+            at = _parent(at)
         # Only these hold work in flight: gloo closes only after all of it is released.
         self._pending: deque[_Awaited] = deque()
         self._receipts: deque[_Awaited] = deque()
@@ -150,8 +148,8 @@ class Connections:
     def collective(self, kind: str, phase: str, timeout: float) -> Iterator[None]:
         """A context for this rank's part of a collective, made of `send`, `receive` and `wait`.
 
-        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`. Any
-        exception raised inside ends these connections on all ranks.
+        It begins with a greeting between neighbours. It ends when all that was begun in it is done, as after `wait`.
+        Any exception raised inside ends these connections on all ranks.
         """
         with self._lock:
             if self.failure is not None:
@@ -393,23 +391,3 @@ def _last_seen(notes: Notes, ranks: list[int]) -> str:
 def tensor_over(buffer: bytearray) -> torch.Tensor:
     """The buffer's own memory as a tensor of bytes."""
     return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def in_time(function: Callable[[], _Result], seconds: float, name: str) -> _Result:
-    """The result of a function of torch that may exceed its own timeout: a thread of its own calls it.
-
-    Raises TimeoutError after `seconds`; the thread goes on until the function returns.
-    """
-    future: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except concurrent.futures.TimeoutError as late:  # a class of its own before Python 3.11
-        raise TimeoutError(f"{name}: not done within {seconds:.0f} s") from late

@@ -3,6 +3,9 @@
 Each rank has a CUDA device of its own. The communicator is not made by `new_group`, for the reasons that
 `connections.py` gives. A swap that exceeds its time raises here; the next collective on `Connections` finds out which
 rank is gone.
+
+No thread of torch's watches the communicator. Torch's watchdog answers an error with a key in the store of the whole
+job, and the monitors of the user's own groups then end their processes, minutes later. So errors are looked for here.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +25,12 @@ import torch.distributed as dist
 
 from .._engine.torch_private import Store
 from ..errors import CheckpointError
+from .in_time import in_time
 from .node import node_of_this_process
 
 logger = logging.getLogger(__name__)
 
-MOST_SECONDS = 120.0  # for one swap: NCCL cannot tell a dead peer from a late one
+MOST_SECONDS = 120.0  # for one swap: NCCL cannot always tell a dead peer from a late one
 ABORT_SECONDS = 30.0
 _MOST_CHANNELS = 8  # NCCL's own choice is up to 32, with buffers of several MiB for each peer
 _PAUSE = 0.0002
@@ -43,13 +48,15 @@ class Device(Protocol):
         """A text that is equal on ranks that have the same device."""
 
     def begin(self) -> None:
-        """Orders all work that is queued from now on after the work in the caller's current stream."""
+        """Orders all work that is queued from now on after the work in the caller's current stream. Raises
+        CheckpointError if that stream is being captured."""
 
     def queued(self) -> AbstractContextManager[None]:
         """A context in which any thread queues work on this object's own stream."""
 
-    def finish(self, seconds: float) -> bool:
-        """Waits for the queued work, at most `seconds`. Returns whether it is done."""
+    def finish(self, seconds: float, swap: Any = None) -> bool:
+        """Waits for the queued work, at most `seconds`. Returns whether it is done. `swap`: torch's `Work` of a swap
+        that is part of it. Raises CheckpointError as soon as NCCL reports that it fails."""
 
 
 class CudaDevice:
@@ -65,6 +72,11 @@ class CudaDevice:
         return f"{node_of_this_process()} {getattr(properties, 'uuid', self.device.index)}"
 
     def begin(self) -> None:
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise CheckpointError(
+                    f"a CUDA graph is being captured in the current stream of {self.device}: load before or after that"
+                )
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @contextmanager
@@ -72,15 +84,24 @@ class CudaDevice:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def finish(self, seconds: float) -> bool:
+    def finish(self, seconds: float, swap: Any = None) -> bool:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         deadline = time.monotonic() + seconds
         while not event.query():  # type: ignore[no-untyped-call]
+            if swap is not None:
+                _raise_error_of(swap)
             if time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE)
         return True
+
+
+def _raise_error_of(swap: Any) -> None:
+    """Raises if NCCL reports that a swap fails."""
+    # `is_completed` asks NCCL. `Work.exception` would have the text, but torch 2.11 cannot return it to Python.
+    if swap.is_completed() and (result := swap.get_future_result()).done() and result.value() != _SUCCESS:
+        raise CheckpointError("NCCL reports that a connection among the devices failed; torch has logged its error")
 
 
 class DeviceGroup:
@@ -89,9 +110,11 @@ class DeviceGroup:
     def __init__(self, device: Device, backend: Any, timeout: float) -> None:
         self.device = device
         self.usable = True
+        self.seconds = min(timeout, MOST_SECONDS)  #: the limit of one step on the device
+        self._connecting_seconds = _connecting_seconds(timeout)
         self._backend = backend
         self._lock = threading.Lock()
-        self.seconds = min(timeout, MOST_SECONDS)  #: the limit of one step on the device
+        self._connecting = False  # whether a thread is in the call that connects: only that thread may abort then
 
     def swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Sends `inputs[i]` to rank i and fills `outputs[i]` with the bytes from rank i. Tensors of bytes on the
@@ -102,45 +125,72 @@ class DeviceGroup:
         if not self.usable:
             raise CheckpointError("the connection among the devices has failed before")
         try:
-            with self.device.queued():
-                self._backend.alltoall([*outputs], [*inputs]).wait()
-            if self.device.finish(self.seconds):
-                return
+            self._swap(outputs, inputs)
         except BaseException:
             self.end()
             raise
-        self.end()
-        raise CheckpointError(f"the devices of the ranks did not swap their bytes within {self.seconds:g} s")
 
     def connect(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """The first `swap`. NCCL connects in the call itself, which waits for ranks that died: it is aborted after
-        `seconds`."""
-        late = threading.Timer(self.seconds, self.end)
-        late.daemon = True
-        late.start()
+        """The first `swap`. NCCL connects in the call itself, which waits for ranks that died, and which nothing can
+        interrupt. So a thread of its own makes the call; it is left behind if the call does not return in time.
+
+        Raises `CheckpointError` after half the timeout: ranks that failed at once wait for this one's result.
+        """
+        seconds = self._connecting_seconds
         try:
-            self.swap(outputs, inputs)
-        finally:
-            late.cancel()
-        if not self.usable:
-            raise CheckpointError(f"the devices of the ranks did not connect within {self.seconds:g} s")
+            in_time(partial(self._connect, outputs, inputs), seconds, "vescale_ckpt connecting devices")
+        except TimeoutError as late:
+            self.end()
+            raise CheckpointError(f"the devices of the ranks did not connect within {seconds:g} s") from late
+        except BaseException:
+            self.end()
+            raise
 
     def end(self) -> None:
         """Ends the connections and returns their memory. Any thread may call it, and again. Waits at most
-        `ABORT_SECONDS`."""
+        `ABORT_SECONDS`, and not at all for a call that connects: its thread ends the connections when it returns."""
         with self._lock:
-            if not self.usable:
+            ended, self.usable = not self.usable, False
+            if ended or self._connecting:
                 return
-            self.usable = False
-        aborting = threading.Thread(target=self._backend.abort, name="vescale_ckpt abort", daemon=True)
+        aborting = threading.Thread(target=self._abort, name="vescale_ckpt abort", daemon=True)
         try:
             aborting.start()
         except RuntimeError:  # at its end the interpreter starts no threads
-            self._backend.abort()
+            self._abort()
             return
-        aborting.join(ABORT_SECONDS)
+        seconds = min(ABORT_SECONDS, self.seconds / 4)  # other ranks wait for this one
+        aborting.join(seconds)
         if aborting.is_alive():
-            logger.warning("the connections among devices have not ended within %g s", ABORT_SECONDS)
+            logger.warning("the connections among devices have not ended within %g s", seconds)
+
+    def _swap(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        with self.device.queued():
+            work = self._backend.alltoall([*outputs], [*inputs])
+            work.block_current_stream()  # `wait` would wait on the host, for up to 10 minutes
+        if not self.device.finish(self.seconds, work):
+            raise CheckpointError(f"the devices of the ranks did not swap their bytes within {self.seconds:g} s")
+
+    def _connect(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            if not self.usable:
+                return
+            self._connecting = True
+        try:
+            self._swap(outputs, inputs)
+        finally:
+            with self._lock:
+                self._connecting = False
+                left_behind = not self.usable
+            if left_behind:
+                self._abort()
+
+    def _abort(self) -> None:
+        try:
+            with _environment({_EXTRA_DUMP: "0"} if _EXTRA_DUMP in os.environ else {}):
+                self._backend.abort()
+        except Exception as error:
+            logger.warning("the connections among devices have not ended: %s", error)
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -148,30 +198,40 @@ class DeviceGroup:
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: float) -> Any:
-    """An NCCL process group, which connects at its first swap."""
+    """An NCCL process group, which connects at its first swap. `store`: a client of its own, whose timeout is set."""
+    store.set_timeout(timedelta(seconds=_connecting_seconds(timeout)))  # of the wait for NCCL's unique id
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=min(timeout, MOST_SECONDS) + 600)  # of work that nobody waits for any more
-    options.config.blocking = 0  # so that another thread can abort a call
+    # Also if the user's groups do not block: an abort cannot interrupt a call that waits for their communicators.
+    options.config.blocking = 1
     options.config.max_ctas = _MOST_CHANNELS
-    # torch's watchdog would end the process when a peer dies. Swaps raise, and the training decides what to do.
-    with _environment(_ERROR_HANDLING, "0"):
+    with _environment(_GROUP_ENVIRONMENT):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a process group is made
+def _connecting_seconds(timeout: float) -> float:
+    return min(timeout / 2, MOST_SECONDS)
+
+
+# What torch reads when a process group is made. With blocking waits it makes no watchdog and no monitor. Events of the
+# cache outlive their swaps: torch's flight recorder looks at them until a watchdog tells of their end.
+_GROUP_ENVIRONMENT = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
+# Where it is set, `abort` tells the monitors of all groups to end their processes.
+_EXTRA_DUMP = "TORCH_NCCL_EXTRA_DUMP_ON_EXEC"
+_SUCCESS = 0  # of torch's `WorkResult`
 
 
 @contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def device_for(tensors: Sequence[torch.Tensor]) -> Device | None:
