@@ -277,7 +277,7 @@ def nccl_speed() -> None:
 
 def nccl_absent() -> None:
     """A rank never comes to the connecting: the other must raise, and not wait for as long as torch would."""
-    ranks = gpu_two_ranks.run("absent", seconds=gpu_two_ranks.CONNECT_SECONDS + 20)
+    ranks = gpu_two_ranks.run("absent", seconds=gpu_two_ranks.TIMEOUT + 15)
     record(nccl_absent=ranks.texts[0])
     if " raised " not in ranks.texts[0]:
         raise Fault("the rank that waits did not raise")

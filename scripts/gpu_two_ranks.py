@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MiB = 1 << 20
-CONNECT_SECONDS = 10.0  # a rank gives up then
+TIMEOUT = 20.0  # seconds for a swap; half of them for the first, which connects
 MONITOR_SECONDS = 5  # after which torch ends a process of which it believes that it hangs; 480 by itself
 #: So that NCCL takes two ranks on one device: they seem to be on hosts of their own, and talk by sockets.
 TWO_ON_ONE = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
@@ -87,10 +87,10 @@ def _main(rank: int, folder: str, case: str) -> None:
     users = dist.ProcessGroupNCCL(dist.PrefixStore("default_pg/0", store), rank, 2, dist.ProcessGroupNCCL.Options())
     torch.zeros(1, device="cuda")
     device = nccl.CudaDevice(torch.device("cuda", 0))
-    backend = nccl.nccl_backend(dist.PrefixStore("ours", store.clone()), rank, 2, CONNECT_SECONDS)
-    group = nccl.DeviceGroup(device, backend, CONNECT_SECONDS)
+    backend = nccl.nccl_backend(dist.PrefixStore("ours", store.clone()), rank, 2, TIMEOUT)
+    group = nccl.DeviceGroup(device, backend, TIMEOUT)
     if case == "absent" and rank == 1:
-        time.sleep(CONNECT_SECONDS + 10)
+        time.sleep(TIMEOUT + 5)
         os._exit(0)
     began = time.monotonic()
     try:
