@@ -28,6 +28,7 @@ from gpu_report import Report, Result
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu_check"
 LEAST = 3.0  # seconds that a step needs to be begun at all
+KILL_SECONDS = 5.0
 SHOWN = 5000  # characters of the log of a build that failed
 
 
@@ -81,7 +82,8 @@ class Running:
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)  # what it started may outlive it
-        self._child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(KILL_SECONDS)  # a process may hang in the driver for ever, and the others go on
 
 
 def run_group(group: Sequence[Step], report: Report, limits: dict[str, float]) -> list[Result]:
@@ -104,9 +106,9 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip(" =").replace("|", "/")[:200] if lines else "no output"
 
 
-def run_steps(steps: Sequence[Step], report: Report, machine: Machine, budget: float, done: dict[str, str]) -> None:
-    """Runs what can run. `done`: how steps of this process ended, by name, to which these are added."""
-    until = time.monotonic() + budget
+def run_steps(steps: Sequence[Step], report: Report, machine: Machine, until: float, done: dict[str, str]) -> None:
+    """Runs what can run. `until`: on the monotonic clock; `done`: how steps of this process ended, by name, to which
+    these are added."""
     waiting = list(groups(steps))
     while waiting:
         group = waiting.pop(0)
@@ -116,7 +118,7 @@ def run_steps(steps: Sequence[Step], report: Report, machine: Machine, budget: f
             failed = [name for name in step.after if done.get(name) == "failed"]
             why = step.missing(machine) or (f"{failed[0]} failed" if failed else "")
             if left < LEAST:
-                why = f"no time is left of {budget:.0f} s"
+                why = "no time is left in this call"
             if why:
                 report.add(Result(step.name, step.what, "skipped", why))
                 _tell(report.results[step.name])
@@ -204,10 +206,12 @@ def main() -> int:
         signal.signal(number, stop)
     status, done = 0, dict[str, str]()
     try:
+        until = time.monotonic() + options.budget
         machine = Machine.found()
         for call in calls:
             steps = [step for step in call.steps if step.name not in done]
-            run_steps(steps, report, machine, options.budget, done)
+            run_steps(steps, report, machine, until, done)
+            until = time.monotonic() + options.budget
     except Interrupted as signal_:
         status = 128 + int(signal_.args[0])
         report.interrupted = f"ended by {signal.Signals(signal_.args[0]).name} before all steps were done"

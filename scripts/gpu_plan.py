@@ -87,7 +87,7 @@ def decide(name: str, what: str, limit: float, *, beside: bool = False) -> Step:
 
 
 def figures(name: str, what: str, limit: float, *options: str) -> Step:
-    """Measured where files lie in memory, unless the options say how much is saved on the disk."""
+    """Measured where files lie in memory, unless the options say how large the state is: then on the disk."""
     folder, gib = memory_folder()
     return Step(
         name, what, limit,
@@ -143,8 +143,8 @@ CALLS = (
             subset("async-allocator", "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),
             subset("blocking", "CUDA_LAUNCH_BLOCKING", "1"),
             subset("one-connection", "CUDA_DEVICE_MAX_CONNECTIONS", "1"),
-            figures("ceilings", "the bus's ceilings", 20),
-            figures("copies", "copies of many and of strided tensors", 45),
+            figures("ceilings", "the bus's ceilings", 20, "--gib=4"),
+            figures("copies", "copies of many and of strided tensors", 45, "--gib=4"),
             decide("raw-bandwidth", "copies by memory, alignment and size, in batches and one by one", 25),
             decide("raw-page-tables", "device memory that locked memory takes", 20),
             decide("launches-beside-locks", "launches while memory is locked", 20),
