@@ -66,15 +66,20 @@ def limit_now(group: Sequence[Step], later: Sequence[Step], left: float) -> dict
 # --- Kinds of steps
 
 
-PYTEST = ("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-rs", "-m", "gpu")
+PYTEST = (
+    "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors", "-rs", "-m", "gpu",
+)  # fmt: skip
 SUBSET = "come_back or tensors_of_all_kinds or behind_what_the_current_stream or a_gate_guards or loads_come_after"
-#: Those with steps of their own. All other tests of the folder are in the step `tests`.
-RANKS, LOADS, MEMORY = (f"tests/gpu/test_gpu_{name}.py" for name in ("ranks", "loads", "memory"))
-OTHERS = ("tests/gpu", *(f"--ignore={path}" for path in (RANKS, LOADS, MEMORY, "tests/gpu/test_gpu_check.py")))
+#: Files with steps of their own, by their names. All other tests of the folder are in the step `tests`.
+OWN = ("ranks", "loads", "safetensors", "memory", "gate", "check")
+RANKS = "tests/gpu/test_gpu_ranks.py"
 
 
-def tests(name: str, what: str, limit: float, *paths: str) -> Step:
-    return Step(name, what, limit, (*PYTEST, *paths))
+def tests(name: str, what: str, limit: float, *, beside: bool = False) -> Step:
+    """The tests of the file `name`, or of all files that have no step of their own."""
+    words = f"test_gpu_{name}" if name else f"not ({' or '.join(f'test_gpu_{own}' for own in OWN)})"
+    command = (*PYTEST, "-k", words, "tests/gpu")
+    return Step(f"tests-{name}" if name else "tests", what, limit, command, beside=beside)
 
 
 def subset(name: str, variable: str, value: str, *, beside: bool = True) -> Step:
@@ -128,9 +133,11 @@ CALLS = (
             decide(BATCHES, "many copies in a call: no crash, no hang", 45),
             decide("raw-across-allocations", "what CUDA says to a copy over two allocations", 15),
             decide("raw-wrong-address", "whether the error of a wrong address sticks", 15),
-            tests("tests-loads", "loads to devices, also of safetensors", 60, LOADS),
-            tests("tests-memory", "freed, full and unlocked memory, errors that stick", 60, MEMORY),
-            tests("tests", "all other tests marked gpu", 120, *OTHERS),
+            tests("loads", "loads to devices, into many allocations", 60),
+            tests("safetensors", "safetensors files to devices", 60, beside=True),
+            tests("memory", "freed, full and unlocked memory, errors that stick", 60),  # alone: it fills the device
+            tests("", "all other tests marked gpu", 120),
+            tests("gate", "gates with compiled models and optimizers", 120, beside=True),
         ),
     ),
     Call(
@@ -156,6 +163,12 @@ CALLS = (
             figures("gated", "saves behind a gate, launches beside them", 35),
             figures("both-ways", "synchronous saves and loads, device and host", 50),
             figures("small-loads", "loads of 20,000 small tensors", 30),
+            Step(
+                "safetensors",
+                "loads of safetensors files, ours and the library's",
+                20,
+                ("-m", "benchmarks.gpu_safetensors", "--gib=1", "--rounds=3", "--dir", memory_folder()[0]),
+            ),
             figures("odd", "rare dtypes, offsets and strides beyond 4 GiB", 30),
             figures("growth", "200 asynchronous saves", 30),
         ),

@@ -1,4 +1,4 @@
-"""Loads to a CUDA device of many tensors, which lie in many allocations of torch's; `scripts/gpu_check.sh` runs these.
+"""Checkpoints loaded to a CUDA device into many allocations of torch's; `scripts/gpu_check.sh` runs these.
 
 Allocations are often neighbours, and tensors are neighbours in files and in the memory that they are read into. No copy
 may span two allocations: CUDA refuses it.
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import vescale_ckpt
-from vescale_ckpt import safetensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,13 +51,3 @@ def test_tensors_of_many_allocations(tmp_path: Path, format: str, make: object) 
         expect_equal(found, wanted)
         for tensor in found.values():
             tensor.zero_()
-
-
-@pytest.mark.parametrize("make", [large, small])
-def test_files_of_safetensors(tmp_path: Path, make: object) -> None:
-    wanted = large() if make is large else small()
-    safetensors.save_file(wanted, tmp_path / "file.safetensors")
-    expect_equal(safetensors.load_file(tmp_path / "file.safetensors", device=DEVICE), wanted)
-    with safetensors.safe_open(tmp_path / "file.safetensors", framework="pt", device=DEVICE) as file:
-        names = list(wanted)[::97]
-        expect_equal({name: file.get_tensor(name) for name in names}, {name: wanted[name] for name in names})
