@@ -7,6 +7,7 @@ hand torch's builder is used, which rebuilds exactly what a changed header conce
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -51,10 +52,11 @@ def pack_kernels() -> Path | None:
     One image for Ampere, Hopper and Blackwell, as far as this nvcc has them, and for all else since Ampere in a form
     that the driver compiles when it is loaded.
     """
-    found = shutil.which(
-        "nvcc",
-        path=os.pathsep.join([os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", os.environ.get("PATH", "")]),
-    )
+    # As scripts/gpu_machine.py finds CUDA: CUDA_HOME, then the nvcc that a shell would run.
+    folders = [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    if home := os.environ.get("CUDA_HOME"):
+        folders.insert(0, f"{home}/bin")
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
     if os.environ.get("VESCALE_CKPT_NO_NVCC") or found is None:
         print(
             "vescale_ckpt: no nvcc found, building without the kernel that packs small tensors: batched copies instead"
@@ -62,22 +64,28 @@ def pack_kernels() -> Path | None:
         return None
     sources = [ROOT / "csrc/device" / name for name in ("gather.cu", "pack_rows.h", "pack_table.h")]
     image = ROOT / "build" / "pack_image.inc"
-    if image.exists() and image.stat().st_mtime > max(path.stat().st_mtime for path in (*sources, Path(__file__))):
+    command = [found, "-fatbin", "-O3", "-std=c++17", "-I", str(ROOT / "csrc"), str(sources[0])]
+    known = subprocess.run([found, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    for number in ("80", "90", "100", "120"):
+        if f"sm_{number}" in known:
+            command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    command += ["-gencode", "arch=compute_80,code=compute_80"]
+    if os.environ.get("VESCALE_CKPT_WERROR"):
+        command += ["-Werror", "all-warnings"]
+    # The image's first line tells what it was made from. Times of files do not tell that another nvcc was used.
+    digest = hashlib.sha256(subprocess.run([found, "--version"], capture_output=True).stdout)
+    digest.update(repr(command).encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    title = f"// {digest.hexdigest()}\n"
+    if image.exists() and image.read_text().startswith(title):
         return image
     image.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "pack.fatbin"
-        command = [found, "-fatbin", "-O3", "-std=c++17", "-I", str(ROOT / "csrc"), str(sources[0]), "-o", str(binary)]
-        known = subprocess.run([found, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-        for number in ("80", "90", "100", "120"):
-            if f"sm_{number}" in known:
-                command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-        command += ["-gencode", "arch=compute_80,code=compute_80"]
-        if os.environ.get("VESCALE_CKPT_WERROR"):
-            command += ["-Werror", "all-warnings"]
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = subprocess.run([*command, "-o", str(binary)], capture_output=True, text=True)
         if result.returncode == 0:
-            image.write_text(",".join(map(str, binary.read_bytes())))
+            image.write_text(title + ",".join(map(str, binary.read_bytes())))
             return image
     if os.environ.get("VESCALE_CKPT_WERROR"):
         sys.exit(f"vescale_ckpt: {' '.join(command)}\n{result.stdout}{result.stderr}")

@@ -24,7 +24,7 @@ from benchmarks.background import Saves
 from benchmarks.candidates import REGISTRY
 from benchmarks.figures import record
 from benchmarks.gpu_saves import timed
-from benchmarks.harness import STOCK, Row, Steps, Turn, alternate, summarize, table, working_directory
+from benchmarks.harness import STOCK, Row, Sample, Steps, Turn, alternate, summarize, table, working_directory
 from benchmarks.one_process import SavesAndLoads
 from vescale_ckpt import settings
 from vescale_ckpt._bench.raw_file import RawFile
@@ -36,19 +36,17 @@ def taken(action: Callable[[], object]) -> Steps:
     return {"copy": timed(action)}
 
 
-def median_of(action: Callable[[], object], rounds: int) -> float:
-    """Seconds; the first time does not count."""
-    return summarize(alternate("", {"": lambda: taken(action)}, rounds, warmup=1))[0].seconds
-
-
 def disk(directory: str, rounds: int, size: int) -> None:
     """Direct I/O of as many bytes by four threads, nothing else."""
     raw = RawFile()
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         path = Path(folder)
-        write = median_of(lambda: raw.write(path, size), rounds)
-        read = median_of(lambda: raw.read(path, size), rounds)
-    record(disk_write_gb_s=size / write / 1e9, disk_read_gb_s=size / read / 1e9, disk_path=raw.path_taken)
+
+        def turn() -> Steps:
+            return {"write": timed(lambda: raw.write(path, size)), "read": timed(lambda: raw.read(path, size))}
+
+        measured("disk", {"disk": turn}, rounds, lambda row: {f"disk_{row.step}_gb_s": size / row.seconds / 1e9})
+    record(disk_path=raw.path_taken)
 
 
 def ceilings(rounds: int, size: int) -> None:
@@ -71,7 +69,7 @@ def ceilings(rounds: int, size: int) -> None:
         "pageable_to_host": lambda: taken(lambda: pageable.copy_(device[0])),
         "pageable_to_device": lambda: taken(lambda: device[0].copy_(pageable)),
     }
-    record(**{f"{row.candidate}_gb_s": size / row.seconds / 1e9 for row in shown("copies", ways, rounds)})
+    measured("copies", ways, rounds, lambda row: {f"{row.candidate}_gb_s": size / row.seconds / 1e9})
     runtime = torch.cuda.cudart()
     seconds = []
     for _ in range(rounds):
@@ -82,7 +80,7 @@ def ceilings(rounds: int, size: int) -> None:
             record(page_lock=f"refused: cudaHostRegister returned {status}")
             return
         runtime.cudaHostUnregister(pageable.data_ptr())
-    record(page_lock_gb_s=size / statistics.median(seconds) / 1e9)
+        record(page_lock_gb_s=size / statistics.median(seconds) / 1e9)
 
 
 def peak(rounds: int, *, to_host: bool = True) -> float:
@@ -90,7 +88,8 @@ def peak(rounds: int, *, to_host: bool = True) -> float:
     device = torch.empty(GiB, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
     source, target = (device, pinned) if to_host else (pinned, device)
-    return GiB / median_of(lambda: target.copy_(source, non_blocking=True), rounds)
+    turn: Turn = lambda: taken(lambda: target.copy_(source, non_blocking=True))  # noqa: E731
+    return GiB / summarize(alternate("", {"": turn}, rounds, warmup=1))[0].seconds
 
 
 def copies(device: str, rounds: int, scale: float, only: Sequence[str] = ()) -> None:
@@ -105,9 +104,12 @@ def copies(device: str, rounds: int, scale: float, only: Sequence[str] = ()) -> 
         tensors = make()
         nbytes = sum(tensor.nbytes for tensor in tensors)
         turns = {name: partial(taken, copy) for name, copy in gpu_copies.ways(tensors).items()}
-        for row in shown(kind, {"vescale": turns["vescale"]} if only else turns, rounds):
+
+        def ratios(row: Row) -> dict[str, float]:
             name = {"vescale": "copy", gpu_copies.STOCK: "stock_copy"}.get(row.candidate, "plain_copy")
-            record(**{f"{prefix}{name}_{kind}_of_peak": nbytes / row.seconds / ceiling})
+            return {f"{prefix}{name}_{kind}_of_peak": nbytes / row.seconds / ceiling}  # noqa: B023
+
+        measured(kind, {"vescale": turns["vescale"]} if only else turns, rounds, ratios)
 
 
 def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
@@ -116,19 +118,30 @@ def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
     with working_directory(Path(directory)) as folder:
         both = SavesAndLoads(shapes, folder, ["save", "load"], warm=False, seed=0, device=device)
         turns = {name: partial(both.turn, name, REGISTRY[name].make(False)) for name in ("vescale", "dcp-4")}
-        rows = shown(f"saves and cold loads on {device}", turns, rounds)
-        record(**{f"{row.step}_{row.candidate}_cold_gb_s": row.rate for row in rows})
+        title = f"saves and cold loads on {device}"
+        measured(title, turns, rounds, lambda row: {f"{row.step}_{row.candidate}_cold_gb_s": row.rate})
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # stock wants one
-        saves = Saves(folder, both.state)
-        shown(f"saves beside training on {device}", saves.turns(["ours", "ours, gate", "our stager", STOCK]), rounds)
+        ways = Saves(folder, both.state).turns(["ours", "ours, gate", "our stager", STOCK])
+        title = f"saves beside training on {device}"
+        measured(
+            title, ways, rounds, lambda row: {f"{row.candidate}, {row.step} beside training, ms": row.seconds * 1e3}
+        )
         dist.destroy_process_group()
 
 
-def shown(case: str, turns: Mapping[str, Turn], rounds: int) -> list[Row]:
-    """Rows of the candidates alternated, the first round not counted; their table is printed."""
-    rows = summarize(alternate(case, turns, rounds, warmup=1))
-    print(table(rows), flush=True)
-    return rows
+def measured(
+    case: str, turns: Mapping[str, Turn], rounds: int, figures: Callable[[Row], Mapping[str, float | None]]
+) -> None:
+    """Alternates the candidates, the first round not counted. Records the figures of their rows after every round, as
+    medians of what there is, and prints their table."""
+    samples: list[Sample] = []
+    for sample in alternate(case, turns, rounds, warmup=1):
+        samples.append(sample)
+        if sample.round >= 0:
+            for row in summarize(samples):
+                if (row.step, row.candidate) == (sample.step, sample.candidate):
+                    record(**figures(row))
+    print(table(summarize(samples)), flush=True)
 
 
 def room(wanted: int, directory: str, device: str) -> int:
@@ -150,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="of " + ", ".join(SECTIONS))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gib", type=float, default=8.0, help="size of the state, at most")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the state, at most")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--saves", type=int, default=200, help="of the section growth")
     parser.add_argument("--dir", default=tempfile.gettempdir())

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import vescale_ckpt
 from .figures import record
 
 MiB = 1 << 20
+LEAST_TELLING = 1e9  # bytes a second that a medium must take to tell a device from the host
 
 
 def make_state(device: str, size: int) -> dict[str, torch.Tensor]:
@@ -42,9 +43,10 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> list[float]:
-    """Seconds that each of some asynchronous saves stops training for; the next one begins when it is durable."""
-    seconds = []
+def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> Iterator[tuple[float, float]]:
+    """Seconds that asynchronous saves stop training for: of the first one, and the median of all others so far. Each
+    begins when the one before is durable."""
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for _ in range(rounds + 1):
             synchronize()
@@ -52,26 +54,25 @@ def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> list[
             handle = vescale_ckpt.save(folder, state, async_checkpoint=True)
             seconds.append(time.perf_counter() - started)
             handle.result()
-    return seconds
+            if len(seconds) > 1:
+                yield seconds[0], statistics.median(seconds[1:])
 
 
 def first(device: str, directory: str, rounds: int, size: int, peak: float | None) -> None:
     """The first save of this process and the steady ones; `peak`: of the bus, bytes a second."""
     state = make_state(device, size)
-    began, *steady = stalls(state, directory, rounds)
-    stall = statistics.median(steady)
-    record(first_stall_ms=began * 1e3, steady_stall_ms=stall * 1e3, first_save_of_steady=began / stall)
-    if peak is not None:
-        least = bytes_of(state) / peak
-        record(arena_of_peak=least / stall, stall_of_peak_time=stall / least, state_gib=bytes_of(state) / 2**30)
+    for began, stall in stalls(state, directory, rounds):
+        record(first_stall_ms=began * 1e3, steady_stall_ms=stall * 1e3, first_save_of_steady=began / stall)
+        if peak is not None:
+            record(stall_of_peak_time=stall * peak / bytes_of(state), state_gib=bytes_of(state) / 2**30)
 
 
 def prepared(device: str, directory: str, rounds: int, size: int) -> None:
     """The same in a process that has prepared."""
     state = make_state(device, size)
     vescale_ckpt.prepare(state)
-    began, *steady = stalls(state, directory, rounds)
-    record(prepared_stall_ms=began * 1e3, prepared_save_of_steady=began / statistics.median(steady))
+    for began, stall in stalls(state, directory, rounds):
+        record(prepared_stall_ms=began * 1e3, prepared_save_of_steady=began / stall)
 
 
 def gated(device: str, directory: str, rounds: int, size: int) -> None:
@@ -79,7 +80,9 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
     state = make_state(device, size)
     optimizer = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
     small = torch.zeros(64, device=device)
-    seconds, beside, cold = [], [], []
+    synchronize()
+    usual = percentile([launch(small) for _ in range(20_000)], 0.99)
+    seconds, beside = [], []
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for number in range(rounds + 1):
             synchronize()
@@ -91,16 +94,13 @@ def gated(device: str, directory: str, rounds: int, size: int) -> None:
                 launches.append(launch(small))
             handle.result()
             if number == 0:  # it takes memory
-                cold += launches
-            else:
-                seconds.append(stall)
-                beside += launches
-    synchronize()
-    alone = [launch(small) for _ in range(max(1000, min(len(beside), 100_000)))]
-    record(gate_stall_ms=statistics.median(seconds) * 1e3, gate_launches=len(beside))
-    usual = percentile(alone, 0.99)
-    record(gate_launch_p99_ratio=percentile(beside, 0.99) / usual)
-    record(gate_launch_p99_cold_ratio=percentile(cold, 0.99) / usual, gate_launches_cold=len(cold))
+                worst = percentile(launches, 0.99)
+                record(gate_launch_p99_cold_ratio=worst / usual, gate_launches_cold=len(launches))
+                continue
+            seconds.append(stall)
+            beside += launches
+            record(gate_stall_ms=statistics.median(seconds) * 1e3, gate_launches=len(beside))
+            record(gate_launch_p99_ratio=percentile(beside, 0.99) / usual)
 
 
 def launch(small: torch.Tensor) -> float:
@@ -121,7 +121,7 @@ def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_devic
     copies = {kind: {name: torch.zeros_like(value) for name, value in state.items()} for kind, state in targets.items()}
     seconds: dict[tuple[str, str], list[float]] = {}
     before, most = own_device_bytes(), 0
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
         for kind, state in targets.items():
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 save = timed(lambda: vescale_ckpt.save(folder, state))  # noqa: B023
@@ -131,15 +131,27 @@ def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_devic
                 if not torch.equal(value, copies[kind][name]):
                     raise SystemExit(f"{name} came back wrong, {kind}")
                 copies[kind][name].zero_()
-            seconds.setdefault((kind, "save"), []).append(save)
-            seconds.setdefault((kind, "load"), []).append(load)
-    rates = {way: bytes_of(on_host) / statistics.median(times[1:]) for way, times in seconds.items()}
+            if number:  # the first round takes memory
+                seconds.setdefault((kind, "save"), []).append(save)
+                seconds.setdefault((kind, "load"), []).append(load)
+        if number:
+            tell_both_ways(bytes_of(on_host), seconds, peak_to_device)
+            if peak_to_device is not None:
+                record(own_device_mib=most / MiB)
+
+
+def tell_both_ways(size: int, seconds: dict[tuple[str, str], list[float]], peak_to_device: float | None) -> None:
+    """Records what is known so far. Ratios are of the same round."""
+    rates = {way: size / statistics.median(times) for way, times in seconds.items()}
     record(**{f"{operation}_{kind}_gb_s": rate / 1e9 for (kind, operation), rate in rates.items()})
-    record(save_of_host=rates["device", "save"] / rates["host", "save"])
-    record(load_of_host=rates["device", "load"] / rates["host", "load"])
+    for operation in ("save", "load"):
+        pairs = zip(seconds["host", operation], seconds["device", operation], strict=True)
+        ratio: object = statistics.median(host / device for host, device in pairs)
+        if rates["host", operation] < LEAST_TELLING:  # then the medium alone makes both equal
+            ratio = f"{ratio:.3g}, which tells nothing: the medium takes {rates['host', operation] / 1e9:.2g} GB/s"
+        record(**{f"{operation}_of_host": ratio})
     if peak_to_device is not None:
         record(load_of_lesser=rates["device", "load"] / min(peak_to_device, rates["host", "load"]))
-        record(own_device_mib=most / MiB)
 
 
 def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_device: float | None) -> None:
@@ -153,15 +165,17 @@ def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_
     seconds: dict[str, list[float]] = {"device": [], "host": []}
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         vescale_ckpt.save(folder, state)
-        for _ in range(rounds + 1):
+        for number in range(rounds + 1):
             for kind, target in targets.items():
                 seconds[kind].append(timed(lambda: vescale_ckpt.load(folder, target)))  # noqa: B023
-    if not all(torch.equal(state[name], value) for name, value in targets["device"].items()):
-        raise SystemExit("small tensors came back wrong")
-    rates = {kind: bytes_of(state) / statistics.median(times[1:]) for kind, times in seconds.items()}
-    record(**{f"small_load_{kind}_gb_s": rate / 1e9 for kind, rate in rates.items()})
-    if peak_to_device is not None:
-        record(small_load_of_lesser=rates["device"] / min(peak_to_device, rates["host"]))
+            if number == 0:
+                if not all(torch.equal(state[name], value) for name, value in targets["device"].items()):
+                    raise SystemExit("small tensors came back wrong")
+                continue
+            rates = {kind: bytes_of(state) / statistics.median(times[1:]) for kind, times in seconds.items()}
+            record(**{f"small_load_{kind}_gb_s": rate / 1e9 for kind, rate in rates.items()})
+            if peak_to_device is not None:
+                record(small_load_of_lesser=rates["device"] / min(peak_to_device, rates["host"]))
 
 
 def own_device_bytes() -> int:
@@ -175,16 +189,20 @@ def own_device_bytes() -> int:
 def growth(device: str, directory: str, saves: int) -> None:
     """What a process takes after many asynchronous saves, and had taken after the first tenth of them."""
     state = make_state(device, 16 * MiB)
-    taken: list[tuple[int, int, int]] = []
+    before: tuple[int, int, int] | None = None
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for number in range(saves):
             vescale_ckpt.save(folder, state, async_checkpoint=True).result()
-            if number in (saves // 10, saves - 1):
-                threads = len(os.listdir("/proc/self/task"))
-                handles = len(os.listdir("/proc/self/fd")) + threads
-                taken.append((own_device_bytes(), host_bytes(), handles))
-    device_bytes, host, handles = (after - before for before, after in zip(*taken, strict=True))
-    record(growth_device_mib=device_bytes / MiB, growth_host_mib=host / MiB, growth_handles=handles)
+            if (number + 1) % max(1, saves // 10) != 0:
+                continue
+            threads = len(os.listdir("/proc/self/task"))
+            taken = own_device_bytes(), host_bytes(), len(os.listdir("/proc/self/fd")) + threads
+            if before is None:
+                before = taken
+                continue
+            grown = [after - first for after, first in zip(taken, before, strict=True)]
+            record(growth_device_mib=grown[0] / MiB, growth_host_mib=grown[1] / MiB, growth_handles=grown[2])
+            record(growth_saves=number + 1)
 
 
 def host_bytes() -> int:

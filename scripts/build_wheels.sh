@@ -29,6 +29,25 @@ export CFLAGS="-g0" LDFLAGS="-Wl,--strip-all -Wl,--gc-sections"
 for python in "${pythons[@]}"; do
   "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$work/raw" "$sdist"
 done
+# pip hides that setup.py found no nvcc. Without the kernel small tensors of GPUs are copied one by one.
+if [ -z "${VESCALE_CKPT_NO_NVCC:-}" ]; then
+  for python in "${pythons[@]}"; do
+    "$python" - "$work/raw" <<'PROGRAM'
+import importlib.util, pathlib, sys, sysconfig, tempfile, zipfile
+
+name = "vescale_ckpt/_engine/_C" + sysconfig.get_config_var("EXT_SUFFIX")
+wheels = [wheel for wheel in pathlib.Path(sys.argv[1]).glob("*.whl") if name in zipfile.ZipFile(wheel).namelist()]
+with tempfile.TemporaryDirectory() as folder:
+    path = zipfile.ZipFile(wheels[0]).extract(name, folder)
+    spec = importlib.util.spec_from_file_location("vescale_ckpt._engine._C", path)
+    engine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(engine)
+    if not engine.device_info()["kernel_built"]:
+        sys.exit(f"{wheels[0].name} is without the CUDA kernel: expected nvcc in PATH or CUDA_HOME, "
+                 "or VESCALE_CKPT_NO_NVCC=1 for wheels without it")
+PROGRAM
+  done
+fi
 for wheel in "$work"/raw/*.whl; do
   PATH="$tools/bin:$PATH" "$tools/bin/python" -m auditwheel repair --wheel-dir dist "$wheel"
 done

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from gpu_machine import cuda_home, sanitizer
+from gpu_machine import cuda_home, memory_folder, nvcc, sanitizer
 
 from benchmarks.figures import record
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "tests/gpu/test_gpu.py::test_snapshots_hold_tensors_of_all_kinds"
+# torch first: it loads the CUDA runtime of its own wheel, which is on no path that the engine could search.
 PROBE = (
-    "import json; from vescale_ckpt._engine import _C; "
+    "import json, torch; from vescale_ckpt._engine import _C; "
     "print(json.dumps([_C.capabilities(), _C.device_info()], default=str))"
 )
 
@@ -46,7 +49,9 @@ def machine() -> int:
     tell("numa_nodes", lambda: len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
     tell("linux", platform.release)
     tell("python", platform.python_version)
-    tell("nvcc", lambda: first_line(shutil.which("nvcc") or f"{cuda_home()}/bin/nvcc", "--version"))
+    tell("nvcc", lambda: f"{nvcc()}: {first_line(str(nvcc()), '--version')}")
+    tell("cuda_home", cuda_home)
+    tell("measured_in", memory_folder)
     query = "name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.free"
     tell("nvidia_smi", lambda: first_line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"))
     try:
@@ -83,29 +88,73 @@ def device_attribute(number: int) -> int:
 
 
 def build() -> int:
-    """Builds unless what is there was built from the same sources by the same Python."""
-    digest = hashlib.sha256(f"{sys.version} {shutil.which('nvcc')} {cuda_home()}".encode())
+    """Builds unless what is there was built from the same sources by the same tools."""
+    digest = hashlib.sha256(f"{sys.version} {nvcc()} {cuda_home()}".encode())
     for path in [ROOT / "setup.py", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]:
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     stamp = ROOT / "build" / f"gpu_check.{sys.implementation.cache_tag}.digest"
     built = stamp.exists() and stamp.read_text() == digest.hexdigest()
-    if not built or subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode != 0:
+    result = probe() if built else None
+    if result is None or result.returncode != 0:
+        if missing := missing_tools():
+            print(f"nothing was built: {'; '.join(missing)}")
+            return 1
         stamp.unlink(missing_ok=True)
-        status = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"]).returncode
+        status = subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT).returncode
         if status != 0:
-            return status
+            print(f"setup.py ended with status {status}")
+            return 1
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest.hexdigest())
-    result = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+        result = probe()
     print(result.stdout, result.stderr)
     if result.returncode != 0:
         return 1
-    capabilities, device = json.loads(result.stdout)
+    capabilities, device = json.loads(result.stdout.splitlines()[-1])
     record(engine=capabilities, device=device)
-    if not device.get("kernel") and (shutil.which("nvcc") or Path(cuda_home(), "bin", "nvcc").exists()):
-        print("there is nvcc, but the kernel is not embedded")
-        return 1
-    return 0
+    if wrong := wrong_with(device):
+        print(wrong)
+    return int(bool(wrong))
+
+
+def probe() -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
+
+
+def wrong_with(device: Mapping[str, object]) -> str:
+    """Why a machine with a GPU and this `_C.device_info()` is not to be checked further; empty if it is."""
+    if not device.get("runtime"):
+        return f"the engine finds no CUDA: {device.get('reason')}"
+    if os.environ.get("VESCALE_CKPT_NO_NVCC") or device.get("kernel"):
+        return ""
+    if device.get("kernel_built"):
+        return "the device does not take the kernel that packs small tensors"
+    return f"the kernel that packs small tensors was not built: nvcc is {nvcc() or 'not found'}"
+
+
+def missing_tools() -> list[str]:
+    """What a build needs and is not there, in words."""
+    missing = []
+    for package, least in (("setuptools", 77), ("pybind11", 3)):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "none"
+        record(**{package: found})
+        if found == "none" or int(found.split(".")[0]) < least:
+            missing.append(f"expected {package} {least} or newer, got {found}")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    try:
+        version = subprocess.run([str(compiler), "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        version = "none"
+    record(compiler=f"{compiler} {version}")
+    if version == "none":
+        missing.append("expected a C++ compiler, such as g++ 11 or newer, got none")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.exists():
+        missing.append(f"expected Python's headers, got no {headers}")
+    return missing
 
 
 def headers() -> int:
@@ -122,8 +171,12 @@ def headers() -> int:
 def under_sanitizer(tool: str) -> int:
     program = sanitizer()
     assert program is not None
+    options = ["--tool", tool, "--error-exitcode", "9", "--target-processes", "application-only"]
+    if tool == "memcheck":  # torch and the engine ask CUDA for what it may refuse
+        options += ["--report-api-errors", "no"]
     python = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", KERNELS]
-    return subprocess.run([program, "--tool", tool, "--error-exitcode", "9", *python], cwd=ROOT).returncode
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # which hides writes behind a tensor's end
+    return subprocess.run([program, *options, *python], cwd=ROOT, env=environment).returncode
 
 
 STEPS: dict[str, Callable[[], int]] = {"machine": machine, "build": build, "headers": headers}

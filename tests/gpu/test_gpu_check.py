@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 from python_forks import run_python
 
@@ -23,14 +23,8 @@ BOUND = 120
 
 
 @pytest.fixture
-def check() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import gpu_check
-
-        yield gpu_check
-    finally:
-        sys.path.remove(str(SCRIPTS))
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
 def environment(out: Path, **more: str) -> dict[str, str]:
@@ -38,106 +32,317 @@ def environment(out: Path, **more: str) -> dict[str, str]:
 
 
 def run(out: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    result = subprocess.run(
-        [SCRIPTS / "gpu_check.sh", *options], env=environment(out), capture_output=True, text=True, timeout=BOUND
-    )
-    report = json.loads((out / "gpu.json").read_text()) if (out / "gpu.json").exists() else {}
-    return result.returncode, report, result.stdout + result.stderr
+    command = [SCRIPTS / "gpu_check.sh", "--work", out / "work", *options]
+    result = subprocess.run(command, env=environment(out / "out"), capture_output=True, text=True, timeout=BOUND)
+    return result.returncode, report_in(out / "out"), result.stdout + result.stderr
 
 
-@pytest.mark.slow
-def test_without_a_gpu_its_steps_say_so_and_the_others_run(tmp_path: Path) -> None:
-    status, report, text = run(tmp_path, "--only", "machine,tests,copies,train")
+def report_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "gpu.json").read_text()) if (folder / "gpu.json").exists() else {}
+    return found
+
+
+def test_without_a_gpu_all_calls_end_and_tell_what_they_would_run(tmp_path: Path, scripts: None) -> None:
+    from gpu_plan import CALLS
+
+    status, report, text = run(tmp_path)
     assert status == 0, text
-    assert [(step["name"], step["status"]) for step in report["steps"]] == [
-        ("machine", "ok"), ("tests", "skipped"), ("copies", "skipped"), ("train", "skipped")
-    ]  # fmt: skip
-    assert report["steps"][1]["why"] == "no CUDA device that torch can use"
+    found = {step["name"]: step for step in report["steps"]}
+    assert list(found) == list(dict.fromkeys(step.name for call in CALLS for step in call.steps))
+    assert found["machine"]["status"] == "ok" and found["headers"]["status"] in ("ok", "skipped")
+    others = [step for name, step in found.items() if name not in ("machine", "headers")]
+    assert {(step["status"], step["why"]) for step in others} == {("skipped", "no CUDA device that torch can use")}
     assert report["figures"]["cores"] >= 1 and "torch" in report["figures"]["machine"]
-    page = (tmp_path / "report.md").read_text()
-    assert "| tests | all tests marked gpu | skipped: no CUDA device" in page
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert text.endswith(page) and len(page) < 12_000
+    assert "| tests | skipped: no CUDA device" in page
     assert "| 1 | device to host through the arena, of the pinned peak | >= 0.95 | not measured |" in page
-    assert "cores" in (tmp_path / "machine.log").read_text()
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["gpu.json", "logs.txt", "report.md"]
+    assert "===== machine: ok" in (tmp_path / "out" / "logs.txt").read_text()
 
 
 def test_options(tmp_path: Path) -> None:
     status, _, text = run(tmp_path, "--only", "machine,nonsense")
     assert status == 2 and "no step is named nonsense; there are machine, build" in text
-    status, report, _ = run(tmp_path, "--budget", "0", "--only", "machine")
-    assert status == 0 and report["steps"][0]["why"] == "no time is left of 0 s"
+    status, _, text = run(tmp_path, "--call", "D")
+    assert status == 2 and "expected one of A, B, C, got D" in text
 
 
-def step(check: Any, program: str, limit: float = BOUND) -> Any:
+def test_every_call_ends_within_nine_minutes(tmp_path: Path, scripts: None) -> None:
+    from gpu_plan import BUDGET, CALLS, seconds_of
+
+    assert [call.name for call in CALLS] == ["A", "B", "C"]
+    assert all(seconds_of(call.steps) <= BUDGET < 540 for call in CALLS)
+    _, _, plan = run(tmp_path, "--plan")
+    for call in CALLS:
+        assert f"scripts/gpu_check.sh --call {call.name} " in plan
+        assert f"{seconds_of(call.steps):.0f} s  in all" in plan
+        assert all(step.name in plan for step in call.steps)
+    _, _, names = run(tmp_path, "--list")
+    assert [line[:2] for line in names.splitlines()] == ["A:", "B:", "C:"]
+
+
+def test_steps_get_what_others_leave_of_their_time(scripts: None) -> None:
+    from gpu_plan import Step, limit_now
+
+    one, beside, later = Step("one", "", 20, ()), Step("beside", "", 50, (), beside=True), Step("later", "", 30, ())
+    assert limit_now([one, beside], [later], left=80) == {"one": 20, "beside": 50}
+    assert limit_now([one, beside], [later], left=90) == {"one": 30, "beside": 60}
+    assert limit_now([one, beside], [later], left=500) == {"one": 40, "beside": 100}
+    assert limit_now([one, beside], [later], left=10) == {"one": 10, "beside": 10}
+    assert limit_now([Step("build", "", 20, (), has_all_time=True)], [later], left=500) == {"build": 500}
+
+
+# --- Steps and reports
+
+
+def step(name: str, program: str, limit: float = BOUND, **more: Any) -> Any:
+    from gpu_plan import Step
+
     record = "from benchmarks.figures import record\n"
-    return check.Step("a-step", "what it is", limit, ("-c", record + program))
+    return Step(name, "what it is", limit, ("-c", record + program), lambda machine: "", **more)
 
 
-def test_a_step_that_fails_or_hangs_is_told_with_what_it_had(check: Any, tmp_path: Path) -> None:
-    report = check.Report(tmp_path)
-    result = check.run_step(step(check, "print('the | reason'); raise SystemExit(3)"), report, BOUND)
-    assert (result.status, result.why) == ("failed", "status 3: the / reason")
-    assert check.run_step(step(check, "record(copy_4k_of_peak=0.7, disk='fast')"), report, BOUND).status == "ok"
-    result = check.run_step(step(check, "import time\ntime.sleep(1000)"), report, 0.5)
-    assert (result.status, result.why) == ("failed", "not done after 0.5 s")
-    report.results.append(result)
-    report.write()
-    page = (tmp_path / "report.md").read_text()
+def run_steps(report: Any, *steps: Any, seconds: float = BOUND) -> dict[str, tuple[str, str]]:
+    from gpu_check import run_steps
+    from gpu_machine import Machine
+
+    run_steps(steps, report, Machine(), time.monotonic() + seconds, {})
+    return {name: (result.status, result.why) for name, result in report.results.items()}
+
+
+def test_a_step_that_fails_or_hangs_is_told_with_what_it_had(tmp_path: Path, scripts: None) -> None:
+    from gpu_report import Report
+
+    report = Report(tmp_path, tmp_path / "out")
+    found = run_steps(
+        report,
+        step("fails", "print('the | reason'); raise SystemExit(3)"),
+        step("measures", "record(copy_4k_of_peak=0.7, save_of_host='1, which tells nothing', disk='fast')"),
+        step("hangs", "import time\nrecord(begun=1)\ntime.sleep(1000)", 0.2),
+    )
+    assert found["fails"] == ("failed", "status 3: the / reason")
+    assert found["measures"] == ("ok", "")
+    assert found["hangs"] == ("failed", "not done after 0 s")
+    page = (tmp_path / "out" / "report.md").read_text()
     assert "| 2 | 20,000 x 4 KiB, of the pinned peak | >= 0.8 | 0.7 | missed |" in page
-    assert "| disk | fast |" in page
+    assert "| >= 0.9 | 1, which tells nothing |" in page and "- disk: fast" in page
+    logs = (tmp_path / "out" / "logs.txt").read_text()
+    assert "===== fails: failed status 3: the / reason\nthe | reason\n===== measures: ok" in logs
 
 
-def test_half_a_line_of_figures_is_left_out(check: Any, tmp_path: Path) -> None:
-    report = check.Report(tmp_path)
+def test_a_step_for_which_no_time_is_left_is_skipped(tmp_path: Path, scripts: None) -> None:
+    from gpu_report import Report
+
+    found = run_steps(Report(tmp_path), step("late", "record(a=1)"), seconds=1)
+    assert found == {"late": ("skipped", "no time is left in this call")}
+
+
+def test_steps_beside_each_other_end_each_for_itself(tmp_path: Path, scripts: None) -> None:
+    from gpu_report import Report
+
+    wait = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'there')!r}): time.sleep(0.01)"
+    come = f"open({str(tmp_path / 'there')!r}, 'w'); raise SystemExit(1)"
+    found = run_steps(Report(tmp_path), step("waits", wait), step("comes", come, beside=True))
+    assert found["waits"] == ("ok", "") and found["comes"][0] == "failed"
+
+
+def test_a_build_that_fails_ends_the_call_with_its_log(
+    tmp_path: Path, scripts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gpu_report import Report
+
+    build = step(
+        "build", "print('an error of the compiler'); raise SystemExit('no engine')", has_all_time=True, after=()
+    )
+    found = run_steps(Report(tmp_path), build, step("tests", "record(run=1)"))
+    assert found == {"build": ("failed", "status 1: no engine"), "tests": ("skipped", "build failed")}
+    assert "an error of the compiler" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["import os; os.abort()", "import time; time.sleep(1000)"])
+def test_batches_that_crash_or_hang_are_off_from_then_on(tmp_path: Path, scripts: None, program: str) -> None:
+    from gpu_report import Report
+
+    tell = "import os; record(batches=os.environ.get('VESCALE_CKPT_COPY_BATCHES', 'on'))"
+    report = Report(tmp_path)
+    run_steps(report, step("before", tell))
+    assert report.figures()["batches"] == "on" and "COPY_BATCHES" not in report.text()
+    run_steps(report, step("raw-batches", program, 0.3), step("behind", tell))
+    assert report.figures()["batches"] == "0"
+    assert "**raw-batches failed (" in report.text() and "ran with VESCALE_CKPT_COPY_BATCHES=0**" in report.text()
+    later = Report(tmp_path, anew=False)  # another call
+    run_steps(later, step("later", tell))
+    assert later.figures()["batches"] == "0"
+    run_steps(later, step("raw-batches", "record(raw_batches='ok')"), step("at last", tell))
+    assert later.figures()["batches"] == "on" and "COPY_BATCHES" not in later.text()
+
+
+def test_a_call_adds_to_what_earlier_ones_left(tmp_path: Path, scripts: None) -> None:
+    from gpu_report import Report
+
+    run_steps(Report(tmp_path), step("one", "record(a=1, b=1)"), step("two", "raise SystemExit(1)"))
+    found = run_steps(Report(tmp_path, anew=False), step("two", "record(b=2)"))
+    assert found == {"one": ("ok", ""), "two": ("ok", "")}
+    assert report_in(tmp_path)["figures"] == {"a": 1, "b": 2}
+    assert "===== one: ok" in (tmp_path / "logs.txt").read_text()
+    assert Report(tmp_path).results == {} and report_in(tmp_path)["figures"] == {}
+
+
+def test_reports_and_logs_have_room_where_they_go(
+    tmp_path: Path, scripts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_report
+    from gpu_plan import CALLS
+
+    monkeypatch.setattr(gpu_report, "MOST_LOG_BYTES", 1 << 20)
+    report = gpu_report.Report(tmp_path)
+    for name in dict.fromkeys(step.name for call in CALLS for step in call.steps):
+        report.results[name] = gpu_report.Result(name, "", "failed", "a long reason " * 20)
+        report.log(name).write_text("a line of the log\n" * 5000)
+    lines = [{f"figure {number}": ["long"] * 100} for number in range(60)]
+    (tmp_path / "figures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.write()
+    assert len((tmp_path / "report.md").read_text()) <= 11_001
+    assert "| pack-sizes | failed: a long" in report.text() and "- figure 59" in report.text()
+    assert (tmp_path / "logs.txt").stat().st_size < 1.1 * (1 << 20)
+    report.results = {"fine": gpu_report.Result("fine", "", "ok")}
+    report.log("fine").write_text("".join(f"line {number}\n" for number in range(1000)))
+    report.write()
+    assert (tmp_path / "logs.txt").read_text().split("\n")[1:-1] == [f"line {number}" for number in range(800, 1000)]
+
+
+def test_half_a_line_of_figures_is_left_out(tmp_path: Path, scripts: None) -> None:
+    from gpu_report import Report
+
+    report = Report(tmp_path)
     (tmp_path / "figures.jsonl").write_text('{"whole": 1}\n{"half": ')
     report.refresh()
-    assert json.loads((tmp_path / "gpu.json").read_text())["figures"] == {"whole": 1}
+    assert report_in(tmp_path)["figures"] == {"whole": 1}
 
 
 MAIN = """
 import sys
-import gpu_check
-from gpu_check import Step
+import gpu_check, gpu_plan
+from gpu_machine import Machine
+from gpu_plan import Call, Step
+Machine.found = Machine  # without a look
 program = "import os, time; from benchmarks.figures import record; record(known=1); record(pid=os.getpid())"
 program += "; time.sleep(1000)"
-gpu_check.STEPS = (
-    Step("fails", "", 60, ("-c", "raise SystemExit(1)"), lambda machine: ""),
-    Step("sleeps", "", 60, ("-c", program), lambda machine: ""),
+gpu_plan.CALLS = (
+    Call("A", "", (
+        Step("fails", "", 60, ("-c", "raise SystemExit(1)"), lambda machine: ""),
+        Step("sleeps", "", 60, ("-c", program), lambda machine: ""),
+    )),
 )
 sys.argv = ["gpu_check", *sys.argv[1:]]
 sys.exit(gpu_check.main())
 """
 
 
-def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
-    child = subprocess.Popen([sys.executable, "-c", MAIN], env=environment(tmp_path, PYTHONPATH=paths))
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_what_it_had(tmp_path: Path, number: signal.Signals) -> None:
+    paths, out = os.pathsep.join([str(SCRIPTS), str(ROOT)]), tmp_path / "out"
+    command = [sys.executable, "-c", MAIN, "--work", tmp_path / "work"]
+    child = subprocess.Popen(command, env=environment(out, PYTHONPATH=paths), stdout=subprocess.PIPE, text=True)
+    figures: dict[str, Any] = {}
     try:
         until = time.monotonic() + BOUND
-        figures: dict[str, Any] = {}
         while "pid" not in figures and time.monotonic() < until:
             time.sleep(0.05)
-            if (tmp_path / "gpu.json").exists():
-                figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+            figures = report_in(out).get("figures", {})
         assert figures["known"] == 1
-        child.terminate()
-        assert child.wait(BOUND) == 128 + signal.SIGTERM
+        child.send_signal(number)
+        text, _ = child.communicate(timeout=BOUND)
+        assert child.returncode == (128 + number if number == signal.SIGTERM else -number)
     finally:
         child.kill()
         child.wait()
-    with pytest.raises(ProcessLookupError):
-        os.kill(figures["pid"], 0)
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    assert report["steps"][0]["status"] == "failed" and report["figures"]["known"] == 1
-    assert report["interrupted"] == "ended by SIGTERM before all steps were done"
+        if number == signal.SIGKILL and "pid" in figures:  # which lets it end nothing
+            os.kill(figures["pid"], signal.SIGKILL)
+    if number == signal.SIGTERM:
+        with pytest.raises(ProcessLookupError):
+            os.kill(figures["pid"], 0)
+        assert report_in(out)["interrupted"] == "ended by SIGTERM before all steps were done"
+        assert text.endswith((out / "report.md").read_text())
+    steps = {step["name"]: step["status"] for step in report_in(out)["steps"]}
+    assert steps == {"fails": "failed", "sleeps": "begun"} and report_in(out)["figures"]["known"] == 1
+    assert "| fails | failed: status 1" in (out / "report.md").read_text()
+    assert "===== fails: failed" in (out / "logs.txt").read_text()
+    assert len(list(out.rglob("*"))) <= 8
 
 
 def test_a_failed_step_is_the_exit_status_and_stops_no_other(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
-    program = MAIN.replace("time.sleep(1000)", "None")
-    result = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path, PYTHONPATH=paths), timeout=BOUND)
+    command = [sys.executable, "-c", MAIN.replace("time.sleep(1000)", "None"), "--work", tmp_path / "work"]
+    result = subprocess.run(command, env=environment(tmp_path, PYTHONPATH=paths), timeout=BOUND, capture_output=True)
     assert result.returncode == 1
-    report = json.loads((tmp_path / "gpu.json").read_text())
-    assert [found["status"] for found in report["steps"]] == ["failed", "ok"]
+    assert [found["status"] for found in report_in(tmp_path)["steps"]] == ["failed", "ok"]
+
+
+# --- What steps do
+
+
+def test_what_a_build_lacks_is_named(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_steps
+
+    assert gpu_steps.missing_tools() == []
+    versions = {"setuptools": "76.1", "pybind11": "3.0"}
+    monkeypatch.setattr(gpu_steps.importlib.metadata, "version", versions.__getitem__)
+    assert gpu_steps.missing_tools() == ["expected setuptools 77 or newer, got 76.1"]
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert gpu_steps.missing_tools()[-1].startswith("expected a C++ compiler, such as g++ 11 or newer, got none")
+
+
+def test_an_engine_without_cuda_or_kernel_is_refused(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_steps
+
+    monkeypatch.delenv("VESCALE_CKPT_NO_NVCC", raising=False)
+    good = {"runtime": "CUDA runtime 13.0", "kernel": True, "kernel_built": True, "reason": ""}
+    assert gpu_steps.wrong_with(good) == ""
+    assert "finds no CUDA: no driver" in gpu_steps.wrong_with(good | {"runtime": "", "reason": "no driver"})
+    assert "does not take" in gpu_steps.wrong_with(good | {"kernel": False})
+    assert "was not built" in gpu_steps.wrong_with(good | {"kernel": False, "kernel_built": False})
+    monkeypatch.setenv("VESCALE_CKPT_NO_NVCC", "1")
+    assert gpu_steps.wrong_with(good | {"kernel": False, "kernel_built": False}) == ""
+
+
+def test_the_toolkit_is_that_of_the_nvcc_at_hand(
+    tmp_path: Path, scripts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_machine
+
+    home = tmp_path / "toolkit"
+    for path in (home / "bin" / "nvcc", home / gpu_machine.HEADER):
+        path.parent.mkdir(parents=True)
+        path.touch(mode=0o755)
+    (tmp_path / "links" / "bin").mkdir(parents=True)
+    (tmp_path / "links" / "bin" / "nvcc").symlink_to(home / "bin" / "nvcc")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for folder in (home, tmp_path / "links"):
+        monkeypatch.setenv("PATH", str(folder / "bin"))
+        assert gpu_machine.cuda_home() == str(home)
+    monkeypatch.setenv("CUDA_HOME", "/elsewhere")
+    assert gpu_machine.cuda_home() == "/elsewhere" and gpu_machine.nvcc() == str(tmp_path / "links" / "bin" / "nvcc")
+
+
+def test_checks_of_the_runtime_alone_run_without_the_engine(tmp_path: Path) -> None:
+    """Against the tests' own library, which says nothing of CUDA."""
+    fake_cuda._loaded()
+    library = ROOT / "build" / "fake_cuda" / "libcudart.so.13"
+    paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
+    figures: dict[str, Any] = {}
+    for check in ("raw_pageable_batch", "raw_across_allocations"):
+        command = [sys.executable, SCRIPTS / "gpu_decide.py", check]
+        more = {"PYTHONPATH": paths, "GPU_CHECK_CUDART": str(library)}
+        result = subprocess.run(
+            command, env=environment(tmp_path, **more), capture_output=True, text=True, timeout=BOUND
+        )
+        assert result.returncode == 0, result.stderr
+        for line in result.stdout.splitlines():
+            figures |= json.loads(line)
+    assert figures["raw_pageable_batch_to_host"].startswith("ok, ")
+    assert figures["raw_across_neighbours_of_63"] >= 0
 
 
 def test_saves_are_measured(tmp_path: Path) -> None:
@@ -166,21 +371,21 @@ def test_step_times_are_measured(tmp_path: Path) -> None:
     assert figures["step_time_parameters"] > 0
 
 
-def test_every_test_and_section_that_steps_name_is_there(check: Any) -> None:
+def test_every_test_section_and_check_that_steps_name_is_there(scripts: None) -> None:
+    import gpu_decide
+    import gpu_plan
+    import gpu_steps
+
     tests = (ROOT / "tests/gpu/test_gpu.py").read_text()
-    for word in check.SUBSET.split(" or "):
+    for word in gpu_plan.SUBSET.split(" or "):
         assert word in tests, word
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import gpu_steps
-    finally:
-        sys.path.remove(str(SCRIPTS))
     assert gpu_steps.KERNELS.split("::")[1] in tests
-    for found in check.STEPS:
-        if "benchmarks.gpu" in found.command:
-            assert set(found.command[-1].split(",")) <= set(gpu.SECTIONS), found.name
+    for found in (step for call in gpu_plan.CALLS for step in call.steps):
+        options = dict(zip(found.command, found.command[1:], strict=False))
+        assert options.get("--sections", "disk") in gpu.SECTIONS, found.name
+        assert options.get("scripts/gpu_decide.py", "raw_batches") in gpu_decide.CHECKS, found.name
         for word in found.command:
-            assert not word.endswith(".py") or (ROOT / word).exists(), word
+            assert not word.endswith(".py") or (ROOT / word.removeprefix("--ignore=")).exists(), word
 
 
 def test_training_that_is_killed_goes_on_bit_for_bit(

@@ -24,6 +24,21 @@ setuptools.__version__ = "76.1.0"
 runpy.run_path("setup.py")
 """
 
+PACK_KERNELS = """
+import runpy, sys
+sys.modules["ninja"] = None  # without it torch is not imported
+sys.argv = ["setup.py", "-q", "--version"]
+runpy.run_path("setup.py")["pack_kernels"]()
+"""
+
+NVCC = """#!/bin/sh
+case "$1" in
+--version) echo "$VERSION" ;;
+--list-gpu-code) echo sm_80 ;;
+*) echo . >> "$CALLS"; for last; do :; done; echo image > "$last" ;;
+esac
+"""
+
 USE = """
 import importlib.metadata, importlib.util, pathlib, sys
 import torch
@@ -139,3 +154,31 @@ def test_setuptools_that_is_too_old_is_named() -> None:
         [sys.executable, "-c", OLD_SETUPTOOLS], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 1 and "needs setuptools 77 or newer" in result.stderr and "76.1.0" in result.stderr
+
+
+def test_the_kernels_are_compiled_again_by_another_nvcc(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    folder = tmp_path / "csrc" / "device"
+    folder.mkdir(parents=True)
+    for name in ("gather.cu", "pack_rows.h", "pack_table.h"):
+        (folder / name).touch()
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for home in ("one", "two"):
+        (tmp_path / home / "bin").mkdir(parents=True)
+        (tmp_path / home / "bin" / "nvcc").write_text(NVCC)
+        (tmp_path / home / "bin" / "nvcc").chmod(0o755)
+
+    def compiled(home: str, version: str, **more: str) -> int:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VESCALE_CKPT")}
+        environment |= {"CUDA_HOME": str(tmp_path / home), "VERSION": version, "CALLS": str(calls), **more}
+        command = [sys.executable, "-c", PACK_KERNELS]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
+        return len(calls.read_text().splitlines())
+
+    assert [compiled("one", "13.0"), compiled("one", "13.0")] == [1, 1]
+    assert compiled("two", "13.0") == 2
+    assert compiled("two", "13.1") == 3
+    assert compiled("two", "13.1", VESCALE_CKPT_WERROR="1") == 4
+    (folder / "pack_rows.h").write_text("// changed")
+    os.utime(folder / "pack_rows.h", (0, 0))
+    assert compiled("two", "13.1", VESCALE_CKPT_WERROR="1") == 5
