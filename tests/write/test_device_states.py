@@ -290,7 +290,7 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
 
 def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(_C, "page_lock_snapshots", lambda devices, pack_bytes: locked.extend(sorted(devices)))
+    monkeypatch.setattr(_C, "prepare_devices", lambda devices, pack_bytes: locked.extend(sorted(devices)))
     vescale_ckpt.prepare({"a": torch.ones(3)})
     assert locked == []
     vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})
