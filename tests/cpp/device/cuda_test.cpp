@@ -28,11 +28,12 @@ struct Seen {
   std::map<std::string, int> calls, answers;  // by name; an answer holds for every call
   int last_error = 0;
   int version = 13000;
+  int driver = 13010;
   int as_it_is = 1;  // what the host addresses of locked memory are to the device
   std::map<cuda::Stream, int> captured;
   std::vector<cuda::Context> contexts;  // pushed
   std::vector<std::string> without_device;
-  size_t batched = 0;
+  size_t batched = 0, most_in_batch = 0;
   std::vector<int> priorities;                                      // of streams, as they were made
   std::vector<std::byte> device = std::vector<std::byte>(1 << 20);  // "device memory" of the tests
 };
@@ -58,6 +59,7 @@ int batch_now(void* const* to, const void* const* from, const size_t* bytes, siz
   if (attribute_count != 1 || starts[0] != 0 || attributes->source_access != cuda::kAccessInStreamOrder) return 1;
   for (size_t i = 0; i < count; ++i) copy_now(to[i], from[i], bytes[i]);
   seen.batched += count;
+  seen.most_in_batch = std::max(seen.most_in_batch, count);
   return 0;
 }
 
@@ -92,7 +94,7 @@ Api fake_api() {
     return *status = seen.captured[stream], called("stream_is_captured");
   };
   api.runtime_version = [](int* version) { return *version = seen.version, 0; };
-  api.driver_version = [](int* version) { return *version = 13010, 0; };
+  api.driver_version = [](int* version) { return *version = seen.driver, 0; };
   api.get_last_error = [] { return std::exchange(seen.last_error, 0); };
   api.error_name = [](int) { return "cudaErrorFake"; };
   api.error_string = [](int) { return "not today"; };
@@ -102,17 +104,19 @@ Api fake_api() {
     return called("stream_priorities");
   };
   api.stream_create = [](cuda::Stream* stream, unsigned flags, int priority) {
+    if (const int answer = called("stream_create"); answer != 0) return --seen.calls["stream_create"], answer;
     *stream = new int(static_cast<int>(flags));
     seen.priorities.push_back(priority);
-    return called("stream_create");
+    return 0;
   };
   api.stream_destroy = [](cuda::Stream stream) { return delete static_cast<int*>(stream), called("stream_destroy"); };
   api.stream_synchronize = [](cuda::Stream) { return called("stream_synchronize"); };
   api.stream_wait_event = [](cuda::Stream, cuda::EventHandle, unsigned) { return called("stream_wait_event"); };
   api.exchange_capture_mode = [](int* mode) { return *mode = 0, called("exchange_capture_mode"); };
   api.event_create = [](cuda::EventHandle* event, unsigned flags) {
+    if (const int answer = called("event_create"); answer != 0) return --seen.calls["event_create"], answer;
     *event = new int(static_cast<int>(flags));
-    return called("event_create");
+    return 0;
   };
   api.event_destroy = [](cuda::EventHandle event) { return delete static_cast<int*>(event), called("event_destroy"); };
   api.event_record = [](cuda::EventHandle, cuda::Stream) { return called("event_record"); };
@@ -130,9 +134,13 @@ Api fake_api() {
   };
   api.allocate = [](void** memory, size_t bytes) {
     const int answer = called("allocate");
-    if (answer == 0) *memory = ::aligned_alloc(256, (bytes + 255) / 256 * 256);
+    if (answer == 0) *memory = std::memset(::aligned_alloc(256, (bytes + 255) / 256 * 256), 0xAB, bytes);
     return answer;
   };
+  api.clear = [](void* memory, int value, size_t bytes, cuda::Stream) {
+    return std::memset(memory, value, bytes), called("clear");
+  };
+  api.current_device = [](int* device) { return *device = 1, called("current_device", false); };
   api.release = [](void* memory) { return std::free(memory), called("release"); };
   api.host_allocate = [](void** memory, size_t bytes, unsigned) {
     const int answer = called("host_allocate");
@@ -316,6 +324,136 @@ TEST_F(Cuda, NoBatchesWhereLockedMemoryHasOtherAddressesOnTheDevice) {
   EXPECT_TRUE(noted("it has addresses of its own for locked host memory"));
 }
 
+TEST_F(Cuda, NoBatchesWhereTheDriverIsOlderThanThey) {
+  seen.driver = 12040;
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  expect_copied(runtime);
+  EXPECT_EQ(seen.calls["batch"], 0);
+  EXPECT_EQ(seen.calls["copy"], 51);
+  EXPECT_TRUE(noted("its driver is older than CUDA 12.8"));
+}
+
+TEST_F(Cuda, NoBatchesWhereTheUserWantsNone) {
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  runtime.want_batches(false);
+  expect_copied(runtime);
+  EXPECT_EQ(seen.calls["batch"], 0);
+  EXPECT_EQ(seen.calls["copy"], 51);
+  EXPECT_TRUE(noted("VESCALE_CKPT_COPY_BATCHES=0"));
+  runtime.want_batches(true);
+  expect_copied(runtime);
+  EXPECT_EQ(seen.batched, 51u);
+}
+
+TEST_F(Cuda, NoBatchesAfterALockWasRefused) {  // copies may then be from and to memory that is not locked
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  seen.answers["host_register"] = 1;
+  EXPECT_THROW(runtime.accelerator(0).page_lock(seen.device), Error);
+  seen.answers.clear();
+  expect_copied(runtime);  // on the other device
+  EXPECT_EQ(seen.calls["batch"], 0);
+  EXPECT_EQ(seen.calls["copy"], 51);
+  EXPECT_TRUE(noted("a page lock was refused"));
+}
+
+TEST_F(Cuda, BatchesAreBounded) {
+  CudaRuntime runtime(with_batch_13(), nullptr);
+  const auto stream = runtime.accelerator(0).make_stream(Priority::normal);
+  std::vector<std::byte> host(4 * 1200);
+  std::vector<FlatCopy> copies;
+  for (uint64_t i = 0; i < 1200; ++i) {
+    copies.push_back({reinterpret_cast<DeviceAddress>(seen.device.data()) + 8 * i, host.data() + 4 * i, 4});
+  }
+  stream->copy(copies);
+  EXPECT_EQ(seen.batched, 1200u);
+  for (uint64_t i = 0; i < 1200; ++i) ASSERT_EQ(std::memcmp(&host[4 * i], &seen.device[8 * i], 4), 0);
+  std::ranges::fill(seen.device, std::byte{0});
+  stream->copy_to_device(copies);
+  EXPECT_EQ(seen.batched, 2400u);
+  for (uint64_t i = 0; i < 1200; ++i) ASSERT_EQ(std::memcmp(&host[4 * i], &seen.device[8 * i], 4), 0);
+  EXPECT_LE(seen.most_in_batch, 512u);
+}
+
+TEST_F(Cuda, GapsOfASlabHoldNothingOfTheDevice) {
+  CudaRuntime runtime(with_batch_13(), kImage);
+  std::vector<std::byte> memory(64 * 64 + 64, std::byte{0xCD});
+  std::byte* host = memory.data() + -reinterpret_cast<uintptr_t>(memory.data()) % 64;
+  const int64_t size = 40, stride = 1;
+  const auto copied = [&](std::span<const std::byte> range, std::byte value) {
+    return std::ranges::all_of(range, [&](std::byte found) { return found == value; });
+  };
+  Pipeline pipeline(runtime.accelerator(0));
+  for (int round = 0; round < 4; ++round) {  // each slab, and one again
+    std::vector<DeviceRow> rows;
+    for (uint64_t i = 0; i < 64; ++i) {
+      rows.emplace_back(reinterpret_cast<DeviceAddress>(seen.device.data()) + 40 * i, host + 64 * i, 1,
+                        std::span(&size, 1), std::span(&stride, 1));
+    }
+    const StreamHandle producer = 0;
+    pipeline.start(std::move(rows), {&producer, 1}, {.alignment = 64});
+    ASSERT_TRUE(pipeline.wait(10min));
+    for (uint64_t i = 0; i < 63; ++i) {
+      ASSERT_EQ(std::memcmp(host + 64 * i, &seen.device[40 * i], 40), 0);
+      ASSERT_TRUE(copied({host + 64 * i + 40, 24}, std::byte{0}));
+    }
+  }
+  EXPECT_LE(seen.calls["clear"], 3);
+}
+
+TEST_F(Cuda, PreparedPipelinesMakeNothingAtTheirFirstCopy) {
+  CudaRuntime runtime(with_batch_13(), kImage);
+  std::vector<std::byte> host;
+  const StreamHandle producer = 0;
+  Pipeline pipeline(runtime.accelerator(0));
+  pipeline.prepare();
+  const auto made = [&] {
+    std::vector<int> counts;
+    for (const char* call : {"stream_create", "event_create", "module_load", "allocate", "host_allocate"}) {
+      counts.push_back(seen.calls[call]);
+    }
+    return counts;
+  };
+  const std::vector<int> before = made();
+  EXPECT_EQ(before, (std::vector<int>{2, 7, 1, 3, 3}));
+  pipeline.start(rows(host), {&producer, 1});
+  ASSERT_TRUE(pipeline.wait(10min));
+  EXPECT_EQ(made(), before);
+}
+
+TEST_F(Cuda, WhatOtherWorkLeftOnTheDeviceIsNamedAsTheirs) {
+  std::vector<std::byte> host;
+  const StreamHandle producer = 0;
+  CudaRuntime runtime(with_batch_13(), kImage);
+  Pipeline pipeline(runtime.accelerator(0));
+  const auto text = [&](const char* call, int code) -> std::string {
+    seen.answers = {{call, code}};
+    std::string result = "nothing was thrown";
+    try {
+      Pipeline fresh(runtime.accelerator(0));
+      pipeline.start(rows(host), {&producer, 1});
+      pipeline.wait(10min);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code, code);
+      result = error.what();
+    }
+    seen.answers.clear();
+    return result;
+  };
+  for (const char* call : {"stream_create", "event_create", "stream_is_captured"}) {
+    for (const int code : {214, 700, 710, 719}) {
+      EXPECT_EQ(text(call, code),
+                "device 0 had failed before, by work of this process: CUDA: not today, cudaErrorFake (" +
+                    std::to_string(code) + ")");
+    }
+    for (const int code : {1, 704, 712, 713, 801}) {
+      EXPECT_EQ(text(call, code).find("had failed before"), std::string::npos) << call << code;
+    }
+  }
+  // What goes wrong behind that may be theirs as well as ours.
+  EXPECT_EQ(text("event_synchronize", 710),
+            "wait for copies on device 0: CUDA: not today, cudaErrorFake, perhaps by other work of this process (710)");
+}
+
 TEST_F(Cuda, AStreamThatIsCapturedIsRefused) {
   CudaRuntime runtime(with_batch_13(), kImage);
   std::vector<std::byte> host;
@@ -405,7 +543,9 @@ TEST_F(Cuda, SaysWhatItIs) {
   CudaRuntime runtime(fake_api(), nullptr);
   EXPECT_EQ(runtime.version(), "CUDA runtime 13.0, driver 13.1");
   EXPECT_EQ(runtime.device_count(), 2);
-  EXPECT_EQ(runtime.accelerator(1).name(), "Fake 9000");
+  EXPECT_EQ(runtime.device_name(1), "Fake 9000");
+  EXPECT_EQ(runtime.current_device(), 1);
+  EXPECT_EQ(seen.calls["context_retain"], 0) << "to ask takes no memory of a device";
   EXPECT_EQ(runtime.accelerator(1).pci_address(), "0000:1B:00.0");
   EXPECT_THROW(runtime.accelerator(2), Error);
   EXPECT_THROW(runtime.accelerator(-1), Error);
