@@ -47,6 +47,8 @@ MORE = {
     "snapshot_bytes": "Free is what is free at the first one (the control group's limit counts), divided by "
     "`LOCAL_WORLD_SIZE`. Tensors that exceed it are written before the save returns.",
     "pack_bytes": "It is read at the first save of such tensors in a process.",
+    "copy_batches": "Otherwise up to 512 travel in one call of `cudaMemcpyBatchAsync`, where the driver is that of "
+    "CUDA 12.8 or later and all host memory could be page-locked. Set it to 0 if saves or loads hang or crash in it.",
     "background_bytes_per_second": "In each process.",
     "exit_timeout": "These are asynchronous saves.",
     "alone": "Without it that is an error where `WORLD_SIZE` is above 1. Each process then needs its own directory.",

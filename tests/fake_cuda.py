@@ -1,18 +1,20 @@
 """A CUDA of two devices for tests, without one: the engine's own code runs against a library of our making
 (tests/cpp/device/fake_cuda.cpp), whose streams are threads and whose devices' memory is the host's.
 
-Tensors of more than `LEAST` elements in host memory count as being on a device. What loads the library keeps it: use it
-in processes of their own.
+Tensors of more than `LEAST` elements in host memory count as being on a device. The storage of each is an allocation
+there: a copy that crosses its border fails, and so does one of memory that is in none. What loads the library keeps it:
+use it in processes of their own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +31,11 @@ from vescale_ckpt._state import tensor_table
 LEAST = 100
 _SOURCE = Path(__file__).parent / "cpp" / "device" / "fake_cuda.cpp"
 _BUILD = Path(__file__).parents[1] / "build" / "fake_cuda"
-_SONAMES = ("libcudart.so.13", "libcuda.so.1")  # by which the engine finds what is loaded
+_KERNEL = Path(__file__).parents[1] / "csrc" / "device" / "pack_rows.h"
+# By which the engine finds what is loaded.
+_RUNTIME, _DRIVER, _OTHER_RUNTIME = "libcudart.so.13", "libcuda.so.1", "libcudart.so.12"
+# cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorAssert
+OUT_OF_MEMORY, INSUFFICIENT_DRIVER, ASSERT = 2, 35, 710
 
 
 class FakeCuda:
@@ -48,8 +54,17 @@ class FakeCuda:
     def count(self, name: str) -> int:
         return int(self._library.fake_count(name.encode()))
 
-    def fail(self, name: str, skip: int = 0) -> None:
-        self._library.fake_fail(name.encode(), ctypes.c_int64(skip))
+    def fail(self, name: str, skip: int = 0, code: int = 1) -> None:
+        self._library.fake_fail(name.encode(), ctypes.c_int64(skip), code)
+
+    def stick(self, code: int) -> None:
+        """Lets work of the trainer have failed on the device: all calls give this error from now on."""
+        self._library.fake_stick(code)
+
+    def allocate(self, tensor: torch.Tensor) -> None:
+        """Makes the storage of a tensor an allocation of the device."""
+        storage = tensor.untyped_storage()
+        self._library.fake_allocation(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()))
 
     def delay_copies(self, microseconds: int) -> None:
         self._library.fake_delay(microseconds)
@@ -66,7 +81,7 @@ class FakeCuda:
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
-    fake = FakeCuda(_loaded())
+    fake = load_runtime()
     read = _C.tensor_table
 
     def moved(tensors: list[torch.Tensor], *how: Any) -> bytes:
@@ -74,6 +89,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         for tensor in tensors:
             if words[at + 2] == 1 and tensor.numel() > LEAST:
                 words[at + 2] = 2 + (device_of(tensor) << 32)
+                fake.allocate(tensor)
             at += 4 + 2 * words[at + 3]
         return words.tobytes()
 
@@ -93,20 +109,39 @@ def device_of(tensor: torch.Tensor) -> int:
     return int(tensor.itemsize == 2)
 
 
-def _loaded() -> ctypes.CDLL:
+def neighbours(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of these dtypes and shapes, each with a storage of its own that begins where the one before ends."""
+    memory, found, at = mmap.mmap(-1, sum(tensor.nbytes for tensor in tensors.values())), {}, 0
+    for key, tensor in tensors.items():
+        own = memoryview(memory)[at : at + tensor.nbytes]
+        found[key] = torch.frombuffer(own, dtype=tensor.dtype).view(tensor.shape)
+        at += tensor.nbytes
+    return found
+
+
+def load_runtime(other: bool = False) -> FakeCuda:
+    """Loads the driver and a runtime, or a second, older runtime, as another library of the process may."""
+    runtime = _library(_OTHER_RUNTIME if other else _RUNTIME)
+    if not other:
+        _library(_DRIVER)
+    return FakeCuda(runtime)
+
+
+def _library(name: str) -> ctypes.CDLL:
     _BUILD.mkdir(parents=True, exist_ok=True)
-    libraries = [_BUILD / name for name in _SONAMES]
-    if not all(path.exists() and path.stat().st_mtime >= _SOURCE.stat().st_mtime for path in libraries):
-        compiler = os.environ.get("CXX", "g++")
+    path = _BUILD / name
+    newest = max(source.stat().st_mtime for source in (_SOURCE, _KERNEL, Path(__file__)))
+    if not path.exists() or path.stat().st_mtime < newest:
+        # The driver is what the runtime has of it: they share the state.
+        source = (
+            ["-I", str(_KERNEL.parents[1]), str(_SOURCE)]
+            if name != _DRIVER
+            else ["-x", "c++", "/dev/null", "-Wl,--no-as-needed", f"-L{_BUILD}", f"-l:{_RUNTIME}"]
+        )
         with tempfile.TemporaryDirectory(dir=_BUILD) as folder:
-            compiled = Path(folder) / "fake_cuda.o"
-            subprocess.run(
-                [compiler, "-std=c++20", "-O1", "-fPIC", "-c", str(_SOURCE), "-o", str(compiled)], check=True
-            )
-            for path in libraries:
-                made = Path(folder) / path.name
-                soname = f"-Wl,-soname,{path.name}"
-                subprocess.run([compiler, "-shared", soname, str(compiled), "-pthread", "-o", str(made)], check=True)
-                made.replace(path)  # by whichever process is last
-    runtime, _ = (ctypes.CDLL(str(path), ctypes.RTLD_LOCAL) for path in libraries)
-    return runtime
+            made = Path(folder) / name
+            flags = ["-std=c++20", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{name}", "-pthread"]
+            compiler = os.environ.get("CXX", "g++")
+            subprocess.run([compiler, *flags, *source, "-o", str(made)], check=True)
+            made.replace(path)  # by whichever process is last
+    return ctypes.CDLL(str(path), ctypes.RTLD_LOCAL)

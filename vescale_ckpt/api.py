@@ -28,6 +28,7 @@ from ._dcp.save_planner import SavePlanner
 from ._dcp.storage_reader import StorageReader
 from ._dcp.storage_writer import check_format
 from ._engine import _C
+from ._engine.errors import named_errors
 from ._engine.gc import gc_paused
 from ._engine.rows import words
 from ._hf.folder import file_numbers, shard_bytes
@@ -331,7 +332,8 @@ def prepare(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Plans saves of `state` and allocates the memory of their snapshots, which makes the first save faster.
+    """Plans saves of `state` and allocates the memory of their snapshots, which makes the first save faster. On CUDA
+    devices it also makes the streams and the memory (26 MiB on each) that copies need.
 
     All ranks of the group call it together, before training or after a load. Nothing is written. With
     `async_checkpoint=False` it only plans. `state`, `timeout` and errors are those of `save`. An error of the previous
@@ -354,7 +356,8 @@ def prepare(
                 items, _ = planned
                 needed = sum(words(items.body_bytes()))
                 devices = [number for number in map(device_number, set(items.description.ready)) if number >= 0]
-                _C.page_lock_snapshots(devices, settings.number("pack_bytes"))
-                _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
+                with named_errors(str, ""):
+                    _C.prepare_devices(devices, settings.number("pack_bytes"))
+                    _C.prepare_snapshots(min(needed, snapshot_budget.snapshot_bytes()), settings.number("threads"))
         finally:
             planner.forget_state()

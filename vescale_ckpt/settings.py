@@ -77,6 +77,7 @@ SETTINGS = {
         Setting(
             "pack_bytes", 64 * 1024, "largest tensor of a CUDA device that saves copy together with others", most=MiB
         ),
+        Setting("copy_batches", 1, "0: each copy from and to a CUDA device is a call of its own", most=1),
         Setting("background_niceness", 10, "how much threads of asynchronous saves give way to training", most=19),
         Setting("background_bytes_per_second", 0, "most that an asynchronous save writes; 0: no limit"),
         Setting("exit_timeout", 600, "seconds that a process that ends waits for its saves", most=_LONGEST),

@@ -18,11 +18,8 @@ py::dict device_info() {
     const py::gil_scoped_release release;
     if (device::CudaRuntime* runtime = device::cuda_runtime(reason)) {
       version = runtime->version();
-      for (int device = 0; device < runtime->device_count(); ++device) {
-        device::Accelerator& accelerator = runtime->accelerator(device);
-        names.push_back(accelerator.name());
-        kernel = accelerator.has_kernel() && (kernel || device == 0);
-      }
+      for (int device = 0; device < runtime->device_count(); ++device) names.push_back(runtime->device_name(device));
+      kernel = runtime->accelerator(runtime->current_device()).has_kernel();
     }
   }
   py::dict result;
@@ -34,17 +31,21 @@ py::dict device_info() {
   return result;
 }
 
-bool copies_from_cuda() {
+bool copies_from_cuda(bool batches) {
   std::string reason;
-  return device::cuda_runtime(reason) != nullptr;
+  device::CudaRuntime* const runtime = device::cuda_runtime(reason);
+  if (runtime != nullptr) runtime->want_batches(batches);
+  return runtime != nullptr;
 }
 
 }  // namespace
 
 void bind_device(py::module_& module) {
-  module.def("device_info", &device_info, "the runtime, the names of its devices, or the reason why there are none");
-  module.def("copies_from_cuda", &copies_from_cuda, py::call_guard<py::gil_scoped_release>(),
-             "whether CUDA can be used, which it is from now on");
+  module.def("device_info", &device_info,
+             "the runtime, the names of its devices, whether the current one takes the kernel, or the reason why there "
+             "are none; memory is taken on the current device only, for CUDA's context");
+  module.def("copies_from_cuda", &copies_from_cuda, py::arg("batches") = true, py::call_guard<py::gil_scoped_release>(),
+             "whether CUDA can be used, which it is from now on, with copies in batches or without");
   module.def("device_notes", &device::notes, "what the devices of this process refused so far, each once, in words");
   module.def("cuda_was_started", &device::cuda_was_started, "whether this process ever asked for CUDA");
 }

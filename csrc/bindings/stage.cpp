@@ -114,12 +114,13 @@ void bind_stage(py::module_& module) {
       [](uint64_t bytes, unsigned threads) { return stage::snapshot_arena().prepare(bytes, threads); },
       py::arg("bytes"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
-      "page_lock_snapshots",
+      "prepare_devices",
       [](const std::vector<int>& devices, uint64_t pack_bytes) {
-        if (!devices.empty()) stage::cuda_pipelines(devices, pack_bytes);
+        if (!devices.empty()) stage::cuda_pipelines(devices, pack_bytes).prepare(devices);
       },
       py::arg("devices"), py::arg("pack_bytes") = device::CopyLimits().small_bytes,
-      "lets memory of snapshots be locked in the background, for all CUDA devices, and lie near those that are given",
+      "makes what snapshots need on these CUDA devices, and lets their memory be locked in the background, for all "
+      "devices, and lie near these",
       py::call_guard<py::gil_scoped_release>());
   module.def("trim_snapshots", [] { stage::snapshot_arena().trim(); }, py::call_guard<py::gil_scoped_release>());
   module.def("snapshot_memory", &memory_dict);

@@ -14,6 +14,7 @@ namespace {
 
 using cuda::Api;
 using cuda::check;
+using cuda::check_before_copies;
 using cuda::Current;
 using cuda::kSuccess;
 
@@ -21,11 +22,11 @@ std::atomic<bool> started{false};
 
 class CudaAccelerator final : public Accelerator {
  public:
-  CudaAccelerator(const Api& api, int index, const unsigned char* kernels)
-      : device_{api, index, "device " + std::to_string(index)}, kernels_(kernels) {
-    check(api, api.device_get(&handle_, index), [&] { return "find " + device_.name; });
-    check(api, api.context_retain(&device_.context, handle_), [&] { return "use " + device_.name; });
-    device_.batches = takes_batches();
+  CudaAccelerator(const Api& api, cuda::Batches& batches, int index, const unsigned char* kernels)
+      : device_{api, batches, index, "device " + std::to_string(index)}, kernels_(kernels) {
+    check_before_copies(device_, api.device_get(&handle_, index), [&] { return "find " + device_.name; });
+    check_before_copies(device_, api.context_retain(&device_.context, handle_), [&] { return "use " + device_.name; });
+    device_.batches = can_take_batches();
   }
   ~CudaAccelerator() override {
     if (module_ != nullptr) cuda::on_device_if_usable(device_, [&] { device_.api.module_unload(module_); });
@@ -33,13 +34,6 @@ class CudaAccelerator final : public Accelerator {
   }
   CudaAccelerator(const CudaAccelerator&) = delete;
   CudaAccelerator& operator=(const CudaAccelerator&) = delete;
-
-  std::string name() const override {
-    std::array<char, 256> name{};
-    check(device_.api, device_.api.device_name(name.data(), static_cast<int>(name.size()), handle_),
-          [&] { return "ask for the name of " + device_.name; });
-    return name.data();
-  }
 
   std::string pci_address() const override {
     std::array<char, 32> address{};
@@ -72,14 +66,17 @@ class CudaAccelerator final : public Accelerator {
            " MiB to pack small tensors in, which are copied " + "one by one (" + cuda::said(device_.api, code) + ")");
       return nullptr;
     }
-    check(device_.api, code, [&] { return "allocate a slab on " + device_.name; });
+    check_before_copies(device_, code, [&] { return "allocate a slab on " + device_.name; });
     return std::make_unique<CudaSlab>(device_, memory, table, bytes);
   }
 
   void page_lock(std::span<std::byte> memory) override {
     const Current current(device_);
-    check(device_.api, device_.api.host_register(memory.data(), memory.size(), cuda::kHostPortable),
-          [&] { return "page-lock " + std::to_string(memory.size()) + " bytes"; });
+    const int code = device_.api.host_register(memory.data(), memory.size(), cuda::kHostPortable);
+    if (code != kSuccess && !device_.batches_of_all.lock_refused.exchange(true)) {
+      note("a page lock was refused, so that copies from and to devices are made one by one from now on");
+    }
+    check(device_.api, code, [&] { return "page-lock " + std::to_string(memory.size()) + " bytes"; });
   }
 
   void page_unlock(std::byte* memory) override {
@@ -90,17 +87,18 @@ class CudaAccelerator final : public Accelerator {
  private:
   // Batches take addresses of host memory as they are. Where those of locked memory differ on the device, a batch is an
   // illegal access, of which no process recovers.
-  bool takes_batches() const {
+  bool can_take_batches() const {
     const Api& api = device_.api;
     if (api.copy_batch_12 == nullptr && api.copy_batch_13 == nullptr) return false;
-    int as_it_is = 0;
-    const int code = api.device_attribute(&as_it_is, cuda::kRegisteredMemoryAsItIs, device_.index);
-    const bool takes = code == kSuccess && as_it_is != 0;
-    if (!takes) {
-      note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" +
-           (code == kSuccess ? "it has addresses of its own for locked host memory" : cuda::said(api, code)) + ")");
-    }
-    return takes;
+    int as_it_is = 0, driver = 0;
+    int code = api.device_attribute(&as_it_is, cuda::kRegisteredMemoryAsItIs, device_.index);
+    if (code == kSuccess) code = api.driver_version(&driver);
+    if (code == kSuccess && as_it_is != 0 && driver >= cuda::kFirstWithBatches) return true;
+    const std::string reason = code != kSuccess ? cuda::said(api, code)
+                               : as_it_is == 0  ? "it has addresses of its own for locked host memory"
+                                                : "its driver is older than CUDA 12.8";
+    note(device_.name + " takes no batches of copies, so that each tensor is a copy of its own (" + reason + ")");
+    return false;
   }
 
   // Whether there is a kernel; the image may be for other devices, or for a later driver.
@@ -152,8 +150,27 @@ Accelerator& CudaRuntime::accelerator(int device) {
   }
   const std::lock_guard lock(mutex_);
   auto& accelerator = accelerators_[static_cast<size_t>(device)];
-  if (!accelerator) accelerator = std::make_unique<CudaAccelerator>(api_, device, kernels_);
+  if (!accelerator) accelerator = std::make_unique<CudaAccelerator>(api_, batches_, device, kernels_);
   return *accelerator;
+}
+
+std::string CudaRuntime::device_name(int device) const {
+  int handle = 0;
+  std::array<char, 256> name{};
+  int code = api_.device_get(&handle, device);
+  if (code == kSuccess) code = api_.device_name(name.data(), static_cast<int>(name.size()), handle);
+  check(api_, code, [&] { return "ask for the name of device " + std::to_string(device); });
+  return name.data();
+}
+
+int CudaRuntime::current_device() const {
+  int device = 0;
+  return api_.current_device != nullptr && api_.current_device(&device) == kSuccess ? device : 0;
+}
+
+void CudaRuntime::want_batches(bool wanted) {
+  batches_.wanted = wanted;
+  if (!wanted) note("copies from and to devices are made one by one (VESCALE_CKPT_COPY_BATCHES=0)");
 }
 
 bool cuda_was_started() {
@@ -166,14 +183,22 @@ CudaRuntime* cuda_runtime(std::string& reason) {
   static CudaRuntime* runtime = nullptr;  // leaked on purpose: threads may copy while static destructors run
   const std::lock_guard lock(mutex);
   if (runtime != nullptr) return runtime;
-  Api api;
-  if (!cuda::load(api, reason)) return nullptr;
-  try {
-    runtime = new CudaRuntime(api, pack_image());
-  } catch (const Error& error) {
-    reason = error.what();
+  reason.clear();
+  // One that is there may be too new for the driver, where another one works.
+  for (const bool loaded : {true, false}) {
+    for (void* const library : cuda::runtimes(loaded)) {
+      std::string refusal;
+      try {
+        Api api;
+        if (cuda::load(library, api, refusal)) return runtime = new CudaRuntime(api, pack_image());
+      } catch (const Error& error) {
+        refusal = error.what();
+      }
+      if (reason.empty()) reason = refusal;
+    }
   }
-  return runtime;
+  if (reason.empty()) reason = "no CUDA runtime: neither libcudart.so.13 nor libcudart.so.12 is loaded or found";
+  return nullptr;
 }
 
 }  // namespace vescale_ckpt::device

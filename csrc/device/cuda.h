@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device/cuda_api.h"
+#include "device/cuda_device.h"
 #include "device/device.h"
 
 namespace vescale_ckpt::device {
@@ -21,11 +22,16 @@ class CudaRuntime final : public DeviceRuntime {
 
   std::string version() const;  // "CUDA runtime 13.0, driver 13.1"
   int device_count() override { return device_count_; }
+  std::string device_name(int device) const;  // makes no context on it
+  int current_device() const;                 // of this thread
+  // Whether copies may be given in batches, on all devices and from now on. They are not where something refuses them.
+  void want_batches(bool wanted);
   Accelerator& accelerator(int device) override;
 
  private:
   const cuda::Api api_;
   const unsigned char* const kernels_;
+  cuda::Batches batches_;
   int device_count_ = 0;
   std::mutex mutex_;  // guards the one below
   std::vector<std::unique_ptr<Accelerator>> accelerators_;

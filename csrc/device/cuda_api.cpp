@@ -7,16 +7,6 @@ namespace {
 
 constexpr const char* kRuntimes[] = {"libcudart.so.13", "libcudart.so.12"};
 
-// All that are already loaded first: a toolkit of the system must not win over the framework's own runtime.
-void* open_runtime() {
-  for (const int flags : {RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
-    for (const char* name : kRuntimes) {
-      if (void* library = ::dlopen(name, flags)) return library;
-    }
-  }
-  return nullptr;
-}
-
 template <typename Function>
 bool find(void* library, const char* name, Function*& function) {
   function = reinterpret_cast<Function*>(::dlsym(library, name));
@@ -28,7 +18,7 @@ void find_batch(void* library, Api& api) {
   if (api.runtime_version(&version) != kSuccess) return;
   if (version >= 13000) {
     find(library, "cudaMemcpyBatchAsync", api.copy_batch_13);
-  } else if (version >= 12080) {
+  } else if (version >= kFirstWithBatches) {
     find(library, "cudaMemcpyBatchAsync", api.copy_batch_12);
   }
 }
@@ -36,13 +26,16 @@ void find_batch(void* library, Api& api) {
 }  // namespace
 
 // Libraries stay loaded: the framework uses them as well.
-bool load(Api& api, std::string& reason) {
-  api = {};
-  void* const runtime = open_runtime();
-  if (runtime == nullptr) {
-    reason = "no CUDA runtime: neither libcudart.so.13 nor libcudart.so.12 is loaded or found";
-    return false;
+std::vector<void*> runtimes(bool loaded) {
+  std::vector<void*> found;
+  for (const char* name : kRuntimes) {
+    if (void* library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL | (loaded ? RTLD_NOLOAD : 0))) found.push_back(library);
   }
+  return found;
+}
+
+bool load(void* runtime, Api& api, std::string& reason) {
+  api = {};
   void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (driver == nullptr) {
     reason = "no CUDA driver: libcuda.so.1 is not found";
@@ -95,6 +88,8 @@ bool load(Api& api, std::string& reason) {
     reason = "the CUDA that is loaded has no " + missing;
     return false;
   }
+  find(runtime, "cudaGetDevice", api.current_device);
+  find(runtime, "cudaMemsetAsync", api.clear);
   find_batch(runtime, api);
   return true;
 }

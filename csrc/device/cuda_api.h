@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace vescale_ckpt::device::cuda {
 
@@ -15,6 +16,7 @@ using EventHandle = void*;
 using Context = void*;
 
 inline constexpr int kSuccess = 0, kOutOfMemory = 2, kNeedsNewerDriver = 36, kNotSupported = 801;
+inline constexpr int kFirstWithBatches = 12080;    // a version: CUDA 12.8
 inline constexpr int kToDevice = 1, kToHost = 2;   // cudaMemcpyKind
 inline constexpr unsigned kStreamNonBlocking = 1;  // not held up by the default stream
 inline constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
@@ -67,6 +69,10 @@ struct Api {
   int (*host_register)(void* memory, size_t bytes, unsigned flags);
   int (*host_unregister)(void* memory);
 
+  // nullptr where the runtime lacks it.
+  int (*current_device)(int* device);
+  int (*clear)(void* memory, int value, size_t bytes, Stream stream);
+
   // One of these or neither: since CUDA 12.8, and since 13.0 without the place of what failed.
   int (*copy_batch_12)(void** to, void** from, size_t* bytes, size_t count, CopyAttributes* attributes,
                        size_t* attribute_starts, size_t attribute_count, size_t* failed, Stream stream);
@@ -89,8 +95,11 @@ struct Api {
                 unsigned block_z, unsigned shared_bytes, Stream stream, void** arguments, void** extra);
 };
 
-// Fills `api`; false, with the reason, where there is no CUDA runtime. The one that is already loaded is taken, so that
-// the framework must be imported first.
-bool load(Api& api, std::string& reason);
+// CUDA's runtimes, in the order to try them: those that are loaded already, which are the framework's own and perhaps
+// one of another library, or those that the system finds.
+std::vector<void*> runtimes(bool loaded);
+
+// Fills `api` from one of them; false, with the reason, where it or the driver lacks something.
+bool load(void* runtime, Api& api, std::string& reason);
 
 }  // namespace vescale_ckpt::device::cuda

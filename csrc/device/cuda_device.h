@@ -10,8 +10,15 @@
 
 namespace vescale_ckpt::device::cuda {
 
+// What decides for all devices of a runtime whether copies are given in batches.
+struct Batches {
+  std::atomic<bool> wanted{true};         // by the user
+  std::atomic<bool> lock_refused{false};  // copies may be from or to memory that is not locked, as no batch's may
+};
+
 struct Device {
   const Api& api;
+  Batches& batches_of_all;
   const int index;
   const std::string name;  // "device 0"
   Context context = nullptr;
@@ -19,7 +26,24 @@ struct Device {
   // Whether copies may be given in batches: the device follows addresses of locked host memory as they are, and no
   // batch was refused so far.
   std::atomic<bool> batches{false};
+
+  bool takes_batches() const { return batches && batches_of_all.wanted && !batches_of_all.lock_refused; }
 };
+
+// Whether a device keeps an error, once it has it, and gives it to every call from then on.
+inline bool is_sticky(int code) {
+  switch (code) {
+    case 704:  // of peers and of host memory
+    case 705:
+    case 708:
+    case 711:
+    case 712:
+    case 713:
+      return false;
+    default:
+      return code == 214 || (code >= 700 && code <= 720);
+  }
+}
 
 // What CUDA says of an error. Takes the error out of CUDA's own memory of it, where the framework would find it at its
 // next check.
@@ -32,7 +56,15 @@ inline std::string said(const Api& api, int code) {
 template <typename Operation>
 void check(const Api& api, int code, const Operation& operation) {
   if (code == kSuccess) return;
-  throw Error::device(operation(), said(api, code), code);
+  const char* whose = is_sticky(code) ? ", perhaps by other work of this process" : "";
+  throw Error::device(operation(), said(api, code) + whose, code);
+}
+
+// The same of calls that come before the first copy: what the device failed at is not ours.
+template <typename Operation>
+void check_before_copies(const Device& device, int code, const Operation& operation) {
+  if (!is_sticky(code)) return check(device.api, code, operation);
+  throw Error::device(device.name + " had failed before, by work of this process", said(device.api, code), code);
 }
 
 // A device, current on this thread. Our calls do not end a graph capture that goes on in another thread.

@@ -1,5 +1,6 @@
 #include "device/cuda_stream.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -13,6 +14,7 @@ namespace vescale_ckpt::device {
 namespace {
 
 using cuda::check;
+using cuda::check_before_copies;
 using cuda::Current;
 using cuda::kSuccess;
 
@@ -20,8 +22,8 @@ using cuda::kSuccess;
 
 CudaEvent::CudaEvent(const cuda::Device& device) : device_(device) {
   const Current current(device);
-  check(device.api, device.api.event_create(&handle_, cuda::kEventBlockingSync | cuda::kEventDisableTiming),
-        [&] { return "make an event on " + device.name; });
+  check_before_copies(device, device.api.event_create(&handle_, cuda::kEventBlockingSync | cuda::kEventDisableTiming),
+                      [&] { return "make an event on " + device.name; });
 }
 
 CudaEvent::~CudaEvent() {
@@ -33,15 +35,21 @@ void CudaEvent::record(StreamHandle producer) {
   // Our copies behind the event would become a part of the user's graph.
   int status = cuda::kNotCaptured;
   const auto stream = reinterpret_cast<cuda::Stream>(producer);
-  check(device_.api, device_.api.stream_is_captured(stream, &status),
-        [&] { return "ask whether a stream of " + device_.name + " is captured"; });
+  check_before_copies(device_, device_.api.stream_is_captured(stream, &status),
+                      [&] { return "ask whether a stream of " + device_.name + " is captured"; });
   if (status != cuda::kNotCaptured) {
     throw Error::device(
         "copy tensors of " + device_.name,
         "the current stream is being captured into a CUDA graph: save and load before or after the capture", 0);
   }
-  check(device_.api, device_.api.event_record(handle_, reinterpret_cast<cuda::Stream>(producer)),
-        [&] { return "record an event on a stream of " + device_.name; });
+  check_before_copies(device_, device_.api.event_record(handle_, stream),
+                      [&] { return "record an event on a stream of " + device_.name; });
+}
+
+void CudaEvent::record_on(cuda::Stream own) {
+  const Current current(device_);
+  check(device_.api, device_.api.event_record(handle_, own),
+        [&] { return "record an event behind copies on " + device_.name; });
 }
 
 void CudaEvent::wait() {
@@ -56,12 +64,20 @@ CudaSlab::~CudaSlab() {
   });
 }
 
+void CudaSlab::clear_once(cuda::Stream stream) {
+  if (cleared_ || device_.api.clear == nullptr) return;
+  check(device_.api, device_.api.clear(memory_, 0, bytes_, stream), [&] { return "clear a slab on " + device_.name; });
+  cleared_ = true;
+}
+
 CudaStream::CudaStream(cuda::Device& device, Priority priority) : device_(device), api_(device.api) {
   const Current current(device);
   int lowest = 0, highest = 0;  // numerically lower is more urgent
-  check(api_, api_.stream_priorities(&lowest, &highest), [&] { return "ask for priorities of " + device.name; });
-  check(api_, api_.stream_create(&handle_, cuda::kStreamNonBlocking, priority == Priority::highest ? highest : 0),
-        [&] { return "make a stream on " + device.name; });
+  check_before_copies(device, api_.stream_priorities(&lowest, &highest),
+                      [&] { return "ask for priorities of " + device.name; });
+  check_before_copies(
+      device, api_.stream_create(&handle_, cuda::kStreamNonBlocking, priority == Priority::highest ? highest : 0),
+      [&] { return "make a stream on " + device.name; });
 }
 
 CudaStream::~CudaStream() {
@@ -78,7 +94,7 @@ void CudaStream::after(const Event& event) {
 }
 
 void CudaStream::record(Event& event) {
-  event.record(reinterpret_cast<StreamHandle>(handle_));
+  static_cast<CudaEvent&>(event).record_on(handle_);
 }
 
 void CudaStream::copy(std::span<const FlatCopy> copies) {
@@ -91,7 +107,14 @@ void CudaStream::copy_to_device(std::span<const FlatCopy> copies) {
 
 void CudaStream::copy_flat(std::span<const FlatCopy> copies, int kind) {
   const Current current(device_);
-  if (device_.batches && copies.size() > 1 && copy_batch(copies, kind)) return;
+  while (!copies.empty()) {
+    const auto some = copies.first(std::min(copies.size(), kMostInBatch));
+    if (some.size() == 1 || !device_.takes_batches() || !copy_batch(some, kind)) copy_one_by_one(some, kind);
+    copies = copies.subspan(some.size());
+  }
+}
+
+void CudaStream::copy_one_by_one(std::span<const FlatCopy> copies, int kind) {
   const bool to_host = kind == cuda::kToHost;
   for (const FlatCopy& copy : copies) {
     auto* const device = reinterpret_cast<void*>(copy.device);
@@ -145,7 +168,8 @@ void CudaStream::copy(const PitchedCopy& copy) {
 
 void CudaStream::pack(Slab& slab, const PackTable& table) {
   const Current current(device_);
-  const auto& memory = static_cast<CudaSlab&>(slab);
+  auto& memory = static_cast<CudaSlab&>(slab);
+  memory.clear_once(handle_);
   const size_t row_bytes = table.rows.size() * sizeof(PackRow), dim_bytes = table.dims.size() * sizeof(PackDim);
   std::memcpy(memory.host_table(), table.rows.data(), row_bytes);
   if (dim_bytes != 0) std::memcpy(memory.host_table() + row_bytes, table.dims.data(), dim_bytes);

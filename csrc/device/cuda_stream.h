@@ -17,6 +17,7 @@ class CudaEvent final : public Event {
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   void record(StreamHandle producer) override;
+  void record_on(cuda::Stream own);  // of ours
   void wait() override;
   cuda::EventHandle handle() const { return handle_; }
 
@@ -37,6 +38,8 @@ class CudaSlab final : public Slab {
   CudaSlab& operator=(const CudaSlab&) = delete;
 
   DeviceAddress address() const override { return reinterpret_cast<DeviceAddress>(memory_); }
+  // Before the first use: the gaps between what is packed travel to the host, too.
+  void clear_once(cuda::Stream stream);
   std::byte* host_table() const { return table_; }
   DeviceAddress device_table() const { return address() + bytes_; }
 
@@ -45,10 +48,13 @@ class CudaSlab final : public Slab {
   void* const memory_;
   std::byte* const table_;
   const uint64_t bytes_;
+  bool cleared_ = false;
 };
 
 class CudaStream final : public CopyStream {
  public:
+  static constexpr size_t kMostInBatch = 512;  // tens of thousands in a call were reported to crash drivers
+
   CudaStream(cuda::Device& device, Priority priority);
   ~CudaStream() override;
   CudaStream(const CudaStream&) = delete;
@@ -64,6 +70,7 @@ class CudaStream final : public CopyStream {
 
  private:
   void copy_flat(std::span<const FlatCopy> copies, int kind);
+  void copy_one_by_one(std::span<const FlatCopy> copies, int kind);
   bool copy_batch(std::span<const FlatCopy> copies, int kind);
 
   cuda::Device& device_;

@@ -67,7 +67,6 @@ enum class Priority { normal, highest };  // of a stream's kernels among those t
 class Accelerator {
  public:
   virtual ~Accelerator() = default;
-  virtual std::string name() const = 0;
   virtual std::string pci_address() const = 0;  // "0000:3b:00.0"
   virtual bool has_kernel() = 0;                // to pack small ranges with
   virtual std::unique_ptr<CopyStream> make_stream(Priority priority) = 0;

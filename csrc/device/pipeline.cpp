@@ -22,6 +22,10 @@ Pipeline::Pipeline(Accelerator& accelerator, const CopyLimits& limits)
   }
 }
 
+void Pipeline::prepare() {
+  if (limits_.slab_bytes != 0) make_slabs();
+}
+
 bool Pipeline::make_slabs() {
   for (Turn& turn : turns_) {
     if (!turn.slab) turn.slab = accelerator_.make_slab(limits_.slab_bytes);

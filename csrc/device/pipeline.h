@@ -39,6 +39,9 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
+  // Makes what the first start() would make, which takes longer than most copies. Throws Error(device).
+  void prepare();
+
   // Returns at once; a thread copies, after what is in the producers' streams now. Rows and their memory must live
   // until wait() returned true or threw, and `control`, and what `layout` calls. What the host's memory is: see
   // HostLayout. Throws Error(device), with nothing begun; Error(invalid) if the last transfer was not waited for.

@@ -24,10 +24,11 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   explicit Slots(DeviceLoad& load) : load_(load) {}
 
   void add(const read::ReadItem& item, const std::byte* body, uint64_t begin, uint64_t end) override {
+    begin_item();
     item.box.runs_in_memory(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
       const std::byte* host = body + (at - begin);
       if (bytes >= kLeastCopy) {
-        join(copies_[item.device], address(item.memory, memory), host, bytes);
+        join(copies_[item.device], address(item.memory, memory), host, bytes, joins_copies_);
       } else {
         pack(item.device, address(item.memory, memory), host, bytes);
       }
@@ -35,6 +36,7 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   }
 
   void add_packed(const io::BoxCopy& copy, int device) {
+    begin_item();
     copy.box.runs_in_memory(copy.box.begin(), copy.box.end(), [&](uint64_t at, int64_t memory, uint64_t bytes) {
       pack(device, address(copy.memory, memory), copy.piece + at, bytes);
     });
@@ -58,9 +60,13 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
     return reinterpret_cast<uintptr_t>(memory) + static_cast<uint64_t>(offset);
   }
 
+  // Copies of one item are joined where they can be, never those of several: each may lie in an allocation of its own,
+  // and a copy over the border of two is refused, however close they are.
+  void begin_item() { joins_copies_ = joins_packed_ = false; }
+
   static void join(std::vector<device::FlatCopy>& copies, device::DeviceAddress device, const std::byte* host,
-                   uint64_t bytes) {
-    if (!copies.empty()) {
+                   uint64_t bytes, bool& joins) {
+    if (std::exchange(joins, true) && !copies.empty()) {
       device::FlatCopy& last = copies.back();
       if (last.device + last.bytes == device && last.host + last.bytes == host) {
         last.bytes += bytes;
@@ -79,7 +85,7 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
       }
       const uint64_t some = std::min(bytes, LoadStreams::kSlotBytes - used_);
       std::memcpy(slot_->data() + used_, host, some);
-      join(packed_[device], to, slot_->data() + used_, some);
+      join(packed_[device], to, slot_->data() + used_, some, joins_packed_);
       used_ += some;
       to += some;
       host += some;
@@ -92,6 +98,7 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   Copies packed_;
   std::optional<Slot> slot_;  // of packed_
   uint64_t used_ = 0;
+  bool joins_copies_ = false, joins_packed_ = false;  // the last copy there is of the same item
 };
 
 DeviceLoad::DeviceLoad(LoadStreams& streams, std::span<const Producer> producers) : streams_(streams) {

@@ -37,6 +37,12 @@ std::optional<DevicePipelines::Lease> DevicePipelines::try_borrow(std::span<cons
   return take_locked(devices);
 }
 
+void DevicePipelines::prepare(std::span<const int> devices) {
+  for (const int device : devices) {
+    if (const auto lease = try_borrow({&device, 1})) lease->pipeline(device).prepare();
+  }
+}
+
 bool DevicePipelines::free_locked(std::span<const int> devices) const {
   return std::ranges::none_of(devices, [&](int device) { return lent_.contains(device); });
 }

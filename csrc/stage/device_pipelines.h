@@ -47,6 +47,9 @@ class DevicePipelines {
   Lease borrow(std::span<const int> devices);
   // The same, but nullopt at once where one is not free.
   std::optional<Lease> try_borrow(std::span<const int> devices);
+  // Makes the pipelines of these devices with all that they keep, unless they are in use, as made ones are. Throws
+  // Error(device or invalid).
+  void prepare(std::span<const int> devices);
 
  private:
   bool free_locked(std::span<const int> devices) const;

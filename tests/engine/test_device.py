@@ -1,6 +1,10 @@
 """What the engine says of accelerators; copies are tested in tests/cpp/device, and on a GPU in test_gpu.py."""
 
+from typing import Any
+
 import torch
+from fake_cuda import INSUFFICIENT_DRIVER, fake_cuda, load_runtime
+from rank_pool import in_fork
 
 from vescale_ckpt._engine import _C
 
@@ -12,3 +16,25 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
     assert torch.cuda.is_available() or "CUDA" in info["reason"]
     assert info["kernel"] <= info["kernel_built"]
     assert not info["kernel"] or info["devices"]
+
+
+def _info() -> tuple[dict[str, Any], int]:
+    with fake_cuda() as fake:
+        return _C.device_info(), fake.count("cuDevicePrimaryCtxRetain")
+
+
+def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
+    info, contexts = in_fork(_info)
+    assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
+    assert contexts == 1, "each takes hundreds of MiB"
+
+
+def _second_runtime() -> tuple[bool, int]:
+    newer, other = load_runtime(), load_runtime(other=True)
+    newer.fail("cudaGetDeviceCount", code=INSUFFICIENT_DRIVER)
+    return _C.copies_from_cuda(), other.count("cudaGetDeviceCount")
+
+
+def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
+    works, asked = in_fork(_second_runtime)
+    assert works and asked > 0

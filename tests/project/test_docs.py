@@ -51,7 +51,7 @@ def test_the_readme_is_one_screen() -> None:
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
-    sources = [*(ROOT / "vescale_ckpt").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
+    sources = [*(ROOT / "vescale_ckpt").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]*"), ROOT / "setup.py"]
     code = "".join(path.read_text() for path in sources)
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # texts over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text()

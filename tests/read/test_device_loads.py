@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import flip
-from fake_cuda import fake_cuda
+from fake_cuda import ASSERT, fake_cuda, neighbours
 from rank_pool import in_fork, run_ranks
 from states import KiB, MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
@@ -125,8 +126,7 @@ def _failures(directory: Path) -> dict[str, str]:
         failed("copy")
         fake.fail("captured")
         failed("captured")
-        fake.fail("cudaHostRegister")  # is no failure
-        fake.fail("cudaMemcpyBatchAsync")
+        fake.fail("cudaMemcpyBatchAsync")  # is no failure
         found = _blank(state)
         vescale_ckpt.load(directory, found)
         assert_same(found, state)
@@ -148,6 +148,103 @@ def test_failures_are_told_and_leave_nothing_under_way(tmp_path: Path) -> None:
     assert "refused a batch" in texts["notes"]
     assert "checksum mismatch" in texts["damage"]
     assert "cudaErrorFakeDevice" in texts["on the device"]
+
+
+def _in_neighbouring_allocations(directory: Path) -> list[int]:
+    large = {f"large.{i}": numbers(5 * MiB // 4, first=i) for i in range(8)}  # of several slots
+    small = {f"small.{i:05}": numbers(640, first=i) for i in range(5000)}
+    vescale_ckpt.save(directory / "large", large, format="safetensors")
+    vescale_ckpt.save(directory / "small", small, format="safetensors")
+    vescale_ckpt.save(directory / "native", small)
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        _small_memory(patch)
+        for kind, state in (("large", large), ("small", small), ("native", small)):
+            found = neighbours(state)
+            vescale_ckpt.load(directory / kind, found)
+            assert_same(found, state)
+        return [fake.count("copies across allocations"), fake.count("cudaMemcpyAsync")]
+
+
+def test_no_copy_crosses_the_border_of_an_allocation(tmp_path: Path) -> None:
+    """Tensors that follow one another in a file often do so on the device, each in a block of its own."""
+    across, alone = in_fork(_in_neighbouring_allocations, tmp_path)
+    assert across == 0
+    assert alone < 100, "small tensors travel in batches"
+
+
+def _without_batches(directory: Path) -> list[int]:
+    state = {**_state(), "a": numbers(3 * MiB), "b": numbers(3 * MiB)}
+    vescale_ckpt.save(directory, state)
+    counts = []
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+
+        def batches() -> None:
+            before = fake.count("cudaMemcpyBatchAsync")
+            found = _blank(state)
+            vescale_ckpt.load(directory, found)
+            assert_same(found, state)
+            counts.append(fake.count("cudaMemcpyBatchAsync") - before)
+
+        batches()
+        patch.setenv("VESCALE_CKPT_COPY_BATCHES", "0")
+        batches()
+        assert any("VESCALE_CKPT_COPY_BATCHES=0" in note for note in _C.device_notes())
+        patch.delenv("VESCALE_CKPT_COPY_BATCHES")
+        batches()
+        fake.fail("cudaHostRegister")
+        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(5 * MiB))  # in slots of other memory, one of which is not locked
+        batches()
+        assert fake.count("copies of memory that is not locked") > 0
+        notes = _C.device_notes()
+        batches()
+        assert _C.device_notes() == notes and sum("a page lock was refused" in note for note in notes) == 1
+    return counts
+
+
+def test_batches_end_where_they_are_not_wanted_or_memory_is_not_locked(tmp_path: Path) -> None:
+    wanted, unwanted, again, unlocked, after = in_fork(_without_batches, tmp_path)
+    assert wanted > 0 and again > 0
+    assert (unwanted, unlocked, after) == (0, 0, 0)
+
+
+def _casts_without_memory(directory: Path) -> None:
+    state = {"large": numbers(1500, 999), **{f"small.{i}": numbers(200 + i) for i in range(30)}}
+    vescale_ckpt.save(directory, state)
+    empty = torch.empty
+
+    def full(*shape: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        if isinstance(device, torch.device):  # that of a target
+            raise torch.OutOfMemoryError("the device is full")
+        return empty(*shape, device=device, **options)
+
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        patch.setattr(torch, "empty", full)
+        wide = {key: torch.zeros(value.shape, dtype=torch.float64) for key, value in state.items()}
+        vescale_ckpt.load(directory, wide, allow_cast=True)
+        assert_same(wide, {key: value.double() for key, value in state.items()})
+        assert fake.count("bytes to device") == 0
+
+
+def test_casts_go_by_the_host_where_the_device_is_full(tmp_path: Path) -> None:
+    in_fork(_casts_without_memory, tmp_path)
+
+
+def _after_an_error_of_the_trainer(directory: Path) -> list[str]:
+    state, texts = _state(), []
+    vescale_ckpt.save(directory, state)
+    with fake_cuda() as fake:
+        vescale_ckpt.load(directory, _blank(state))  # with streams and events that the next one finds
+        fake.stick(ASSERT)
+        for _ in range(2):
+            with pytest.raises(CheckpointError) as caught:
+                vescale_ckpt.load(directory, _blank(state))
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_an_error_that_the_trainer_left_is_named_as_theirs(tmp_path: Path) -> None:
+    for text in in_fork(_after_an_error_of_the_trainer, tmp_path):
+        assert "device 0 had failed before, by work of this process" in text and "(710)" in text
 
 
 # --- Several ranks, which read for each other

@@ -71,7 +71,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
     monkeypatch.setattr(tensor_table_module, "torch_calls", lambda: None)  # else the table is made within one call
     monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))
-    monkeypatch.setattr(_C, "copies_from_cuda", lambda: True)
+    monkeypatch.setattr(_C, "copies_from_cuda", lambda batches: True)
     monkeypatch.setattr(_C, "Snapshot", Snapshot)
     for name, arguments in (("read_tensors", 4), ("copy_boxes", 2)):  # loads fill that memory as the host's
         monkeypatch.setattr(_C, name, _on_host(getattr(_C, name), arguments))
@@ -128,7 +128,7 @@ def test_memory_that_is_not_there_is_not_copied(pretended: Pretended) -> None:
 def test_without_cuda_of_our_own_nothing_is_ready_there(
     pretended: Pretended, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
 ) -> None:
-    monkeypatch.setattr(_C, "copies_from_cuda", lambda: False)
+    monkeypatch.setattr(_C, "copies_from_cuda", lambda batches: False)
     values = [torch.ones(500), torch.ones(3)]
     assert list(ready_tensors(values, tensor_table(values))) == [NOT_READY, ON_HOST]
     vescale_ckpt.save(checkpoint, state(1))  # by copies that torch makes
@@ -290,7 +290,7 @@ def test_staging_for_dcp(pretended: Pretended) -> None:
 
 def test_preparing_locks_pages_for_the_device(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
-    monkeypatch.setattr(_C, "page_lock_snapshots", lambda devices, pack_bytes: locked.extend(sorted(devices)))
+    monkeypatch.setattr(_C, "prepare_devices", lambda devices, pack_bytes: locked.extend(sorted(devices)))
     vescale_ckpt.prepare({"a": torch.ones(3)})
     assert locked == []
     vescale_ckpt.prepare({"a": torch.ones(3), "b": torch.ones(300)})

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
+from .. import settings
+from . import _C
+
 #: The stream of the training thread on each CUDA device.
 Streams = Mapping[int, Any]
+
+
+def copies_from_cuda() -> bool:
+    """Whether the engine copies from and to CUDA devices. Starts CUDA if it can be used."""
+    return _C.copies_from_cuda(bool(settings.number("copy_batches")))
 
 
 def current_streams() -> Streams:

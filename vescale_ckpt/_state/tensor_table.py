@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .._engine import _C
+from .._engine.device_streams import copies_from_cuda
 from .._engine.dtypes import DTYPE_CODES
 from .._engine.tensor_checks import is_host_memory, is_plain_tensor
 from .._engine.torch_private import tensor_facts, torch_calls
@@ -83,7 +84,7 @@ class TensorReads:
 def read_tensors(tensors: list[torch.Tensor]) -> TensorReads:
     if (calls := torch_calls()) is not None:
         table, counters, requires_grad, ready, storages, packed, any_without = calls.read(
-            tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, torch.Tensor.untyped_storage, _C.copies_from_cuda
+            tensors, PLAIN_TYPES, DTYPE_CODES, tensor_row, torch.Tensor.untyped_storage, copies_from_cuda
         )
         versions, sizes = array("q", counters), array("q", packed)
         if any_without:
@@ -114,7 +115,7 @@ def _memory(tensors: list[torch.Tensor], table: bytes) -> tuple[bytes, list[torc
     if devices.count(HOST_DEVICE) != len(tensors):
         wanted = {HOST_DEVICE}
         on_cuda = set(filter(_is_cuda, devices))
-        if on_cuda and _C.copies_from_cuda():
+        if on_cuda and copies_from_cuda():
             with_cuda = True
             wanted |= on_cuda
         asked = [tensor for tensor, device in zip(tensors, devices, strict=True) if device in wanted]

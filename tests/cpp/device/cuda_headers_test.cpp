@@ -44,6 +44,8 @@ struct SameCall<OurResult (*)(Ours...), TheirResult (*)(Theirs...)>
   static_assert(SameCall<decltype(Api::ours), decltype(&::theirs)>::value, #theirs " has another signature")
 
 VESCALE_CKPT_SAME(get_device_count, cudaGetDeviceCount);
+VESCALE_CKPT_SAME(current_device, cudaGetDevice);
+VESCALE_CKPT_SAME(clear, cudaMemsetAsync);
 VESCALE_CKPT_SAME(device_attribute, cudaDeviceGetAttribute);
 VESCALE_CKPT_SAME(stream_is_captured, cudaStreamIsCapturing);
 VESCALE_CKPT_SAME(pci_address, cudaDeviceGetPCIBusId);

@@ -1,5 +1,6 @@
 // A CUDA runtime and driver for Python's tests: the functions that the engine looks up (csrc/device/cuda_api.h), over
-// the host's memory. Streams are threads, so that copies are late. Built and loaded by tests/fake_cuda.py.
+// the host's memory. Streams are threads, so that copies are late. Allocations of a device have borders, which no copy
+// may cross. Built and loaded by tests/fake_cuda.py.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -11,11 +12,17 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
 
+#include "device/pack_rows.h"
+
 namespace {
+
+using vescale_ckpt::device::PackDim;
+using vescale_ckpt::device::PackRow;
 
 class Stream {
  public:
@@ -68,11 +75,17 @@ struct Event {
   }
 };
 
+struct Fault {
+  int64_t skip;  // calls that still work
+  int code;
+};
+
 struct State {
   std::mutex mutex;  // guards all below
   std::map<std::string, uint64_t> counts;
-  std::map<std::string, int64_t> fail_after;  // calls that still work
+  std::map<std::string, Fault> faults;
   std::map<uintptr_t, size_t> locked;
+  std::map<uintptr_t, size_t> allocations;  // of devices
   int sticky = 0;
   int delay_us = 0;  // of each copy
 };
@@ -84,10 +97,11 @@ constexpr int kFailure = 719;  // cudaErrorLaunchFailure
 int called(const std::string& name, uint64_t times = 1) {
   const std::lock_guard lock(state.mutex);
   state.counts[name] += times;
-  const auto fault = state.fail_after.find(name);
-  if (fault != state.fail_after.end() && fault->second-- <= 0) {
-    state.fail_after.erase(fault);
-    return last_error = 1;
+  const auto fault = state.faults.find(name);
+  if (fault != state.faults.end() && fault->second.skip-- <= 0) {
+    const int code = fault->second.code;
+    state.faults.erase(fault);
+    return last_error = code;
   }
   return last_error = state.sticky;
 }
@@ -98,8 +112,8 @@ void copy_later(void* to, const void* from, size_t bytes, int kind, void* stream
     {
       const std::lock_guard lock(state.mutex);
       delay = state.delay_us;
-      const auto fault = state.fail_after.find("on the device");
-      if (fault != state.fail_after.end() && fault->second-- <= 0) state.sticky = kFailure;
+      const auto fault = state.faults.find("on the device");
+      if (fault != state.faults.end() && fault->second.skip-- <= 0) state.sticky = kFailure;
       if (state.sticky != 0) return;
       state.counts[kind == 1 ? "bytes to device" : "bytes to host"] += bytes;
     }
@@ -117,6 +131,43 @@ bool crosses(const void* host, size_t bytes) {
     if (begin < to && end > from && (begin < from || end > to)) return true;
   }
   return false;
+}
+
+// As the driver has it: a copy lies in one allocation of a device.
+bool in_one_allocation(uint64_t device, size_t bytes) {
+  const std::lock_guard lock(state.mutex);
+  const auto after = state.allocations.upper_bound(device);
+  bool inside = after != state.allocations.begin();
+  if (inside) {
+    const auto& [from, size] = *std::prev(after);
+    inside = device + bytes <= from + size;
+  }
+  if (!inside) ++state.counts["copies across allocations"];
+  return inside;
+}
+
+bool in_one_allocation(const void* device, size_t bytes) {
+  return in_one_allocation(reinterpret_cast<uintptr_t>(device), bytes);
+}
+
+void allocate(const void* memory, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const std::lock_guard lock(state.mutex);
+  auto at = state.allocations.lower_bound(begin);
+  if (at != state.allocations.begin() && std::prev(at)->first + std::prev(at)->second > begin) --at;
+  while (at != state.allocations.end() && at->first < begin + bytes) at = state.allocations.erase(at);  // freed since
+  state.allocations[begin] = bytes;
+}
+
+// All that a row of the kernel's table reaches.
+bool reads_one_allocation(const PackRow& row, const PackDim* dims) {
+  if (row.dims == 0) return in_one_allocation(row.address, row.bytes);
+  int64_t low = 0, high = row.unit;
+  for (uint32_t dim = row.dims_at; dim < row.dims_at + row.dims; ++dim) {
+    const int64_t reach = static_cast<int64_t>(dims[dim].count - 1) * dims[dim].stride;
+    (reach < 0 ? low : high) += reach;
+  }
+  return in_one_allocation(row.address + static_cast<uint64_t>(low), static_cast<size_t>(high - low));
 }
 
 bool is_locked(const void* host) {
@@ -150,14 +201,23 @@ uint64_t fake_count(const char* name) {
   return state.counts[name];
 }
 // The call after the next `skip` ones fails, once; "on the device": the copy, and everything from then on.
-void fake_fail(const char* name, int64_t skip) {
+void fake_fail(const char* name, int64_t skip, int code) {
   const std::lock_guard lock(state.mutex);
-  state.fail_after[name] = skip;
+  state.faults[name] = {skip, code};
+}
+// As if work of the trainer had failed on the device: every call fails from now on.
+void fake_stick(int code) {
+  const std::lock_guard lock(state.mutex);
+  state.sticky = code;
+}
+// Memory of a device. What was allocated there before was freed.
+void fake_allocation(void* memory, size_t bytes) {
+  allocate(memory, bytes);
 }
 void fake_reset() {
   const std::lock_guard lock(state.mutex);
   state.counts.clear();
-  state.fail_after.clear();
+  state.faults.clear();
   state.sticky = state.delay_us = 0;
 }
 void fake_delay(int microseconds) {
@@ -182,6 +242,9 @@ void fake_drain(void* stream) {
 
 int cudaGetDeviceCount(int* count) {
   return *count = 2, called(__func__);
+}
+int cudaGetDevice(int* device) {
+  return *device = 0, called(__func__);
 }
 int cudaDeviceGetAttribute(int* value, int, int) {
   return *value = 1, called(__func__);
@@ -266,7 +329,7 @@ int cudaEventSynchronize(void* event) {
 int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
   const void* host = kind == 1 ? from : to;
-  if (crosses(host, bytes)) return last_error = 1;
+  if (crosses(host, bytes) || !in_one_allocation(kind == 1 ? to : from, bytes)) return last_error = 1;
   if (!is_locked(host)) called("copies of memory that is not locked");
   copy_later(to, from, bytes, kind, stream);
   return 0;
@@ -274,6 +337,8 @@ int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* st
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                       int kind, void* stream) {
   if (const int code = called(__func__); code != 0) return code;
+  const size_t reach = (height - 1) * (kind == 1 ? to_pitch : from_pitch) + width;
+  if (!in_one_allocation(kind == 1 ? to : from, reach)) return last_error = 1;
   for (size_t i = 0; i < height; ++i) {
     copy_later(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width, kind,
                stream);
@@ -288,17 +353,25 @@ int cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t*
   if (to_device == (attributes->source_kind == 1)) return last_error = 1;
   for (size_t i = 0; i < count; ++i) {
     const void* host = to_device ? from[i] : to[i];
-    if (crosses(host, bytes[i])) return last_error = 1;
+    if (crosses(host, bytes[i]) || !in_one_allocation(to_device ? to[i] : from[i], bytes[i])) return last_error = 1;
     if (!is_locked(host)) called("copies of memory that is not locked");
     copy_later(to[i], from[i], bytes[i], to_device ? 1 : 2, stream);
   }
   return 0;
 }
+int cudaMemsetAsync(void* memory, int value, size_t bytes, void* stream) {
+  if (const int code = called(__func__); code != 0) return code;
+  static_cast<Stream*>(stream)->push([=] { std::memset(memory, value, bytes); });
+  return 0;
+}
 int cudaMalloc(void** memory, size_t bytes) {
-  return *memory = new char[bytes], called(__func__);
+  if (const int code = called(__func__); code != 0) return code;
+  allocate(*memory = ::operator new(bytes, std::align_val_t{256}), bytes);
+  return 0;
 }
 int cudaFree(void* memory) {
-  return delete[] static_cast<char*>(memory), called(__func__);
+  ::operator delete(memory, std::align_val_t{256});
+  return called(__func__);
 }
 int cudaHostAlloc(void** memory, size_t bytes, unsigned) {
   return *memory = new char[bytes], called(__func__);
@@ -327,7 +400,7 @@ int cuDeviceGetName(char* name, int, int) {
   return std::strcpy(name, "Fake"), 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
-  return *context = reinterpret_cast<void*>(intptr_t{256} + device), 0;
+  return *context = reinterpret_cast<void*>(intptr_t{256} + device), called(__func__);
 }
 int cuDevicePrimaryCtxRelease_v2(int) {
   return 0;
@@ -338,17 +411,35 @@ int cuCtxPushCurrent_v2(void*) {
 int cuCtxPopCurrent_v2(void** context) {
   return *context = nullptr, 0;
 }
-int cuModuleLoadData(void**, const void*) {
-  return called(__func__), 209;
-}  // no kernel image is for this device
-int cuModuleGetFunction(void**, void*, const char*) {
-  return 1;
+int cuModuleLoadData(void** module, const void*) {
+  return *module = module, called(__func__);
+}
+int cuModuleGetFunction(void** function, void*, const char*) {
+  return *function = function, called(__func__);
 }
 int cuModuleUnload(void*) {
   return 0;
 }
-int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) {
-  return 1;
+// Of the one kernel that there is (csrc/device/gather.cu).
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
+                   void** arguments, void**) {
+  if (const int code = called(__func__); code != 0) return code;
+  char* slab = *static_cast<char**>(arguments[0]);
+  const auto* rows = *static_cast<const PackRow**>(arguments[1]);
+  const uint32_t row_count = *static_cast<uint32_t*>(arguments[2]);
+  const auto* dims = *static_cast<const PackDim**>(arguments[3]);
+  const uint32_t bytes = *static_cast<uint32_t*>(arguments[4]);
+  static_cast<Stream*>(stream)->push([=] {
+    for (uint32_t row = 0; row < row_count; ++row) {
+      if (!reads_one_allocation(rows[row], dims)) return fake_stick(kFailure);
+    }
+    for (uint32_t piece = 0; piece * vescale_ckpt::device::kPackPieceBytes < bytes; ++piece) {
+      for (uint32_t lane = 0; lane < vescale_ckpt::device::kPackLanes; ++lane) {
+        vescale_ckpt::device::copy_piece(slab, rows, row_count, dims, bytes, piece, lane);
+      }
+    }
+  });
+  return 0;
 }
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -289,7 +290,6 @@ class FakeAccelerator final : public Accelerator {
  public:
   FakeAccelerator(FakeRuntime& runtime, int device) : runtime_(runtime), device_(device) {}
 
-  std::string name() const override { return "fake " + std::to_string(device_); }
   std::string pci_address() const override { return "0000:0" + std::to_string(device_) + ":00.0"; }
   bool has_kernel() override { return runtime_.kernels_; }
 
@@ -348,21 +348,34 @@ std::optional<int> FakeRuntime::device_of(DeviceAddress address) const {
 }
 
 DeviceAddress FakeRuntime::allocate(int device, uint64_t bytes, std::byte fill) {
-  auto data = std::make_unique<std::vector<std::byte>>(bytes, fill);
-  const DeviceAddress address =
-      kTag | static_cast<DeviceAddress>(device) << kDeviceShift | reinterpret_cast<uintptr_t>(data->data());
-  const std::lock_guard lock(mutex_);
-  allocations_[address] = std::move(data);
+  const DeviceAddress address = allocate_neighbours(device, {bytes}).front();
+  std::memset(memory(address, bytes), static_cast<int>(fill), bytes);
   return address;
+}
+
+std::vector<DeviceAddress> FakeRuntime::allocate_neighbours(int device, const std::vector<uint64_t>& bytes) {
+  const auto memory =
+      std::make_shared<std::vector<std::byte>>(std::accumulate(bytes.begin(), bytes.end(), uint64_t{0}));
+  std::vector<DeviceAddress> addresses;
+  std::span<std::byte> rest = *memory;
+  const std::lock_guard lock(mutex_);
+  for (const uint64_t own : bytes) {
+    addresses.push_back(kTag | static_cast<DeviceAddress>(device) << kDeviceShift |
+                        reinterpret_cast<uintptr_t>(rest.data()));
+    allocations_[addresses.back()] = {memory, rest.first(own)};
+    rest = rest.subspan(own);
+  }
+  return addresses;
 }
 
 std::byte* FakeRuntime::memory(int device, DeviceAddress address, uint64_t bytes, const std::string& operation) {
   const std::lock_guard lock(mutex_);
   auto after = allocations_.upper_bound(address);
   if (device_of(address) != device || after == allocations_.begin()) refuse(operation);
-  const auto& [start, data] = *--after;
-  if (address - start > data->size() || bytes > data->size() - (address - start)) refuse(operation);
-  return data->data() + (address - start);
+  const auto& [start, allocation] = *--after;
+  const uint64_t size = allocation.own.size();
+  if (address - start > size || bytes > size - (address - start)) refuse(operation);
+  return allocation.own.data() + (address - start);
 }
 
 std::byte* FakeRuntime::memory(DeviceAddress address, uint64_t bytes) {

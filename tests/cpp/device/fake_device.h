@@ -68,6 +68,8 @@ class FakeRuntime final : public DeviceRuntime {
 
   // Device memory, filled with `fill`; given back with the runtime.
   DeviceAddress allocate(int device, uint64_t bytes, std::byte fill = std::byte{0});
+  // Allocations of so many bytes, each of which begins where the one before ends.
+  std::vector<DeviceAddress> allocate_neighbours(int device, const std::vector<uint64_t>& bytes);
   // The memory behind an address. Throws Error(device) for a range that is not in one allocation of that device.
   std::byte* memory(int device, DeviceAddress address, uint64_t bytes, const std::string& operation);
   std::byte* memory(DeviceAddress address, uint64_t bytes);  // for tests, while nothing runs
@@ -97,6 +99,11 @@ class FakeRuntime final : public DeviceRuntime {
   friend class FakeEvent;
   friend class FakeSlab;
 
+  struct Allocation {
+    std::shared_ptr<std::vector<std::byte>> memory;  // neighbours share it
+    std::span<std::byte> own;
+  };
+
   std::optional<int> device_of(DeviceAddress address) const;  // nullopt: host memory
   void look_for_copies_locked(const std::byte* memory, uint64_t bytes);
 
@@ -109,7 +116,7 @@ class FakeRuntime final : public DeviceRuntime {
   std::atomic<bool> happened_{false};
 
   std::mutex mutex_;  // guards all below
-  std::map<DeviceAddress, std::unique_ptr<std::vector<std::byte>>> allocations_;
+  std::map<DeviceAddress, Allocation> allocations_;
   std::map<const std::byte*, uint64_t> locked_;
   std::multimap<const std::byte*, uint64_t> under_copies_;  // host memory
   std::array<std::optional<uint64_t>, kFaults> faults_;

@@ -124,6 +124,38 @@ TEST(DeviceLoad, CopiesBoxesFromAnyMemory) {
   }
 }
 
+// Items that follow one another in the file and on the device, each in an allocation of its own.
+TEST(DeviceLoad, NoCopyCrossesTheBorderOfAnAllocation) {  // the fake device refuses it
+  Machine machine;
+  for (const uint64_t bytes : {uint64_t{96} << 10, uint64_t{512}}) {  // copied from where they are read; packed
+    const auto targets = machine.runtime.allocate_neighbours(0, std::vector<uint64_t>(8, bytes));
+    const std::vector<int64_t> sizes = {static_cast<int64_t>(bytes)}, none = {0}, strides = {1};
+    DeviceLoad load(machine.streams, machine.producers);
+    Slot slot = machine.slots.acquire();
+    load.prepare({slot.data(), kSlot});
+    for (uint64_t i = 0; i < 8 * bytes; ++i) slot.data()[i] = Machine::value(i);
+    std::vector<read::ReadItem> items;
+    for (const auto target : targets) {
+      items.push_back({.file = 0,
+                       .record_offset = 0,
+                       .record_length = bytes,
+                       .dtype = 0,
+                       .chunk_sizes = sizes,
+                       .box = io::Box(1, sizes, none, sizes, strides),
+                       .memory = pointer_to(target),
+                       .device = 0});
+    }
+    const auto batch = load.begin();
+    for (size_t i = 0; i < items.size(); ++i) batch->add(items[i], slot.data() + i * bytes, 0, bytes);
+    batch->send(std::move(slot));
+    load.finish();
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const std::byte* memory = machine.runtime.memory(targets[i], bytes);
+      for (uint64_t at = 0; at < bytes; ++at) ASSERT_EQ(memory[at], Machine::value(i * bytes + at));
+    }
+  }
+}
+
 TEST(DeviceLoad, TellsOfEveryFailureAndLeavesNothingUnderWay) {
   for (const Fault fault : {Fault::make_stream, Fault::make_event, Fault::record_producer, Fault::after, Fault::record,
                             Fault::copy, Fault::wait, Fault::on_device}) {
