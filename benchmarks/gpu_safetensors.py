@@ -60,13 +60,13 @@ def measure(kind: str, state: dict[str, torch.Tensor], device: str, directory: s
         record(**{f"{figure}_gb_s": rate / 1e9, f"{figure}_of_pinned_copy": rate / highest})
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gib", type=float, default=2.0, help="size of each file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", default=tempfile.gettempdir())
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     size = int(arguments.gib * GiB)
     for kind, nbytes in (("large", 32 * MiB), ("small", 64 * KiB)):
         count = max(2, size // nbytes)

@@ -291,8 +291,12 @@ class _Opened:
 
 
 def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: str) -> torch.Tensor:
-    """The tensor in a range of a block of bytes. It shares the block's storage, but not its version counter: autograd
-    would take a change of one for a change of all."""
+    """The tensor in a range of a block of bytes.
+
+    It shares the block's storage: torch's `record_stream` and its sharing between processes do nothing, or fail, for a
+    storage of our own on a device. It does not share the version counter: autograd would take a change of one tensor
+    for a change of all.
+    """
     return block[begin:end].view(DTYPES[name]).view(shape).data
 
 
