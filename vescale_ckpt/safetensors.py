@@ -22,7 +22,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from . import settings
-from ._engine import _C
+from ._engine import _C, device_streams
 from ._engine.dtypes import DTYPE_CODES
 from ._engine.errors import check_space, named_errors
 from ._engine.gc import gc_paused
@@ -162,9 +162,14 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Loads all tensors of a file into new memory, in the order of the file.
 
-    On the CPU a tensor of 8 MiB or more has memory of its own. Smaller ones share memory with their neighbours in the
-    file, at most 16 MiB, which the system gets back when the last of them is gone: `clone()` frees one from the others.
-    Each tensor has a storage of its own, of its own size. As the library's, these storages cannot grow (`resize_`).
+    A tensor of 8 MiB or more has memory of its own. Smaller ones share memory with their neighbours in the file, at
+    most 16 MiB, which is given back when the last of them is gone: `clone()` frees one from the others. On the CPU each
+    tensor has a storage of its own, of its own size. As the library's, these storages cannot grow (`resize_`).
+
+    On a CUDA device the memory is torch's, and tensors that share it share a storage: `torch.save` of one of them
+    writes all of it, and to resize that storage changes all of them. Each begins at a multiple of 512 bytes. What is
+    read is verified in host memory and copied while more is read, after the work that the current stream has queued;
+    all is there when this returns. For other devices torch copies each tensor from host memory.
 
     `verify` compares the bytes with the checksums of files that were saved here. Other files have no checksums.
 
@@ -222,25 +227,43 @@ class _Opened:
             key = self.tensors[numbers[error.item or 0]][0]
             raise CheckpointError(f"{error}", key=key, path=self.path) from None
 
+    @cached_property
+    def cuda(self) -> int | None:
+        """The CUDA device that the engine copies to; None: it reads into host memory."""
+        if self.device.type != "cuda" or not _C.copies_from_cuda():
+            return None
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    def _empty(self, shape: Sequence[int], name: str) -> torch.Tensor:
+        """Memory for what the engine reads."""
+        return torch.empty(shape, dtype=DTYPES[name], device="cpu" if self.cuda is None else self.device)
+
     def read(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        file = (self.file, numbers, self.verify, self.options)
         with self._errors_of_torch(numbers):
-            load = _C.SafetensorsLoad(self.file, numbers, self.verify, self.options)
-        hosts = load.tensors(from_dlpack, lambda shape, name: torch.empty(shape, dtype=DTYPES[name], device="cpu"))
+            if self.cuda is None:
+                load = _C.SafetensorsLoad(*file)
+            else:
+                stream = torch.cuda.current_stream(self.cuda).cuda_stream
+                load = _C.SafetensorsLoad(*file, self.cuda, stream, self._empty)
+        tensors = load.tensors(from_dlpack, self._empty) if self.cuda is None else load.tensors_on_device(_part_of)
         with named_errors(lambda row: self.tensors[numbers[row]][0], self.path):
             load.finish()
-        return self._on_device(hosts)
+        return self._on_device(tensors)
 
     def read_box(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         shape = self.shape(number)
-        host = torch.empty(sizes, dtype=DTYPES[self.tensors[number][2]], device="cpu")
-        if host.numel():
+        filled = self._empty(sizes, self.tensors[number][2])
+        if filled.numel():
             at, length = self.file.range(number)
-            code = DTYPE_CODES[host.dtype]
-            box = (len(shape), *shape, *offsets, *sizes, host.data_ptr(), *host.stride())
+            code = DTYPE_CODES[filled.dtype]
+            box = (len(shape), *shape, *offsets, *sizes, filled.data_ptr(), *filled.stride())
             table = int_table([0, at, length, self.file.head_crc, code, *box])
+            devices = int_table([-1 if self.cuda is None else self.cuda])
+            producers = device_streams.producers(devices, torch.cuda.current_stream)
             with named_errors(lambda _: self.tensors[number][0], self.path):
-                _C.read_safetensors(self.file, table, self.verify, self.options)
-        return self._on_device([host])[0]
+                _C.read_safetensors(self.file, table, self.verify, self.options, devices, producers)
+        return self._on_device([filled])[0]
 
     def read_all(self) -> dict[str, torch.Tensor]:
         with gc_paused():
@@ -249,7 +272,7 @@ class _Opened:
 
     def _groups(self) -> Iterator[list[int]]:
         """Numbers of the tensors to read together: all of them, or for another device groups of bounded host memory."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self.cuda is not None:
             yield list(range(self.file.count))
             return
         group: list[int] = []
@@ -262,8 +285,19 @@ class _Opened:
                 group, held = [], 0
         yield group
 
-    def _on_device(self, hosts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return hosts if self.device.type == "cpu" else [host.to(self.device) for host in hosts]
+    def _on_device(self, read: list[torch.Tensor]) -> list[torch.Tensor]:
+        there = self.device.type == "cpu" or self.cuda is not None
+        return read if there else [host.to(self.device) for host in read]
+
+
+def _part_of(block: torch.Tensor, begin: int, end: int, shape: list[int], name: str) -> torch.Tensor:
+    """The tensor in a range of a block of bytes.
+
+    It shares the block's storage: torch's `record_stream` and its sharing between processes do nothing, or fail, for a
+    storage of our own on a device. It does not share the version counter: autograd would take a change of one tensor
+    for a change of all.
+    """
+    return block[begin:end].view(DTYPES[name]).view(shape).data
 
 
 class safe_open:  # the name that callers know
@@ -272,7 +306,7 @@ class safe_open:  # the name that callers know
     Args:
         filename: must exist. The file stays open: replacing it later has no effect here.
         framework: "pt" (or "torch", "pytorch"): torch tensors.
-        device: where tensors are put.
+        device: where tensors are put. On a CUDA device `get_tensor` and slices give tensors with memory of their own.
 
     All data is verified as it is read, if the file has checksums. Raises the errors of `load_file`.
     """

@@ -80,12 +80,15 @@ const hf::SafetensorsHeader::Tensor& tensor_at(const hf::SafetensorsFile& file, 
   return file.header.tensors()[index];
 }
 
-py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool verify, const io::EngineOptions& options) {
-  const Table words(table);
+py::dict read(const hf::SafetensorsFile& file, const py::buffer& table, bool verify, const io::EngineOptions& options,
+              const py::buffer& device_buffer, const Producers& producers) {
+  const Table words(table), devices(device_buffer);
   std::unique_ptr<read::ReadReport> report;
   {
     const py::gil_scoped_release release;
-    report = hf::read_safetensors(file, words.values(), verify, options);
+    const auto to_devices = device_load(devices.values(), producers);
+    report = hf::read_safetensors(file, words.values(), verify, options, devices.values(), to_devices.get());
+    if (to_devices) to_devices->finish();
   }
   return read_dict(*report);
 }
@@ -126,22 +129,87 @@ py::object capsule_of(const hf::SafetensorsLoad::Tensor& loaded) {
   return py::reinterpret_steal<py::object>(capsule);
 }
 
-py::list tensors_of_load(const hf::SafetensorsLoad& load, const py::function& from_dlpack, const py::function& empty) {
-  py::list tensors(load.tensors().size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const hf::SafetensorsLoad::Tensor& loaded = load.tensors()[i];
-    tensors[i] =
-        loaded.data == nullptr ? empty(loaded.shape, text(std::string(loaded.dtype))) : from_dlpack(capsule_of(loaded));
-  }
-  return tensors;
+// Calls `empty(shape, dtype's name)`, which makes a tensor without values.
+py::object made(const py::function& empty, const hf::SafetensorsLoad::Tensor& tensor) {
+  return empty(tensor.shape, text(std::string(tensor.dtype)));
 }
 
-// It waits for its reads, which may call Python.
-struct DeleteWithoutGil {
-  void operator()(hf::SafetensorsLoad* load) const {
+// A load, and what one to an accelerator writes into and copies with.
+class Load {
+ public:
+  Load(std::shared_ptr<const hf::SafetensorsFile> file, std::span<const size_t> numbers, bool verify,
+       const io::EngineOptions& options) {
     const py::gil_scoped_release release;
-    delete load;
+    load_.emplace(std::move(file), numbers, verify, options);
   }
+
+  // `empty` makes memory of that device, whose current stream for this thread is `stream`.
+  Load(std::shared_ptr<const hf::SafetensorsFile> file, std::span<const size_t> numbers, bool verify,
+       const io::EngineOptions& options, int device, device::StreamHandle stream, py::function empty)
+      : empty_(std::move(empty)) {
+    const auto take = [this](const hf::SafetensorsLoad::Tensor* alone, uint64_t bytes) {
+      blocks_.append(alone != nullptr ? made(empty_, *alone) : empty_(std::vector{bytes}, "uint8"));
+      return reinterpret_cast<std::byte*>(blocks_[blocks_.size() - 1].attr("data_ptr")().cast<uintptr_t>());
+    };
+    const auto sink = [&]() -> read::DeviceSink* {
+      const py::gil_scoped_release release;
+      to_device_ = device_load(std::vector{int64_t{device}}, {{device, stream}});
+      return to_device_.get();
+    };
+    const hf::SafetensorsLoad::OnDevice target{device, take, sink};
+    load_.emplace(std::move(file), numbers, verify, options, &target);
+  }
+
+  // Returns when nothing is read and no block is written any more: not before may their memory be used for other
+  // things.
+  ~Load() {
+    const py::gil_scoped_release release;
+    load_.reset();
+    to_device_.reset();
+  }
+  Load(const Load&) = delete;
+  Load& operator=(const Load&) = delete;
+
+  py::list tensors(const py::function& from_dlpack, const py::function& empty) const {
+    py::list tensors(load_->tensors().size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const hf::SafetensorsLoad::Tensor& loaded = load_->tensors()[i];
+      tensors[i] = loaded.data == nullptr ? made(empty, loaded) : from_dlpack(capsule_of(loaded));
+    }
+    return tensors;
+  }
+
+  py::list tensors_on_device(const py::function& part) const {
+    py::list tensors(load_->tensors().size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const hf::SafetensorsLoad::Tensor& loaded = load_->tensors()[i];
+      if (loaded.data == nullptr) {
+        tensors[i] = made(empty_, loaded);
+      } else if (loaded.alone) {
+        tensors[i] = blocks_[loaded.block];
+      } else {
+        const uint64_t end = loaded.offset + loaded.bytes;
+        tensors[i] = part(blocks_[loaded.block], loaded.offset, end, loaded.shape, text(std::string(loaded.dtype)));
+      }
+    }
+    return tensors;
+  }
+
+  py::dict finish() {
+    std::unique_ptr<read::ReadReport> report;
+    {
+      const py::gil_scoped_release release;
+      report = load_->finish();
+      if (to_device_) to_device_->finish();
+    }
+    return read_dict(*report);
+  }
+
+ private:
+  py::function empty_;
+  py::list blocks_;
+  std::unique_ptr<stage::DeviceLoad> to_device_;
+  std::optional<hf::SafetensorsLoad> load_;
 };
 
 using Paths = std::vector<std::string>;
@@ -187,25 +255,27 @@ void bind_safetensors(py::module_& module) {
       .def_property_readonly("count", [](const hf::SafetensorsFile& file) { return file.header.tensors().size(); })
       .def_readonly("head_crc", &hf::SafetensorsFile::head_crc);
 
-  py::class_<hf::SafetensorsLoad, std::unique_ptr<hf::SafetensorsLoad, DeleteWithoutGil>>(module, "SafetensorsLoad")
+  py::class_<Load>(module, "SafetensorsLoad")
       .def(py::init([](const std::shared_ptr<hf::SafetensorsFile>& file, const std::vector<size_t>& numbers,
                        bool verify, const io::EngineOptions& options) {
              for (const size_t number : numbers) tensor_at(*file, number);
-             const py::gil_scoped_release release;
-             return std::unique_ptr<hf::SafetensorsLoad, DeleteWithoutGil>(
-                 new hf::SafetensorsLoad(file, numbers, verify, options));
+             return std::make_unique<Load>(file, numbers, verify, options);
            }),
            py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"))
-      .def("tensors", &tensors_of_load, py::arg("from_dlpack"), py::arg("empty"),
+      .def(py::init([](const std::shared_ptr<hf::SafetensorsFile>& file, const std::vector<size_t>& numbers,
+                       bool verify, const io::EngineOptions& options, int device, device::StreamHandle stream,
+                       const py::function& empty) {
+             for (const size_t number : numbers) tensor_at(*file, number);
+             return std::make_unique<Load>(file, numbers, verify, options, device, stream, empty);
+           }),
+           py::arg("file"), py::arg("numbers"), py::arg("verify"), py::arg("options"), py::arg("device"),
+           py::arg("stream"), py::arg("empty"),
+           "to a CUDA device, into blocks made by empty(shape, dtype's name); `stream` is current there")
+      .def("tensors", &Load::tensors, py::arg("from_dlpack"), py::arg("empty"),
            "made by from_dlpack(capsule), or empty(shape, dtype's name) where there are no bytes")
-      .def("finish", [](hf::SafetensorsLoad& load) {
-        std::unique_ptr<read::ReadReport> report;
-        {
-          const py::gil_scoped_release release;
-          report = load.finish();
-        }
-        return read_dict(*report);
-      });
+      .def("tensors_on_device", &Load::tensors_on_device, py::arg("part"),
+           "blocks, or parts of blocks, made by part(block, begin and end in bytes, shape, dtype's name)")
+      .def("finish", &Load::finish);
 
   py::class_<hf::SafetensorsReads>(module, "SafetensorsReads")
       .def(py::init<bool, const io::EngineOptions&>(), py::arg("verify"), py::arg("options"))
@@ -250,7 +320,8 @@ void bind_safetensors(py::module_& module) {
       "torch's names of all dtypes that a safetensors file can hold");
 
   module.def("write_safetensors", &write, py::arg("writer"), py::arg("layout"), py::arg("table"), py::arg("sync"));
-  module.def("read_safetensors", &read, py::arg("file"), py::arg("table"), py::arg("verify"), py::arg("options"));
+  module.def("read_safetensors", &read, py::arg("file"), py::arg("table"), py::arg("verify"), py::arg("options"),
+             py::arg("devices") = py::bytes(), py::arg("producers") = Producers());
 }
 
 }  // namespace vescale_ckpt::bindings

@@ -17,7 +17,7 @@ constexpr uint64_t kHugePage = 2 << 20;
 // Tensors of so many bytes lie on blocks as they do in the file, also where that leaves a gap.
 constexpr uint64_t kLarge = 1 << 20;
 
-// Tensors that share memory.
+// Tensors that share a block of memory.
 struct Group {
   struct Member {
     size_t position;  // in the load
@@ -26,8 +26,10 @@ struct Group {
   std::vector<Member> members;
   uint64_t end = 0;
 
-  // Where a tensor goes: behind the others, and first or large ones on the byte of a block that they have in the file.
-  uint64_t offset_for(const SafetensorsHeader::Tensor& tensor) const {
+  // Where a tensor goes: behind the others. In host memory first or large ones go on the byte of a disk's block that
+  // they have in the file.
+  uint64_t offset_for(const SafetensorsHeader::Tensor& tensor, bool on_device) const {
+    if (on_device) return align_up(end, SafetensorsLoad::kDeviceAlignment);
     const uint64_t behind = align_up(end, SafetensorsLoad::kAlignment);
     if (!members.empty() && tensor.end - tensor.begin < kLarge) return behind;
     return first_congruent(behind, align_up(tensor.begin, SafetensorsLoad::kAlignment));
@@ -52,7 +54,7 @@ uint32_t dtype_number(std::string_view torch_name) {
 }  // namespace
 
 SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, std::span<const size_t> numbers,
-                                 bool verify, const io::EngineOptions& options)
+                                 bool verify, const io::EngineOptions& options, const OnDevice* target)
     : file_(std::move(file)), tensors_(numbers.size()) {
   for (size_t position = 0; position < numbers.size(); ++position) {
     const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
@@ -62,39 +64,62 @@ SafetensorsLoad::SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, st
       throw Error(error.kind, error.what(), error.path, error.offset, error.code, static_cast<int64_t>(position));
     }
     tensors_[position].dtype = file_->header.dtype(tensor).torch;
+    tensors_[position].bytes = tensor.end - tensor.begin;
   }
-  take_memory(numbers);
+  take_memory(numbers, target);
   std::vector<int64_t> rows;
-  std::vector<read::ReadItem> wanted = items(numbers, rows);
-  report_ = std::async(std::launch::async, [this, wanted = std::move(wanted), rows = std::move(rows), verify, options] {
-    const std::vector<std::string> paths = {file_->file->path()};
-    const read::OpenFile open = [&](uint32_t) { return file_->file; };
-    try {
-      return read::read_tensors(paths, open, wanted, verify, options);
-    } catch (const Error& error) {
-      if (error.item == Error::kNoItem) throw;
-      throw Error(error.kind, error.what(), error.path, error.offset, error.code,
-                  rows[static_cast<size_t>(error.item)]);
-    }
-  });
+  std::vector<read::ReadItem> wanted = items(numbers, rows, target == nullptr ? -1 : target->device);
+  read::DeviceSink* const sink = target == nullptr || wanted.empty() ? nullptr : target->sink();
+  report_ =
+      std::async(std::launch::async, [this, wanted = std::move(wanted), rows = std::move(rows), verify, options, sink] {
+        const std::vector<std::string> paths = {file_->file->path()};
+        const read::OpenFile open = [&](uint32_t) { return file_->file; };
+        try {
+          return read::read_tensors(paths, open, wanted, verify, options, sink);
+        } catch (const Error& error) {
+          if (error.item == Error::kNoItem) throw;
+          throw Error(error.kind, error.what(), error.path, error.offset, error.code,
+                      rows[static_cast<size_t>(error.item)]);
+        }
+      });
 }
 
-void SafetensorsLoad::take_memory(std::span<const size_t> numbers) {
+void SafetensorsLoad::take_memory(std::span<const size_t> numbers, const OnDevice* target) {
+  const bool on_device = target != nullptr;
   Group group;
+  size_t blocks = 0;
   std::vector<std::span<const std::byte>> taken;
   const auto take = [&] {
     if (group.members.empty()) return;
-    const std::shared_ptr<std::byte> memory = group.memory();
-    taken.emplace_back(memory.get(), group.end);
-    for (const auto& [position, offset] : group.members) tensors_[position].data = {memory, memory.get() + offset};
+    const bool alone = group.members.size() == 1;
+    std::shared_ptr<std::byte> memory;
+    if (!on_device) {
+      memory = group.memory();
+      taken.emplace_back(memory.get(), group.end);
+    } else {
+      const uint64_t bytes = align_up(group.end, kDeviceAlignment);
+      memory = {std::shared_ptr<std::byte>(),
+                target->take(alone ? &tensors_[group.members[0].position] : nullptr, bytes)};
+    }
+    for (size_t member = 0; member < group.members.size(); ++member) {
+      const auto [position, offset] = group.members[member];
+      Tensor& tensor = tensors_[position];
+      tensor.data = {memory, memory.get() + offset};
+      tensor.block = blocks;
+      tensor.offset = offset;
+      tensor.alone = alone;
+      if (member + 1 == group.members.size()) break;
+      tensor.gap_behind = static_cast<int64_t>(group.members[member + 1].offset - offset - tensor.bytes);
+    }
+    ++blocks;
     group = {};
   };
   for (size_t position = 0; position < numbers.size(); ++position) {
     const SafetensorsHeader::Tensor& tensor = file_->header.tensors()[numbers[position]];
-    const uint64_t bytes = tensor.end - tensor.begin;
+    const uint64_t bytes = tensors_[position].bytes;
     if (bytes == 0) continue;
-    if (bytes >= kOwnMemory || group.offset_for(tensor) + bytes > kSharedMemory) take();
-    const uint64_t offset = group.offset_for(tensor);
+    if (bytes >= kOwnMemory || group.offset_for(tensor, on_device) + bytes > kSharedMemory) take();
+    const uint64_t offset = group.offset_for(tensor, on_device);
     group.members.push_back({position, offset});
     group.end = offset + bytes;
     if (bytes >= kOwnMemory) take();
@@ -104,7 +129,8 @@ void SafetensorsLoad::take_memory(std::span<const size_t> numbers) {
 }
 
 // One for each tensor with bytes, and their positions.
-std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbers, std::vector<int64_t>& rows) const {
+std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbers, std::vector<int64_t>& rows,
+                                                   int device) const {
   std::vector<uint32_t> dtypes;
   for (const SafetensorsDType& dtype : safetensors_dtypes()) {
     dtypes.push_back(dtype.torch.empty() ? 0 : dtype_number(dtype.torch));
@@ -123,13 +149,15 @@ std::vector<read::ReadItem> SafetensorsLoad::items(std::span<const size_t> numbe
     const io::Box whole(format::dtypes()[dtype].item_bytes, target.shape, zeros, target.shape, strides);
     items.push_back({.file = 0,
                      .record_offset = tensor.begin,
-                     .record_length = tensor.end - tensor.begin,
+                     .record_length = target.bytes,
                      .dtype = dtype,
                      .chunk_sizes = target.shape,
                      .box = whole,
                      .memory = target.data.get(),
                      .bare = true,
-                     .blocks = file_->header.blocks(tensor)});
+                     .blocks = file_->header.blocks(tensor),
+                     .device = device,
+                     .gap_behind = target.gap_behind});
     rows.push_back(static_cast<int64_t>(position));
   }
   return items;

@@ -1,13 +1,17 @@
 // Loads whole tensors of a safetensors file into new memory, on threads of its own, while the caller makes objects of
 // them.
 //
-// Tensors lie in memory as they lie in the file, so that one transfer reads many of them without a copy. A tensor of
-// kOwnMemory bytes or more has memory of its own. Smaller ones share memory with their neighbours in the file, at most
-// kSharedMemory bytes, which is given back with the last of them.
+// A tensor of kOwnMemory bytes or more has a block of memory of its own. Smaller ones share a block with their
+// neighbours in the file, at most kSharedMemory bytes, which is given back with the last of them. In host memory
+// tensors lie as they lie in the file, so that one transfer reads many of them without a copy. On an accelerator a
+// block is the caller's, and its tensors lie so that one copy brings many of them. One block for a whole file would be
+// fewer allocations there, but it stays while any tensor of it is in use: a model that is converted tensor by tensor
+// would take twice its memory.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <span>
@@ -23,18 +27,36 @@ class SafetensorsLoad {
  public:
   static constexpr uint64_t kOwnMemory = 8 << 20;
   static constexpr uint64_t kSharedMemory = 16 << 20;
-  static constexpr uint64_t kAlignment = 64;  // of each tensor's memory, bytes
+  static constexpr uint64_t kAlignment = 64;         // of each tensor in host memory, bytes
+  static constexpr uint64_t kDeviceAlignment = 512;  // of each tensor in a block of an accelerator, as of torch's own
 
   struct Tensor {
     std::shared_ptr<std::byte> data;  // undefined until finish() returns; null where there are no bytes
     std::string_view dtype;           // torch's name
     std::vector<int64_t> shape;       // as torch counts
+    uint64_t bytes = 0;
+    size_t block = 0;                         // in the order in which they were taken
+    uint64_t offset = 0;                      // in the block, bytes
+    bool alone = false;                       // no other tensor is in the block
+    int64_t gap_behind = read::kNoneFollows;  // bytes between it and the next tensor in the block
+  };
+
+  // Memory of an accelerator in place of the host's.
+  struct OnDevice {
+    int device;
+    // Gives a block for a tensor that is alone in it, or for `bytes` bytes of several (nullptr). It stays until the
+    // load is gone.
+    std::function<std::byte*(const Tensor* alone, uint64_t bytes)> take;
+    // Gives what copies to the accelerator, once all blocks are taken: the copies come after all work that was queued
+    // there by then. It stays until the load is gone, and is to be finished after it.
+    std::function<read::DeviceSink*()> sink;
   };
 
   // Takes memory for these tensors, in this order, and begins to read them. Throws Error (invalid, with the position in
-  // `numbers` as item) for a tensor that torch cannot hold, and std::bad_alloc.
+  // `numbers` as item) for a tensor that torch cannot hold, std::bad_alloc, and what `target` throws, whose functions
+  // are called before this returns. nullptr: host memory.
   SafetensorsLoad(std::shared_ptr<const SafetensorsFile> file, std::span<const size_t> numbers, bool verify,
-                  const io::EngineOptions& options);
+                  const io::EngineOptions& options, const OnDevice* target = nullptr);
 
   std::span<const Tensor> tensors() const { return tensors_; }
 
@@ -43,8 +65,8 @@ class SafetensorsLoad {
   std::unique_ptr<read::ReadReport> finish() { return report_.get(); }
 
  private:
-  void take_memory(std::span<const size_t> numbers);
-  std::vector<read::ReadItem> items(std::span<const size_t> numbers, std::vector<int64_t>& rows) const;
+  void take_memory(std::span<const size_t> numbers, const OnDevice* target);
+  std::vector<read::ReadItem> items(std::span<const size_t> numbers, std::vector<int64_t>& rows, int device) const;
 
   std::shared_ptr<const SafetensorsFile> file_;
   std::vector<Tensor> tensors_;

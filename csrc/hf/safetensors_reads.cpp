@@ -52,8 +52,9 @@ void for_each_row(std::vector<read::ReadItem>& items, const Work& work) {
 }  // namespace
 
 std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
-                                                   bool verify, const io::EngineOptions& options) {
-  std::vector<read::ReadItem> items = read::parse_read_table(table);
+                                                   bool verify, const io::EngineOptions& options,
+                                                   std::span<const int64_t> devices, read::DeviceSink* sink) {
+  std::vector<read::ReadItem> items = read::parse_read_table(table, devices);
   const std::vector<std::string> paths = {file.file->path()};
   for_each_row(items, [&](read::ReadItem& item) {
     if (item.file != 0) throw Error::invalid("no such file in the table");
@@ -61,11 +62,11 @@ std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, 
   });
   std::vector<std::span<const std::byte>> targets;
   for (const read::ReadItem& item : items) {
-    if (item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
+    if (item.device < 0 && item.box.whole()) targets.emplace_back(item.memory, item.box.bytes());
   }
   prefer_huge_pages(std::move(targets));
   const read::OpenFile open = [&](uint32_t) { return file.file; };
-  return read::read_tensors(paths, open, items, verify, options);
+  return read::read_tensors(paths, open, items, verify, options, sink);
 }
 
 // Opens a file and makes sure that it begins as it did when it was opened first.

@@ -19,8 +19,11 @@ namespace vescale_ckpt::hf {
 
 // Reads from one open file, which has number 0 in the rows. Throws Error: corrupt (with the row as item), io, invalid.
 // Bytes without checksums are counted as unverified.
+// `devices` and `sink`: as for parse_read_table and read_tensors.
 std::unique_ptr<read::ReadReport> read_safetensors(const SafetensorsFile& file, std::span<const int64_t> table,
-                                                   bool verify, const io::EngineOptions& options);
+                                                   bool verify, const io::EngineOptions& options,
+                                                   std::span<const int64_t> devices = {},
+                                                   read::DeviceSink* sink = nullptr);
 
 // Reads from many files. Headers are parsed once and kept; a file is open only while it is read from. Thread-safe.
 class SafetensorsReads {

@@ -21,6 +21,7 @@
 namespace vescale_ckpt::read {
 
 inline constexpr int64_t kUnknownCrc = -1;
+inline constexpr int64_t kNoneFollows = -1;
 
 struct ReadItem {
   uint32_t file;           // index into the paths
@@ -39,6 +40,9 @@ struct ReadItem {
   std::span<const uint32_t> blocks = {};
 
   int device = -1;  // the accelerator that `memory` is on; -1: the host's memory
+  // Bytes that nobody needs between the end of `memory` and the next item in the same allocation of the accelerator, so
+  // that one copy may fill both. kNoneFollows: no item is known to be there. Of dense boxes only.
+  int64_t gap_behind = kNoneFollows;
 };
 
 // Takes what is read for items on accelerators. Thread-safe, but for its batches, each of which belongs to one thread.

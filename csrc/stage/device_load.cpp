@@ -24,15 +24,22 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   explicit Slots(DeviceLoad& load) : load_(load) {}
 
   void add(const read::ReadItem& item, const std::byte* body, uint64_t begin, uint64_t end) override {
-    begin_item();
+    const bool follows = item.memory == follower_ && begin == item.box.begin();
+    if (!follows) begin_item();
+    uint64_t gap = follows ? gap_ : 0;
     item.box.runs_in_memory(begin, end, [&](uint64_t at, int64_t memory, uint64_t bytes) {
       const std::byte* host = body + (at - begin);
       if (bytes >= kLeastCopy) {
         join(copies_[item.device], address(item.memory, memory), host, bytes, joins_copies_);
       } else {
+        if (gap != 0) fill_gap(item.device, address(item.memory, memory), gap);
         pack(item.device, address(item.memory, memory), host, bytes);
       }
+      gap = 0;
     });
+    const bool joins_next = item.gap_behind != read::kNoneFollows && end == item.box.end();
+    gap_ = joins_next ? static_cast<uint64_t>(item.gap_behind) : 0;
+    follower_ = joins_next ? item.memory + item.box.bytes() + gap_ : nullptr;
   }
 
   void add_packed(const io::BoxCopy& copy, int device) {
@@ -60,8 +67,8 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
     return reinterpret_cast<uintptr_t>(memory) + static_cast<uint64_t>(offset);
   }
 
-  // Copies of one item are joined where they can be, never those of several: each may lie in an allocation of its own,
-  // and a copy over the border of two is refused, however close they are.
+  // Copies of one item are joined where they can be, those of several only where one is known to follow the other in
+  // the same allocation: a copy over the border of two is refused, however close they are.
   void begin_item() { joins_copies_ = joins_packed_ = false; }
 
   static void join(std::vector<device::FlatCopy>& copies, device::DeviceAddress device, const std::byte* host,
@@ -74,6 +81,16 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
       }
     }
     copies.push_back({device, const_cast<std::byte*>(host), bytes});  // which copies to the device do not write
+  }
+
+  // Lets the last packed copy end where the next one begins.
+  void fill_gap(int device, device::DeviceAddress to, uint64_t gap) {
+    const auto found = packed_.find(device);
+    if (found == packed_.end() || used_ + gap >= LoadStreams::kSlotBytes) return;
+    device::FlatCopy& last = found->second.back();
+    if (last.device + last.bytes + gap != to || last.host + last.bytes != slot_->data() + used_) return;
+    last.bytes += gap;
+    used_ += gap;
   }
 
   void pack(int device, device::DeviceAddress to, const std::byte* host, uint64_t bytes) {
@@ -98,7 +115,9 @@ class DeviceLoad::Slots final : public read::DeviceSink::Batch {
   Copies packed_;
   std::optional<Slot> slot_;  // of packed_
   uint64_t used_ = 0;
-  bool joins_copies_ = false, joins_packed_ = false;  // the last copy there is of the same item
+  bool joins_copies_ = false, joins_packed_ = false;  // the last copy there is in the same allocation
+  const std::byte* follower_ = nullptr;               // memory of the item that follows the last one in its allocation
+  uint64_t gap_ = 0;                                  // between the two, bytes
 };
 
 DeviceLoad::DeviceLoad(LoadStreams& streams, std::span<const Producer> producers) : streams_(streams) {

@@ -12,7 +12,7 @@ import pytest
 from rank_pool import in_fork
 
 from benchmarks import __main__ as one_process
-from benchmarks import background, convert, delta, export, safetensors
+from benchmarks import background, convert, delta, export, gpu_safetensors, safetensors
 from benchmarks.harness import CEILING, STOCK
 from benchmarks.loading import __main__ as loading
 from benchmarks.planning import __main__ as planning
@@ -60,6 +60,14 @@ def test_delta(tmp_path: Path) -> None:
 def test_safetensors(tmp_path: Path) -> None:
     rows = run(safetensors.main, tmp_path, "--gib=0.001")
     assert rows["save", "vescale-safetensors"]["of_baseline"] > 0
+
+
+def test_gpu_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_safetensors.main(["--device=cpu", "--gib=0.001", "--rounds=1", f"--dir={tmp_path}"])
+    printed = capsys.readouterr().out
+    for kind in ("large", "small"):
+        assert f'"safetensors_{kind}_ours_of_pinned_copy"' in printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

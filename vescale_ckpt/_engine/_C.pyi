@@ -1,6 +1,6 @@
 import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -327,9 +327,24 @@ class SafetensorsFile:
     def head_crc(self) -> int: ...
 
 class SafetensorsLoad:
+    @overload
     def __init__(self, file: SafetensorsFile, numbers: Sequence[int], verify: bool, options: Options) -> None: ...
+    @overload
+    def __init__(
+        self,
+        file: SafetensorsFile,
+        numbers: Sequence[int],
+        verify: bool,
+        options: Options,
+        device: int,
+        stream: int,
+        empty: Callable[[list[int], str], torch.Tensor],
+    ) -> None: ...
     def tensors(
         self, from_dlpack: Callable[[Any], torch.Tensor], empty: Callable[[list[int], str], torch.Tensor]
+    ) -> list[torch.Tensor]: ...
+    def tensors_on_device(
+        self, part: Callable[[torch.Tensor, int, int, list[int], str], torch.Tensor]
     ) -> list[torch.Tensor]: ...
     def finish(self) -> dict[str, Any]: ...
 
@@ -403,4 +418,11 @@ def crc32_of_memory(address: int, bytes: int) -> int: ...
 def crc32_combine(first: int, second: int, second_bytes: int) -> int: ...
 def read_bytes(paths: Sequence[str], table: Any, options: Options) -> dict[str, int]: ...
 def write_safetensors(writer: FileWriter, layout: SafetensorsLayout, table: Any, sync: bool) -> dict[str, int]: ...
-def read_safetensors(file: SafetensorsFile, table: Any, verify: bool, options: Options) -> dict[str, Any]: ...
+def read_safetensors(
+    file: SafetensorsFile,
+    table: Any,
+    verify: bool,
+    options: Options,
+    devices: Any = ...,
+    producers: Sequence[tuple[int, int]] = ...,
+) -> dict[str, Any]: ...

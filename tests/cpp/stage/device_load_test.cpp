@@ -187,6 +187,45 @@ TEST(DeviceLoad, GoesOnWhereMemoryCannotBeLocked) {
   EXPECT_TRUE(machine.arrived(target, kSlot, 16));
 }
 
+// Two items of a block, of which one may not be read as a whole: what is missing of it comes by another slot.
+TEST(DeviceLoad, OneCopyFillsAGapBehindAWholeItemOnly) {
+  constexpr uint64_t kBytes = 100, kNext = 512;
+  constexpr std::byte kOld{0x77};
+  const std::vector<int64_t> sizes = {kBytes}, none = {0}, strides = {1};
+  for (const uint64_t read : {kBytes, kBytes - 1}) {
+    Machine machine;
+    const auto block = machine.runtime.allocate(0, 2 * kNext, kOld);
+    DeviceLoad load(machine.streams, machine.producers);
+    Slot slot = machine.slots.acquire();
+    load.prepare({slot.data(), kSlot});
+    for (uint64_t i = 0; i < 2 * kBytes; ++i) slot.data()[i] = Machine::value(i);
+    const auto item = [&](uint64_t at, int64_t gap_behind) {
+      return read::ReadItem{.file = 0,
+                            .record_offset = 0,
+                            .record_length = kBytes,
+                            .dtype = 0,
+                            .chunk_sizes = sizes,
+                            .box = io::Box(1, sizes, none, sizes, strides),
+                            .memory = pointer_to(block + at),
+                            .device = 0,
+                            .gap_behind = gap_behind};
+    };
+    const read::ReadItem first = item(0, kNext - kBytes), second = item(kNext, read::kNoneFollows);
+    const auto batch = load.begin();
+    batch->add(first, slot.data(), 0, read);
+    batch->add(second, slot.data() + kBytes, 0, kBytes);
+    batch->send(std::move(slot));
+    load.finish();
+    const std::byte* memory = machine.runtime.memory(block, 2 * kNext);
+    for (uint64_t i = 0; i < kBytes; ++i) {
+      ASSERT_EQ(memory[i], i < read ? Machine::value(i) : kOld);
+      ASSERT_EQ(memory[kNext + i], Machine::value(kBytes + i));
+    }
+    for (uint64_t i = kBytes; i < kNext; ++i) ASSERT_EQ(memory[i] == kOld, read != kBytes) << i;
+    for (uint64_t i = kNext + kBytes; i < 2 * kNext; ++i) ASSERT_EQ(memory[i], kOld) << i;
+  }
+}
+
 TEST(DeviceLoad, WantsAStreamOfEachDevice) {
   Machine machine;
   const auto target = machine.runtime.allocate(1, kSlot);

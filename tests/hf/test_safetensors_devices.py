@@ -1,0 +1,311 @@
+"""Safetensors files loaded to CUDA devices, for which a library of threads stands (tests/fake_cuda.py)."""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as stock_torch
+import torch
+from damage import flip, same
+from fake_cuda import FakeCuda, fake_cuda
+from rank_pool import in_fork
+from states import KiB, MiB, numbers, random_tensor
+
+from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
+from vescale_ckpt._engine import _C
+from vescale_ckpt._hf.header import DTYPES
+
+ALIGNMENT = 512  # bytes
+NOT_SUPPORTED = 801  # cudaErrorNotSupported
+
+
+class Memory:
+    """Memory of the fake devices, given to `torch.empty`: allocations that begin where the one before ends, as torch's
+    may. The trainer's work writes into each until after it was given away."""
+
+    def __init__(self, fake: FakeCuda, most: int) -> None:
+        self.fake = fake
+        self.all = torch.full((most,), 0x55, dtype=torch.uint8, device="cpu")
+        self.taken = 0
+        self.room = most
+        self.given: list[tuple[torch.device, int]] = []  #: devices and bytes of the allocations
+        self.blocks: list[weakref.ref[torch.Tensor]] = []
+
+    def empty(self, shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        begin, end = self.taken, self.taken + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if end > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.taken = end
+        own = (
+            torch.frombuffer(memoryview(self.all.numpy())[begin:], dtype=torch.uint8, count=nbytes) if nbytes else None
+        )
+        if own is None:
+            return torch.empty(shape, dtype=dtype)
+        self.fake.allocate(own)
+        self.fake.queue_fill(self.fake.streams[device.index or 0], own, 0x66, 5)
+        block = own.view(dtype).view(shape)
+        self.given.append((device, nbytes))
+        self.blocks.append(weakref.ref(block))
+        return block
+
+
+@contextmanager
+def devices(most: int = 64 * MiB) -> Iterator[tuple[FakeCuda, Memory]]:
+    """Two devices of which the first is current."""
+    with pytest.MonkeyPatch.context() as patch, fake_cuda() as fake:
+        memory, empty = Memory(fake, most), torch.empty
+
+        def placed(*shape: Any, device: Any = None, **more: Any) -> torch.Tensor:
+            if device is not None and torch.device(device).type == "cuda":
+                return memory.empty(*shape, device=torch.device(device), **more)
+            return empty(*shape, device=device, **more)
+
+        patch.setattr(torch, "empty", placed)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(4 * MiB))
+        patch.setenv("VESCALE_CKPT_ARENA_BYTES", str(8 * MiB))
+        fake.delay_copies(50)
+        yield fake, memory
+        assert fake.count("copies across allocations") == 0
+        assert fake.count("copies of memory that is not locked") == 0
+
+
+def all_kinds() -> dict[str, torch.Tensor]:
+    """All dtypes; tensors that are alone in memory, that share it, of no elements and of no dimension."""
+    shapes: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (2, 0, 3), (700, 3)]
+    return {
+        "large": numbers(5, 600_000),
+        "large too": numbers(9 * MiB, dtype=torch.uint8),
+        "half": numbers(700, 1001, dtype=torch.bfloat16),
+        **{f"{i}": numbers(1 + 997 * i, first=i) for i in range(60)},
+        **{
+            f"{name} {shape}": random_tensor(shape, dtype)
+            for name, dtype in DTYPES.items()
+            for shape in shapes
+            if shape or name != "float4_e2m1fn_x2"
+        },
+    }
+
+
+# --- Whole files
+
+
+def _all_kinds_load(path: Path) -> None:
+    values = all_kinds()
+    safetensors.save_file(values, path)
+    order = list(safetensors.load_file(path))
+    for device, number, verify in (("cuda", 0, True), (torch.device("cuda", 1), 1, False)):
+        with devices() as (_, memory):
+            found = safetensors.load_file(path, device, verify=verify)
+            assert same(found, values) and list(found) == order
+            assert {place.index or 0 for place, _ in memory.given} == {number}
+            alone = [name for name, value in values.items() if value.nbytes >= 8 * MiB]
+            shared = [name for name, value in values.items() if 0 < value.nbytes < 8 * MiB]
+            storages = [found[name].untyped_storage() for name in shared]
+            assert all(16 * MiB >= storage.nbytes() for storage in storages)
+            assert len({storage.data_ptr() for storage in storages}) + len(alone) == len(memory.given)
+            assert len(memory.given) <= 6, "the file has 26 MiB"
+            for name in alone:
+                assert found[name].untyped_storage().nbytes() == found[name].nbytes
+            for name in shared:
+                assert found[name].storage_offset() * found[name].itemsize % ALIGNMENT == 0
+
+
+def test_all_kinds_of_tensors_come_to_the_device(tmp_path: Path) -> None:
+    in_fork(_all_kinds_load, tmp_path / "model.safetensors")
+
+
+def _apart(path: Path) -> None:
+    safetensors.save_file({name: numbers(1000, first=i) for i, name in enumerate("abc")}, path)
+    with devices() as (_, memory):
+        found = safetensors.load_file(path, "cuda")
+        assert len(memory.given) == 1
+        a, b, c = (found.pop(name) for name in "abc")
+        versions = [value._version for value in (a, b, c)]
+        b.fill_(7)
+        assert [value._version for value in (a, b, c)] == [versions[0], versions[1] + 1, versions[2]]
+        assert not any(value._is_view() or value.requires_grad for value in (a, b, c))
+        assert torch.equal(a, numbers(1000)) and torch.equal(c, numbers(1000, first=2))
+        size = a.untyped_storage().nbytes()
+        del a, b
+        assert c.untyped_storage().nbytes() == size, "one that is left holds the block"
+        with torch.inference_mode():
+            assert safetensors.load_file(path, "cuda")["a"].is_inference()
+
+
+def test_tensors_share_memory_and_nothing_else(tmp_path: Path) -> None:
+    in_fork(_apart, tmp_path / "model.safetensors")
+
+
+def _few_copies(path: Path) -> dict[str, int]:
+    counts = {}
+    for kind, length in (("scalars", 1), ("odd", 77), ("whole", 2 * KiB)):  # of 4, 308 and 8192 bytes
+        values = {f"{i}": numbers(length, first=i) for i in range(3000)}
+        safetensors.save_file(values, path)
+        with devices() as (fake, _):
+            fake.fail("cudaMemcpyBatchAsync", code=NOT_SUPPORTED)  # else one call makes many
+            assert same(safetensors.load_file(path, "cuda"), values)
+            counts[kind] = fake.count("cudaMemcpyAsync")
+    return counts
+
+
+def test_one_copy_brings_many_small_tensors(tmp_path: Path) -> None:
+    counts = in_fork(_few_copies, tmp_path / "model.safetensors")
+    assert counts["scalars"] <= 4 and counts["odd"] <= 4, counts
+    assert counts["whole"] <= 10, counts  # 24 MiB through slots of 4
+
+
+def _misaligned(path: Path) -> None:
+    values = {"flag": torch.tensor([True]), "w": numbers(5000), "z": numbers(3, dtype=torch.float64)}
+    header, at, data = {}, 0, b""
+    for name, dtype in (("flag", "BOOL"), ("w", "F32"), ("z", "F64")):
+        data += values[name].numpy().tobytes()
+        header[name] = {"dtype": dtype, "shape": list(values[name].shape), "data_offsets": [at, len(data)]}
+        at = len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (1 - len(text) % 2)  # the data begin at an odd offset
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with devices():
+        found = safetensors.load_file(path, "cuda")
+        assert same(found, values)
+        with safetensors.safe_open(path, device="cuda") as file:
+            assert torch.equal(file.get_tensor("w"), values["w"])
+            assert torch.equal(file.get_slice("w")[17:3000], values["w"][17:3000])
+
+
+def test_tensors_at_odd_offsets_of_the_file_are_aligned_in_memory(tmp_path: Path) -> None:
+    in_fork(_misaligned, tmp_path / "model.safetensors")
+
+
+def _several_files(folder: Path) -> None:
+    values = [{f"{i}.{j}": numbers(5000 + i, 7 + j, first=j) for j in range(5)} for i in range(4)]
+    for i, tensors in enumerate(values):
+        stock_torch.save_file(tensors, folder / f"{i}")  # which has no checksums
+    with devices():
+        found = [safetensors.load_file(folder / f"{i}", f"cuda:{i % 2}") for i in range(4)]
+        assert all(map(same, found, values))
+        safetensors.save_file({}, folder / "nothing")
+        assert safetensors.load_file(folder / "nothing", "cuda") == {}
+
+
+def test_several_files_are_loaded_to_several_devices(tmp_path: Path) -> None:
+    in_fork(_several_files, tmp_path)
+
+
+# --- Tensors and parts of them
+
+
+def _parts(path: Path) -> None:
+    values = all_kinds() | {"cube": numbers(40, 50, 60), "wide": numbers(300, 5000)}
+    safetensors.save_file(values, path)
+    with devices() as (fake, memory), safetensors.safe_open(path, device="cuda:1") as file:
+        for name in ("large", "half", "12", "float32 ()", "float32 (0,)", "uint8 (700, 3)"):
+            found = file.get_tensor(name)
+            assert same(found, values[name])
+            assert found.untyped_storage().nbytes() == found.nbytes, "it shares no memory"
+        for name, index in (
+            ("cube", (slice(3, 30), slice(None, None, 7), 4)),
+            ("cube", (..., slice(10, 20))),
+            ("cube", 7),
+            ("cube", (slice(5, 5),)),
+            ("cube", torch.tensor([1, 3])),
+            ("wide", (slice(10, 200), slice(100, 2200))),
+            ("wide", (-1, -1)),
+        ):
+            assert torch.equal(file.get_slice(name)[index], values[name][index]), (name, index)
+        before = fake.count("bytes to device")
+        file.get_slice("wide")[10:20]
+        assert fake.count("bytes to device") - before == 10 * 5000 * 4, "only what is wanted"
+        assert same(file.get_tensors(), values)
+        assert {place.index for place, _ in memory.given} == {1}
+
+
+def test_tensors_and_slices_come_to_the_device(tmp_path: Path) -> None:
+    in_fork(_parts, tmp_path / "model.safetensors")
+
+
+# --- What goes wrong
+
+
+def _failures(path: Path) -> dict[str, str]:
+    values = {f"{i}": numbers(300_000, first=i) for i in range(20)}
+    safetensors.save_file(values, path)
+    texts = {}
+    with devices(most=256 * MiB) as (fake, memory):
+
+        def failed(case: str, kind: type[Exception] = CheckpointError) -> None:
+            with pytest.raises(kind) as caught:
+                safetensors.load_file(path, "cuda")
+            texts[case] = str(caught.value)
+
+        fake.fail("captured")
+        failed("captured")
+        fake.fail("cudaMemcpyBatchAsync")  # then copies are made one by one
+        fake.fail("cudaMemcpyAsync", 1)
+        failed("copy")
+        flip(path, path.stat().st_size // 2 * 8)
+        failed("damage", CorruptCheckpointError)
+        with pytest.raises(CorruptCheckpointError), safetensors.safe_open(path, device="cuda") as file:
+            for name in values:
+                file.get_slice(name)[1:]
+        flip(path, path.stat().st_size // 2 * 8)
+        memory.room = memory.taken + 20 * MiB
+        failed("memory", torch.OutOfMemoryError)
+        memory.room = 256 * MiB
+        gc.collect()
+        assert not any(block() is not None for block in memory.blocks), "what failed holds no memory"
+        assert same(safetensors.load_file(path, "cuda"), values)
+    return texts
+
+
+def test_failures_are_told_and_hold_no_memory(tmp_path: Path) -> None:
+    texts = in_fork(_failures, tmp_path / "model.safetensors")
+    assert "is being captured" in texts["captured"]
+    assert "bytes from the host to device 0" in texts["copy"]
+    assert "checksum mismatch" in texts["damage"]
+    assert "out of memory" in texts["memory"]
+
+
+def _memory_is_kept_while_it_is_written(path: Path) -> None:
+    values = {f"{i}": numbers(300_000, first=i) for i in range(20)}
+    safetensors.save_file(values, path)
+    copied_when_freed: list[int] = []
+    with devices() as (fake, memory), pytest.MonkeyPatch.context() as patch:
+
+        def interrupted(block: torch.Tensor, *_: Any) -> torch.Tensor:
+            weakref.finalize(block, lambda: copied_when_freed.append(fake.count("bytes to device")))
+            raise KeyboardInterrupt
+
+        patch.setattr(safetensors, "_part_of", interrupted)
+        fake.delay_copies(5000)
+        with pytest.raises(KeyboardInterrupt):
+            safetensors.load_file(path, "cuda")
+        gc.collect()
+        assert not any(block() is not None for block in memory.blocks)
+        (copied,) = copied_when_freed
+        assert copied >= sum(value.nbytes for value in values.values()), "nothing is written after it was freed"
+
+
+def test_memory_is_not_given_back_while_copies_write_it(tmp_path: Path) -> None:
+    in_fork(_memory_is_kept_while_it_is_written, tmp_path / "model.safetensors")
+
+
+def test_without_cudas_runtime_torch_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"a": numbers(1000), "b": numbers(3, 4)}
+    safetensors.save_file(values, tmp_path / "file")
+    copied: list[Any] = []
+    monkeypatch.setattr(_C, "copies_from_cuda", lambda: False)  # as on ROCm, whose devices torch calls cuda
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: copied.append(device) or self)
+    assert same(safetensors.load_file(tmp_path / "file", "cuda:1"), values)
+    with safetensors.safe_open(tmp_path / "file", device="cuda:1") as file:
+        assert torch.equal(file.get_slice("a")[3:5], values["a"][3:5])
+    assert copied == [torch.device("cuda:1")] * 3
