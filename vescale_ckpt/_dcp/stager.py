@@ -18,6 +18,7 @@ from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
+from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
 from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
 from .._write import snapshot_budget
@@ -74,7 +75,7 @@ class Stager(AsyncStager):
                     key = _text(keys[number])
                     raise CheckpointError(f"{key}: {error}", key=key) from None
                 # Planning decides whether the tensor can be saved, and raises its key if not.
-                known[number] = values[number].detach().clone()
+                known[number] = _copy_of(values[number])
                 del parts[number]
             else:
                 ready += ready_parts
@@ -138,6 +139,14 @@ def _text(path: _Path) -> str:
 def _is_without_memory(part: torch.Tensor) -> bool:
     """Whether a plain tensor that cannot be copied has no memory (its storage was freed)."""
     return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
+
+
+def _copy_of(value: torch.Tensor | ShardedTensor) -> torch.Tensor | ShardedTensor:
+    if isinstance(value, torch.Tensor) and any_wrapper(parts := local_parts(value)):
+        (part,) = parts
+        copied = map_inner(part, lambda inner: inner.detach().clone())
+        return torch_private.dtensor_over(copied, value) if isinstance(value, DTensor) else copied
+    return value.detach().clone()
 
 
 def _like(value: torch.Tensor | ShardedTensor, parts: list[torch.Tensor]) -> torch.Tensor | ShardedTensor:

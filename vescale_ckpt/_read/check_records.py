@@ -197,10 +197,15 @@ def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Reco
 
 
 def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:
-    """Checks the record of an object, or of a tensor that is not contiguous (a transposed one, say)."""
-    crc = -1 if of_tensor else record.crc  # a tensor's CRC-32 is of its elements, not of the archive
+    """Checks the record of an object, of a tensor that is not contiguous (a transposed one, say), or of a wrapper
+    subclass."""
     try:
-        wrong, offset, unverified, harmless = _C.check_archive_at(path, record.offset, record.length, crc)
+        found = _C.check_archive_at(path, record.offset, record.length, record.crc)
+        # A wrapper's CRC-32 is of the archive: its class, which may not be known here, is not needed.
+        of_tensor = of_tensor and (record.crc < 0 or bool(found[0]))
+        if of_tensor and record.crc >= 0:  # else it is of the elements
+            found = _C.check_archive_at(path, record.offset, record.length, -1)
+        wrong, offset, unverified, harmless = found
         if not wrong and of_tensor:
             wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes, record.crc)
     except (_C.EngineError, OSError) as error:
