@@ -465,7 +465,7 @@ def _check_size(key: str, stored: TensorStorageMetadata, metadata: Metadata, roo
 
 
 def _is_packed(key: str, stored: TensorStorageMetadata, infos: Sequence[Any], room: int, root: str) -> bool:
-    """Whether its records hold wrapper subclasses, which may take less than their values do: a bit for each, or more."""
+    """Whether its records hold wrapper subclasses, which may take less than their values do: at least a bit each."""
     return stored.size.numel() <= 8 * room and all(
         stored_class(data_path(root, check_relative(info.relative_path, key)), info.offset, info.length)
         for info in infos

@@ -35,7 +35,7 @@ from ..settings import DirectIO
 from .contents import Contents
 from .non_contiguous_records import tensor_in_archive
 from .seen_files import SeenFiles
-from .wrapper_records import WrapperLoad, check_classes, fill_with_values
+from .wrapper_records import WrapperLoad, check_classes
 
 _PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
 
@@ -320,14 +320,12 @@ class Load:
 
     def hand_over(self, target: Target) -> None:
         """Copies what was read to the tensor itself, unless that is what was filled."""
-        wrapper = is_wrapper(target.tensor)
-        if target.filled is not target.tensor:
-            if wrapper:
-                fill_with_values(target.record.key, target.tensor, target.filled)
-            else:
-                target.tensor.copy_(target.filled)
-        if wrapper:
-            self._wrappers.filled(target.record.key, target.tensor, target.again)
+        if target.filled is target.tensor:
+            return
+        if is_wrapper(target.tensor):
+            self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
+        else:
+            target.tensor.copy_(target.filled)
 
     def fill_from_archive(self, target: Target) -> None:
         """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous, or a
@@ -348,7 +346,7 @@ class Load:
         if is_wrapper(tensor):
             if is_wrapper(target.tensor):
                 target.filled = target.tensor
-            self._wrappers.fill(record.key, target.filled, tensor, target.storage_offset)
+            self._wrappers.fill(record.key, target.filled, tensor, target.storage_offset, target.again)
             return
         if tensor.dtype != record.dtype and not self.options.allow_cast:
             raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")

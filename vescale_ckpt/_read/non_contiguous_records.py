@@ -1,5 +1,5 @@
-"""Reads and checks records of wrapper subclasses, and of tensors that are not contiguous (transposed, say), as stock DCP
-writes them."""
+"""Reads and checks records that the engine does not know: wrapper subclasses, and tensors that are not contiguous
+(transposed, say), as stock DCP writes them."""
 
 from __future__ import annotations
 

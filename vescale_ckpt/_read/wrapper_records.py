@@ -26,9 +26,17 @@ class WrapperLoad:
         self._as_values: dict[str, str] = {}  # keys of which plain tensors got the values, with the stored class
         self._filled: list[tuple[str, Callable[[], torch.Tensor], int]] = []  # key, target, checksum of what it got
 
-    def fill(self, key: str, target: torch.Tensor, stored: torch.Tensor, offset: Sequence[int]) -> None:
+    def fill(
+        self,
+        key: str,
+        target: torch.Tensor,
+        stored: torch.Tensor,
+        offset: Sequence[int],
+        again: Callable[[], torch.Tensor] | None,
+    ) -> None:
         """Fills a target, plain or a wrapper, with the part at `offset` of a stored wrapper. Raises `CheckpointError`
-        with the key if it cannot hold that bit for bit."""
+        with the key if it cannot hold that bit for bit. `again`: gives the same part of the state's tensor once more,
+        for `end`; None if it cannot be asked for."""
         if not is_wrapper(target):
             self._as_values[key] = type_name(stored)
             target.copy_(narrowed(_values(key, stored, target.dtype), offset, target.shape))
@@ -45,9 +53,21 @@ class WrapperLoad:
                 "into one that was made with the same settings",
                 key=key,
             )
+        self._note(key, target, again)
 
-    def filled(self, key: str, target: torch.Tensor, again: Callable[[], torch.Tensor] | None) -> None:
-        """Notes what a wrapper got, for `check`. `again` gives the same part of the state's tensor once more."""
+    def fill_with_values(
+        self, key: str, target: torch.Tensor, values: torch.Tensor, again: Callable[[], torch.Tensor] | None
+    ) -> None:
+        """Fills a wrapper from a plain tensor: its class computes the inner tensors."""
+        try:
+            with torch.no_grad():
+                target.copy_(values)
+        except Exception as error:  # code of the class: it may raise anything
+            found = f"a plain tensor, which it cannot take ({type(error).__name__}: {error})"
+            raise IncompatibleStateError(key, f"a {type_name(target)}", found) from error
+        self._note(key, target, again)
+
+    def _note(self, key: str, target: torch.Tensor, again: Callable[[], torch.Tensor] | None) -> None:
         if again is not None:
             self._filled.append((key, again, checksum(target)))
 
@@ -76,23 +96,13 @@ def _values(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = torch.empty(stored.shape, dtype=dtype, device="cpu")
     try:
         with torch.no_grad():
-            return values.copy_(stored)
+            try:
+                return values.copy_(stored)
+            except Exception:  # many classes copy to their like only
+                return values.copy_(stored.dequantize())
     except Exception as error:  # code of the class: it may raise anything
-        raise IncompatibleStateError(
-            key, "a plain tensor", f"a {type_name(stored)}, which does not copy its values to one (load into a tensor "
-            "of this class, and call dequantize() on it)"
-        ) from error  # fmt: skip
-
-
-def fill_with_values(key: str, target: torch.Tensor, values: torch.Tensor) -> None:
-    """Fills a wrapper from a plain tensor: its class computes the inner tensors."""
-    try:
-        with torch.no_grad():
-            target.copy_(values)
-    except Exception as error:  # code of the class: it may raise anything
-        raise IncompatibleStateError(
-            key, f"a {type_name(target)}", f"a plain tensor, which it cannot take ({type(error).__name__}: {error})"
-        ) from error
+        hint = "which has no values for a plain tensor: load into a tensor of this class"
+        raise IncompatibleStateError(key, "a plain tensor", f"a {type_name(stored)}, {hint}") from error
 
 
 def check_classes(key: str, data: bytes) -> None:

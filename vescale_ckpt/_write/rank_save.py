@@ -100,7 +100,7 @@ class RankSave(ABC):
         """Writes pickled objects, after all tensors of a file. Returns offset, length and CRC-32 of each."""
 
     def write_archives(self, archives: list[bytes], keys: list[str], rows: Sequence[int]) -> list[int]:
-        """Writes the records of wrapper subclasses, archives of `torch.save`. Returns offset, length and CRC-32 of each.
+        """Writes the records of wrapper subclasses: archives of `torch.save`. Returns offset, length, CRC-32 of each.
 
         `rows`: for each its row in the rank's part."""
         return self.write_contents(archives, keys)
