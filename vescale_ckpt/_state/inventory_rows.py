@@ -105,6 +105,7 @@ class _Making:
     def _add_dtensors(self) -> None:
         state = self.state
         first = len(state.groups.plain)
+        wrapper_types = set(filter(is_wrapper_type, set(state.local_types)))
         for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
             number = first + index
             tensor = state.tensors[number]
@@ -116,7 +117,7 @@ class _Making:
             if coordinate is None:
                 continue  # this rank holds none of it
             placing = layout.placements, layout.shape, layout.shard_order, mesh_shape, coordinate
-            uncut = is_wrapper_type(state.local_types[index])
+            uncut = state.local_types[index] in wrapper_types
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
             found = self.rows.get(traits)
             if found is None:
