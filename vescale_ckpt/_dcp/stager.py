@@ -70,12 +70,18 @@ class Stager(AsyncStager):
                     part if flag != NOT_READY else as_host_tensor(part)[0]
                     for part, flag in zip(of_value, ready_parts, strict=True)
                 ]
-            except CheckpointError as error:
+            except Exception as error:  # a subclass may do anything
                 if any(_is_without_memory(part) for part in of_value):
                     key = _text(keys[number])
                     raise CheckpointError(f"{key}: {error}", key=key) from None
                 # Planning decides whether the tensor can be saved, and raises its key if not.
-                known[number] = _copy_of(values[number])
+                try:
+                    known[number] = _copy_of(values[number])
+                except Exception:
+                    key = _text(keys[number])
+                    raise CheckpointError(
+                        f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
+                    ) from error
                 del parts[number]
             else:
                 ready += ready_parts

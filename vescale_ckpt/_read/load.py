@@ -324,8 +324,16 @@ class Load:
             return
         if is_wrapper(target.tensor):
             self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
-        else:
+            return
+        try:
             target.tensor.copy_(target.filled)
+        except (RuntimeError, NotImplementedError) as error:
+            key, tensor = target.record.key, target.tensor
+            raise CheckpointError(
+                f"{key}: a {type(tensor).__name__} of layout {tensor.layout} cannot be filled: load into a dense one "
+                f"({error})",
+                key=key,
+            ) from error
 
     def fill_from_archive(self, target: Target) -> None:
         """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous, or a
