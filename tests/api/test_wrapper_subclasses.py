@@ -159,6 +159,15 @@ def test_values_of_it(checkpoint: Path, writer: str, caplog: pytest.LogCaptureFi
     assert target.bits() == expected.bits()
 
 
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_values_that_take_more_bytes_than_are_stored(checkpoint: Path, writer: str) -> None:
+    """A tensor that claims more bytes than its records have is refused otherwise."""
+    given = Quantized.random(2000)
+    saved_by(writer, checkpoint, {"q": given})
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < given.values().nbytes
+    assert torch.equal(vescale_ckpt.load(checkpoint)["q"], given.values())
+
+
 def test_another_class_or_other_settings_are_refused(checkpoint: Path) -> None:
     vescale_ckpt.save(checkpoint, {"q": Quantized.random(ROWS)})
     with pytest.raises(
