@@ -30,8 +30,8 @@ enum class ItemKind : uint8_t {
 
 // Flags of an item:
 constexpr uint16_t kRequiresGrad = 1;
-constexpr uint16_t kUncut = 2;  // no plan may cut its box: what is stored is not the bytes of its elements
-constexpr unsigned kMostDims = 64;     // torch's own limit
+constexpr uint16_t kUncut = 2;      // no plan may cut its box: what is stored is not the bytes of its elements
+constexpr unsigned kMostDims = 64;  // torch's own limit
 
 struct Item {
   std::string_view name;
