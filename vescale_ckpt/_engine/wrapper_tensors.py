@@ -7,6 +7,7 @@ are computed from these, so that a copy of the values loses bits. What is kept i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from . import _C
 _NO_WRAPPERS = (DTensor, AsyncCollectiveTensor, FakeTensor)  # they have places of their own in this package
 
 
+@lru_cache(maxsize=256)  # asked for each tensor
 def is_wrapper_type(kind: type) -> bool:
     """Whether tensors of a type consist of inner tensors and can be made again from these."""
     return (
