@@ -7,7 +7,6 @@ are computed from these, so that a copy of the values loses bits. What is kept i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from . import _C
 _NO_WRAPPERS = (DTensor, AsyncCollectiveTensor, FakeTensor)  # they have places of their own in this package
 
 
-@lru_cache(maxsize=256)  # asked for each tensor
 def is_wrapper_type(kind: type) -> bool:
     """Whether tensors of a type consist of inner tensors and can be made again from these."""
     return (
@@ -34,7 +32,8 @@ def is_wrapper_type(kind: type) -> bool:
 
 
 def is_wrapper(value: object) -> bool:
-    return is_wrapper_type(type(value))
+    kind = type(value)
+    return kind is not torch.Tensor and is_wrapper_type(kind)  # most are plain
 
 
 def any_wrapper(values: Sequence[object]) -> bool:
