@@ -124,6 +124,11 @@ def _check_tensors(tensors: object) -> None:
     sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
     if sparse:
         raise ValueError(f"{some(sorted(sparse))}: sparse tensors cannot be saved; make them dense with to_dense()")
+    for name, tensor in tensors.items():
+        try:
+            tensor.numel()
+        except Exception as error:  # of an uninitialized parameter, say
+            raise ValueError(f"{name}: a {type(tensor).__name__} cannot be saved: {error}") from error
     shared = sharing_memory(tensors)
     if shared:
         raise shared_memory_error(shared)
@@ -149,7 +154,7 @@ def _in_host_memory(names: list[str], tensors: list[torch.Tensor]) -> tuple[list
     for row in others:
         try:
             hosts[row] = as_host_tensor(tensors[row])[0]
-        except CheckpointError as error:
+        except Exception as error:  # a subclass may do anything
             raise CheckpointError(f"{names[row]}: {error}", key=names[row]) from error
     return hosts, tensor_table(hosts)
 

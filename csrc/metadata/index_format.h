@@ -44,7 +44,7 @@ struct IndexKey {
   uint32_t ndim;
   uint32_t dtype;  // index into the names of dtypes
   uint16_t kind;   // 0 an object, 1 a tensor, 2 a sharded tensor
-  uint16_t flags;  // 1: requires_grad
+  uint16_t flags;  // of an item (state/inventory.h)
 };
 static_assert(sizeof(IndexKey) == 48);
 

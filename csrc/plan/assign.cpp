@@ -139,7 +139,8 @@ void Assigner::share() {
     const uint32_t* box = result_.shared_boxes.data() + result_.first_shared_box[number];
     for (const Shared& shared : shared_of(number)) {
       const std::span<const int64_t> size = layout_.size(layout_.classes[number], *box++);
-      const bool uncut = shared.weight == 0 || whole[key];
+      const bool marked = layout_.classes[number].flags & state::kUncut;
+      const bool uncut = shared.weight == 0 || whole[key] || marked;
       (shared.weight == 0 ? weightless : sized)
           .push_back({.set = shared.set,
                       .bytes = std::max<int64_t>(1, static_cast<int64_t>(shared.weight)),

@@ -28,8 +28,10 @@ enum class ItemKind : uint8_t {
   shard = 2,   // a box of a tensor that ranks share
 };
 
-constexpr uint16_t kRequiresGrad = 1;  // flag
-constexpr unsigned kMostDims = 64;     // torch's own limit
+// Flags of an item:
+constexpr uint16_t kRequiresGrad = 1;
+constexpr uint16_t kUncut = 2;      // no plan may cut its box: what is stored is not the bytes of its elements
+constexpr unsigned kMostDims = 64;  // torch's own limit
 
 struct Item {
   std::string_view name;

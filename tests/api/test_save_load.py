@@ -36,6 +36,7 @@ from states import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
+import vescale_ckpt
 from vescale_ckpt import CheckpointError
 
 # --- Structures, dtypes, shapes
@@ -162,20 +163,32 @@ def test_tied_tensors_stay_tied(checkpoint: Path) -> None:
     assert_same(target, weight)
 
 
+@pytest.mark.parametrize("mode", ["", "tensors of inference", "saved and loaded in inference mode", "both"])
 @pytest.mark.parametrize("size", [10, 200_000], ids=["small", "large"])
-def test_conjugated_and_negated_views(checkpoint: Path, size: int) -> None:
-    numbers = torch.randn(size, 3, dtype=torch.complex64)
-    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "conj_t": numbers.conj().t(), "plain": numbers}
+def test_conjugated_and_negated_views(checkpoint: Path, size: int, mode: str) -> None:
+    """In inference mode torch's operators see such a view after it was conjugated or negated."""
+    made, used = mode in ("tensors of inference", "both"), mode in ("saved and loaded in inference mode", "both")
+    with torch.inference_mode(made):
+        numbers = torch.randn(size, 3, dtype=torch.complex64)
+        state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "conj_t": numbers.conj().t(), "plain": numbers}
+        target = {key: torch.zeros_like(value) for key, value in state.items()}
+        target["conj"] = torch.zeros_like(numbers).conj()
+        target["neg"] = torch.zeros_like(numbers).conj().imag
     assert state["conj"].is_conj()
     assert state["neg"].is_neg()
-    save(checkpoint, state)
-    assert_same(load_blank(checkpoint, state), state)
-    target = {key: torch.zeros_like(value) for key, value in state.items()}
-    target["conj"] = torch.zeros_like(numbers).conj()
-    target["neg"] = torch.zeros_like(numbers).conj().imag
-    load(checkpoint, target)
+    with torch.inference_mode(used):
+        save(checkpoint, state)
+        assert_same(load_blank(checkpoint, state), state)
+        load(checkpoint, target)
+        assert_same(target, state)
+        vescale_ckpt.save(checkpoint, state)
+        with torch.inference_mode(made or used):  # which may change tensors of inference
+            for value in target.values():
+                value.zero_()
+        vescale_ckpt.load(checkpoint, target)
     assert_same(target, state)
     assert target["conj"].is_conj()
+    assert target["neg"].is_neg()
 
 
 def test_parameters_and_tensors_with_gradients(checkpoint: Path) -> None:
@@ -391,11 +404,11 @@ def _save_odd(path: str, kind: str) -> str:
         odd = values.as_subclass(type("Subclass", (torch.Tensor,), {}))
     try:
         save(path, {"before": torch.full((3000,), 7.0), "odd": odd})
+        target = {"odd": torch.zeros(1000)}
+        load(path, target)
     except CheckpointException as error:
         raised = error_in(error)
         return f"{type(raised).__name__}: {raised}"
-    target = {"odd": torch.zeros(1000)}
-    load(path, target)
     return "right values" if bits(target["odd"]) == bits(values) else f"wrong values: {target['odd'][:3]}"
 
 
@@ -404,7 +417,7 @@ def _save_odd(path: str, kind: str) -> str:
     [
         ("plain subclass", ("right values",)),
         ("collective in flight", ("right values",)),
-        ("wrapper subclass", ("right values", "CheckpointError")),
+        ("wrapper subclass", ("UntrustedCheckpointError",)),  # TwoTensor is not registered: stock refuses it, too
         ("zero tensor", ("right values", "CheckpointError")),
         ("freed storage", ("CheckpointError",)),
         ("storage cut short", ("CheckpointError",)),

@@ -150,8 +150,15 @@ def test_this_torch_has_the_functions_that_spare_python() -> None:
     assert torch_private.torch_calls() is not None
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_itself_says_what_python_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_itself_says_what_python_says(kind: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.torch_calls() is not None
+    with torch.inference_mode(inference):
+        _compare_torch_with_python(kind, monkeypatch)
+
+
+def _compare_torch_with_python(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [make(kind), torch.ones(3), make(kind)]
     if kind in ("view", "parameter", "requires_grad", "negated", "dtype_torch.bfloat16"):
         tensors[2].data.zero_()

@@ -12,7 +12,7 @@ from .._plan.save_plan import ExportPart, JoinedRanges, PackedResults
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
 from .._state.shared_memory import empty_duplicates, tied_names
-from .._write.export_save import ExportSave
+from .._write.export_save import ExportSave, refuse_wrappers
 from .agree_plan import CollectivePlan
 from .joined_write import LEAST_BYTES, WINDOW_BYTES, JoinedWrite
 from .save import CollectiveSave
@@ -43,6 +43,7 @@ class CollectiveExport(CollectiveSave):
         values = super()._describe(plan, _without_empty_name(values))
         self._tied = {}
         if plan.description is not None:
+            refuse_wrappers(plan.description)
             self._tied = tied_names(plan.description)
             if left_out := self._tied.keys() | empty_duplicates(plan.description):
                 plan.leave_out(left_out)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -37,6 +37,7 @@ from .overrides import is_method_of
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # keys in a message
+_INSTEAD = "save the tensors that it is made of, or leave it out"
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -127,9 +128,31 @@ class SavePlanner(DefaultSavePlanner):
         """DCP calls it after `set_up_planner`, on each rank. The plan of this rank, packed if possible."""
         self._description = self.describe()
         if self._description is None:
-            return super().create_local_plan()
+            try:
+                plan = super().create_local_plan()
+            except Exception:
+                self._raise_with_key()
+                raise
+            for item in plan.items:
+                if item.tensor_data is not None and any(
+                    isinstance(size, torch.SymInt) for size in item.tensor_data.size
+                ):
+                    key = item.index.fqn
+                    raise CheckpointError(f"{key}: a jagged tensor has no shape of numbers: {_INSTEAD}", key=key)
+            return plan
         self.plan = self.local_plan(self._description)
         return self.plan
+
+    def _raise_with_key(self) -> None:
+        """Raises `CheckpointError` for the value that DCP cannot plan; torch's own errors name no key."""
+        for key, value in self.state_dict.items():
+            try:
+                create_default_local_save_plan({key: value}, self.is_coordinator)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{key}: DCP cannot plan a {type(value).__name__}: {_INSTEAD} ({type(error).__name__}: {error})",
+                    key=key,
+                ) from error
 
     @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

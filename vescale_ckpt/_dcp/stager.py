@@ -18,6 +18,7 @@ from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.gc import gc_paused
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
+from .._engine.wrapper_tensors import any_wrapper, map_inner
 from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
 from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
 from .._write import snapshot_budget
@@ -69,12 +70,18 @@ class Stager(AsyncStager):
                     part if flag != NOT_READY else as_host_tensor(part)[0]
                     for part, flag in zip(of_value, ready_parts, strict=True)
                 ]
-            except CheckpointError as error:
+            except Exception as error:  # a subclass may do anything
                 if any(_is_without_memory(part) for part in of_value):
                     key = _text(keys[number])
                     raise CheckpointError(f"{key}: {error}", key=key) from None
                 # Planning decides whether the tensor can be saved, and raises its key if not.
-                known[number] = values[number].detach().clone()
+                try:
+                    known[number] = _copy_of(values[number])
+                except Exception:
+                    key = _text(keys[number])
+                    raise CheckpointError(
+                        f"{key}: a {type(values[number]).__name__} cannot be copied: {error}", key=key
+                    ) from error
                 del parts[number]
             else:
                 ready += ready_parts
@@ -138,6 +145,14 @@ def _text(path: _Path) -> str:
 def _is_without_memory(part: torch.Tensor) -> bool:
     """Whether a plain tensor that cannot be copied has no memory (its storage was freed)."""
     return is_plain_tensor(part) and not part.is_meta and part.layout is torch.strided
+
+
+def _copy_of(value: torch.Tensor | ShardedTensor) -> torch.Tensor | ShardedTensor:
+    if isinstance(value, torch.Tensor) and any_wrapper(parts := local_parts(value)):
+        (part,) = parts
+        copied = map_inner(part, lambda inner: inner.detach().clone())
+        return torch_private.dtensor_over(copied, value) if isinstance(value, DTensor) else copied
+    return value.detach().clone()
 
 
 def _like(value: torch.Tensor | ShardedTensor, parts: list[torch.Tensor]) -> torch.Tensor | ShardedTensor:

@@ -29,6 +29,7 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
         is_plain_tensor(tensor)
         and tensor.is_cpu
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and (tensor.numel() == 0 or not tensor._is_zerotensor())
@@ -104,6 +105,8 @@ def as_host_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
         plain = plain.wait()
     if plain.is_meta:
         raise CheckpointError("a tensor on the meta device has no values to store")
+    if plain.is_nested:
+        raise CheckpointError("a nested tensor has no shape: save the tensors that it is made of")
     if hasattr(plain, "__tensor_flatten__") or isinstance(plain, FakeTensor):
         raise CheckpointError(
             f"a {type(plain).__name__} cannot be stored as one tensor: save the tensors that it is made of"

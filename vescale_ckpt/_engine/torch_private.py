@@ -166,7 +166,8 @@ def torch_calls() -> _C.TorchCalls | None:
             core_library=str(folder / "libc10.so"),
             version="_ZNK2at10TensorBase8_versionEv",
             requires_grad="_ZNK3c1010TensorImpl13requires_gradEv",
-            is_neg="_ZN2at4_ops6is_neg4callERKNS_6TensorE",
+            # Not the operator of this name: in inference mode dispatch negates the tensor before that is asked.
+            is_neg="_ZN2at6native6is_negERKNS_6TensorE",
             storage_offset="aoti_torch_get_storage_offset",
             storage_bytes="aoti_torch_get_storage_size",
         )
@@ -188,10 +189,14 @@ def _say_what_python_says(calls: _C.TorchCalls) -> bool:
     counters, flags = calls.facts(tensors, _TORCH_TYPES)
     if (array("q", counters), flags) != _facts_in_python(tensors):
         return False
-    return all(
-        calls.storage(tensor) == (tensor.is_neg(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
-        for tensor in tensors
-    )
+    for is_inference in (False, True):
+        with torch.inference_mode(is_inference):
+            tensors.append(torch._neg_view(torch.ones(2, device="cpu")))
+            for tensor in tensors:
+                wanted = tensor.is_neg(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
+                if calls.storage(tensor) != wanted:
+                    return False
+    return True
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:

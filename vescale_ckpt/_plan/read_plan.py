@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +63,17 @@ class PackedReads(LazyList):
         planner = self.planner()
         assert planner is not None
         return PackedReads(planner, self.description, self.plan, reads)
+
+    def split(self, is_apart: Callable[[torch.Tensor], bool]) -> tuple[bytes, bytes]:
+        """The rows of tensors in two tables: those whose targets are not `is_apart`, and those whose targets are."""
+        tables = bytearray(), bytearray()
+        reads, at = words(self.reads), 0
+        while at < len(reads):
+            end = at + 7 + 4 * reads[at + 6]
+            tensor, _ = self.description.source(reads[at])
+            tables[is_apart(tensor)].extend(reads[at:end].cast("B"))
+            at = end
+        return bytes(tables[0]), bytes(tables[1])
 
     def bytes_read_alone(self, verify: bool) -> int:
         """About how many bytes this rank reads for its tensors if no other rank reads for it."""

@@ -18,6 +18,7 @@ from .._engine.dtypes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import bump_versions
+from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._native.names import crc_of
 from .._plan.read_plan import PackedReads
 from .._share.begin import BroadcastLoad
@@ -148,6 +149,8 @@ class ItemLoad:
         """
         placed = [(item, record, self.resolve(item, record.dtype)) for item, record in self._tensors]
         placed.sort(key=lambda entry: (entry[1].file, entry[1].offset))
+        if any_wrapper([tensor for _, _, tensor in placed]):  # the state's own tensors are not known here
+            return None
         description, _ = Describer().describe({str(number): tensor for number, (_, _, tensor) in enumerate(placed)})
         if description.other or len(description.names) != len(placed):
             return None
@@ -166,8 +169,20 @@ class ItemLoad:
 
     def resolve(self, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
         """The planner's tensor for an item. Raises `IncompatibleStateError` if what is stored does not fit it."""
-        tensor = self.planner.resolve_tensor(item).detach()
-        check_fits(item.dest_index.fqn, tensor, item.lengths, dtype, self._load.options.allow_cast)
+        key = item.dest_index.fqn
+        try:
+            tensor = self.planner.resolve_tensor(item)
+        except Exception as error:
+            if not self._targets.are_views or isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{key}: the tensor to load into cannot be cut to {tuple(item.lengths)} at {tuple(item.dest_offsets)} "
+                f"({type(error).__name__}: {error}): load it with the sharding that it was saved with",
+                key=key,
+            ) from error
+        wrapper = is_wrapper(tensor)
+        tensor = tensor if wrapper else tensor.detach()  # a class may copy inner tensors, and lose its dtype
+        check_fits(key, tensor, item.lengths, dtype, self._load.options.allow_cast or wrapper)
         return tensor
 
     def _target(self, item: ReadItem, record: Record) -> Target:
@@ -175,7 +190,11 @@ class ItemLoad:
         if overlapping([tensor]):
             raise overlaps_itself(record.key)
         bump_versions([tensor])
-        return self._load.target(record, item.storage_offsets, tensor, partial(self.planner.commit_tensor, item))
+        again = None
+        if self._targets.are_views and is_wrapper(tensor):
+            again = partial(self.planner.resolve_tensor, item)
+        commit = partial(self.planner.commit_tensor, item)
+        return self._load.target(record, item.storage_offsets, tensor, commit, again)
 
     # --- Records that stock DCP wrote through a stream transform (compression): its own reader reads them
 

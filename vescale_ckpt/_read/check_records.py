@@ -43,6 +43,7 @@ class Listing:
     objects: list[Record] = field(default_factory=list)
     transformed: list[Record] = field(default_factory=list)  #: compressed by a stream transform of stock DCP
     keys: int = 0
+    wrappers: set[tuple[int, int]] = field(default_factory=set)  #: file and offset of each
 
     def paths(self) -> list[str]:
         return [data_path(self.root, name) for name in self.ends]
@@ -174,7 +175,8 @@ def check_records(
             report.damaged.append(Damage(record.key, paths[record.file], offset, reason))
         archives += [(group[row], True) for row in unread]
     for record, of_tensor in archives:
-        _check_archive(record, paths[record.file], of_tensor, report)
+        if _check_archive(record, paths[record.file], of_tensor, report):
+            listing.wrappers.add((record.file, record.offset))
 
 
 def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Record], array[int]]]:
@@ -196,11 +198,19 @@ def _groups(records: list[Record], *, by_file: bool) -> Iterator[tuple[list[Reco
         yield group, table
 
 
-def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> None:
-    """Checks the record of an object, or of a tensor that is not contiguous (a transposed one, say)."""
-    crc = -1 if of_tensor else record.crc  # a tensor's CRC-32 is of its elements, not of the archive
+def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyReport) -> bool:
+    """Checks the record of an object, of a tensor that is not contiguous (a transposed one, say), or of a wrapper
+    subclass. Returns whether it is a wrapper, of which the CRC-32 is that of its archive: its class, which may not be
+    known here, is not needed."""
+    is_wrapper = False
     try:
-        wrong, offset, unverified, harmless = _C.check_archive_at(path, record.offset, record.length, crc)
+        found = _C.check_archive_at(path, record.offset, record.length, record.crc)
+        if of_tensor and record.crc >= 0:
+            is_wrapper = not found[0]
+            of_tensor = not is_wrapper
+            if of_tensor:  # the CRC-32 is of the elements
+                found = _C.check_archive_at(path, record.offset, record.length, -1)
+        wrong, offset, unverified, harmless = found
         if not wrong and of_tensor:
             wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes, record.crc)
     except (_C.EngineError, OSError) as error:
@@ -208,11 +218,12 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     report.unverified_bytes += unverified
     if wrong:
         report.damaged.append(Damage(record.key, path, offset, wrong))
-        return
+        return is_wrapper
     if not harmless and of_tensor and record.crc >= 0:  # this package writes all records with a CRC-32 in one form
         harmless = "what is around its values is not as it was written"
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
+    return is_wrapper
 
 
 def check_tables(listing: Listing, missing: Collection[str], report: VerifyReport) -> None:
@@ -223,7 +234,8 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
     may_hold_others = directory_at(listing.root).has(DELTA_NAME)
     crcs: dict[str, dict[int, int]] = {}
     for record in listing.tensors:
-        if record.crc >= 0 and names[record.file] not in missing:
+        is_wrapper = (record.file, record.offset) in listing.wrappers  # it is read whole, as objects are
+        if record.crc >= 0 and names[record.file] not in missing and not is_wrapper:
             crcs.setdefault(names[record.file], {})[record.offset] = record.crc
     for name, expected in crcs.items():
         path = data_path(listing.root, name)

@@ -21,6 +21,7 @@ from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, overlapping
 from .._engine.torch_private import bump_versions
+from .._engine.wrapper_tensors import is_wrapper
 from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
@@ -34,6 +35,7 @@ from ..settings import DirectIO
 from .contents import Contents
 from .non_contiguous_records import tensor_in_archive
 from .seen_files import SeenFiles
+from .wrapper_records import WrapperLoad, check_classes
 
 _PATHS = ("in_place_bytes", "slot_bytes", "direct_bytes", "uncached_bytes", "buffered_bytes")  # of LoadStats
 
@@ -74,6 +76,7 @@ class Target:
     filled: torch.Tensor  #: what the engine fills: the tensor itself where it can, else one of the stored dtype
     device: int = -1  #: the CUDA device that `filled` is on
     commit: Callable[[torch.Tensor], object] | None = None  #: called when the tensor is filled
+    again: Callable[[], torch.Tensor] | None = None  #: gives the same part of the state's tensor once more
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Load:
         self.file_numbers: dict[str, int] = {}  #: by name in metadata
         self._seen = seen
         self._filled: list[torch.Tensor] = []
+        self._wrappers = WrapperLoad()
         self.streams: device_streams.Streams = {}  #: of the thread that loads, after whose work tensors are filled
         # By whether the page cache is used in any case.
         self._engine_options = {
@@ -131,6 +135,7 @@ class Load:
         try:
             with suppress(FailedElsewhereError):
                 tensors, objects = work()
+                self._wrappers.end()
                 self._seen.check(self.paths)
         finally:
             filled, self._filled = self._filled, []
@@ -242,6 +247,7 @@ class Load:
         storage_offset: Sequence[int],
         tensor: torch.Tensor,
         commit: Callable[[torch.Tensor], object] | None = None,
+        again: Callable[[], torch.Tensor] | None = None,
     ) -> Target:
         if tensor.dtype == record.dtype:
             if is_host_memory(tensor):
@@ -254,7 +260,7 @@ class Load:
             )
         on_device = self.on_device_of(tensor, tensor.shape, record.dtype)
         filled, device = on_device or (torch.empty(tensor.shape, dtype=record.dtype, device="cpu"), -1)
-        return Target(record, storage_offset, tensor, filled, device, commit)
+        return Target(record, storage_offset, tensor, filled, device, commit, again)
 
     def on_device_of(
         self, tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
@@ -282,8 +288,7 @@ class Load:
             for row in report["unread"]:
                 self.fill_from_archive(group.targets[row])
             for target in group.targets:
-                if target.filled is not target.tensor:
-                    target.tensor.copy_(target.filled)
+                self.hand_over(target)
                 if target.commit is not None:
                     target.commit(target.tensor)
             bump_versions([target.tensor for target in group.targets])
@@ -313,8 +318,26 @@ class Load:
         if not for_others:
             self.bytes += report["needed_bytes"]
 
+    def hand_over(self, target: Target) -> None:
+        """Copies what was read to the tensor itself, unless that is what was filled."""
+        if target.filled is target.tensor:
+            return
+        if is_wrapper(target.tensor):
+            self._wrappers.fill_with_values(target.record.key, target.tensor, target.filled, target.again)
+            return
+        try:
+            target.tensor.copy_(target.filled)
+        except (RuntimeError, NotImplementedError) as error:
+            key, tensor = target.record.key, target.tensor
+            raise CheckpointError(
+                f"{key}: a {type(tensor).__name__} of layout {tensor.layout} cannot be filled: load into a dense one "
+                f"({error})",
+                key=key,
+            ) from error
+
     def fill_from_archive(self, target: Target) -> None:
-        """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous."""
+        """Fills the memory for a target from a record that the engine left unread: its tensor is not contiguous, or a
+        wrapper subclass. A wrapper is filled itself."""
         record = target.record
         self._fallbacks += 1
         (data,) = self.read_whole([record])
@@ -322,10 +345,17 @@ class Load:
             self._unverified += target.filled.nbytes
         self._check_archive(data, record, whole=False)  # also without `verify`: the record has an unexpected form
         try:
-            tensor = tensor_in_archive(data, record.sizes, record.crc if self.options.verify else -1)
+            crc = record.crc if self.options.verify else -1
+            tensor = tensor_in_archive(data, record.sizes, crc, weights_only=self.options.weights_only)
         except ValueError as error:
+            check_classes(record.key, data)
             place = f"the record at offset {record.offset} of {self.paths[record.file]}"
             raise self._corrupt(record, f"{place} {error}") from error.__cause__
+        if is_wrapper(tensor):
+            if is_wrapper(target.tensor):
+                target.filled = target.tensor
+            self._wrappers.fill(record.key, target.filled, tensor, target.storage_offset, target.again)
+            return
         if tensor.dtype != record.dtype and not self.options.allow_cast:
             raise IncompatibleStateError(record.key, f"dtype {record.dtype}", f"dtype {tensor.dtype}")
         target.filled.copy_(narrowed(tensor, target.storage_offset, target.filled.shape))

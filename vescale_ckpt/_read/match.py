@@ -23,7 +23,10 @@ def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mis
     if stored_tensor != (isinstance(value, torch.Tensor) or _has_chunks(value)):
         return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
     if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-        shape, dtype = value.size(), stored.properties.dtype
+        try:
+            shape, dtype = value.size(), stored.properties.dtype
+        except Exception:  # of a nested tensor, say
+            return Mismatch(key, f"a {type(value).__name__} without a shape", f"shape {tuple(stored.size)}")
         if shape != stored.size:
             return Mismatch(key, f"shape {tuple(shape)}", f"shape {tuple(stored.size)}")
         if cast_hint and value.dtype != dtype:

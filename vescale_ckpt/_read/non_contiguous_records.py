@@ -1,16 +1,22 @@
-"""Reads and checks records of tensors that are not contiguous (transposed, say), as stock DCP writes them."""
+"""Reads and checks records that the engine does not know: wrapper subclasses, and tensors that are not contiguous
+(transposed, say), as stock DCP writes them."""
 
 from __future__ import annotations
 
 import io
 import os
+import pickletools
+import zipfile
 from collections.abc import Sequence
 from typing import IO, Any, cast
 
 import torch
 
 from .._engine import _C
+from .._engine.wrapper_tensors import is_wrapper
 from .._storage.directory import directory_at
+
+_REBUILD = "torch._utils _rebuild_wrapper_subclass"  # what torch.save names in front of a wrapper's class
 
 
 def _crc_of_values(tensor: torch.Tensor) -> int:
@@ -19,19 +25,21 @@ def _crc_of_values(tensor: torch.Tensor) -> int:
     return _C.crc32_of_memory(plain.data_ptr(), plain.nbytes)
 
 
-def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tensor:
-    """The tensor of shape `sizes` in a record. `crc`: the CRC-32 of its elements, -1 if unknown or not to be checked.
+def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int, *, weights_only: bool = True) -> torch.Tensor:
+    """The tensor of shape `sizes` in a record.
+
+    `crc`: the CRC-32 of its elements, of a wrapper that of the record; -1 if unknown or not to be checked.
 
     Raises ValueError for anything else, with a message whose subject is the record.
     """
     try:
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
     except Exception as error:  # a strange pickle raises nearly anything
         raise ValueError(f"cannot be read: {error}") from error
     if not isinstance(tensor, torch.Tensor) or tensor.shape != torch.Size(sizes):
         found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f"holds {found}, where metadata promises shape {tuple(sizes)}")
-    if crc >= 0 and crc != _crc_of_values(tensor):
+    if crc >= 0 and crc != (_C.crc32(data) if is_wrapper(tensor) else _crc_of_values(tensor)):
         raise ValueError("holds other values than were saved")
     return tensor
 
@@ -39,11 +47,13 @@ def tensor_in_archive(data: bytes, sizes: Sequence[int], crc: int) -> torch.Tens
 def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: Sequence[int], crc: int = -1) -> str:
     """What is wrong with the record of `length` bytes at `offset`, which should hold such a tensor; empty if nothing.
 
-    `crc`: the CRC-32 of its elements. They are read only if it is known (not -1).
+    `crc`: the CRC-32 of its elements. They are read only if it is known (not -1). That of a wrapper is of its archive,
+    and is found to differ.
     """
+    if stored_class(path, offset, length):  # its archive is sound; the class may not be known here
+        return "" if crc < 0 else "it holds other values than were saved"
     try:
-        record = cast(IO[bytes], _Slice(path, offset, length))
-        tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
+        tensor = torch.load(_record(path, offset, length), map_location="meta" if crc < 0 else "cpu", weights_only=True)
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -51,6 +61,21 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
     if found != wanted:
         return f"the metadata promises {wanted}, the record holds {found}"
     return "" if crc < 0 or _crc_of_values(tensor) == crc else "it holds other values than were saved"
+
+
+def stored_class(path: str, offset: int, length: int) -> str:
+    """The class of the wrapper in the record at `offset`, which is not loaded; empty if it holds something else."""
+    try:
+        with zipfile.ZipFile(_record(path, offset, length)) as archive:
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        names = [str(value) for code, value, _ in pickletools.genops(pickled) if code.name == "GLOBAL"]
+        return names[names.index(_REBUILD) + 1].replace(" ", ".")
+    except Exception:  # damaged, or no wrapper
+        return ""
+
+
+def _record(path: str, offset: int, length: int) -> IO[bytes]:
+    return cast(IO[bytes], _Slice(path, offset, length))
 
 
 class _Slice(io.RawIOBase):

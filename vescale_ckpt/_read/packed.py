@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolved
 from .._ranks.node import ranks_of_this_node
 from .._share.begin import BroadcastLoad
 from .._state import objects
+from ..errors import CheckpointError
 from ..reports import LoadStats
 from .load import Load, Record, Target
 
@@ -61,19 +64,28 @@ def begin_reading(
         reads, records = begin()
         return reads, load.objects(records, {})
     records = []
+    apart = b""  # reads into wrappers: ranks send each other values, not inner tensors
 
     def needs() -> tuple[PackedReads | None, str, int]:
+        nonlocal apart
         reads, records[:] = begin()
+        if reads is not None and any_wrapper(reads.description.tensors):
+            rows, apart = reads.split(is_wrapper)
+            reads = reads.only(rows)
         return reads, load.contents.save_id, load.contents.stored_bytes()
 
     reads, routed = broadcast.begin(needs, load.options.verify)
     if routed is None:
-        return reads, load.objects(records, {})
+        return _with_rows(reads, apart), load.objects(records, {})
     known = routed.objects(lambda rows: load.read_whole([records[row] for row in rows]))
     if routed.deliver(load, reads):
         load.bytes = load.shared_bytes = routed.routes.shared_bytes
         reads = None if reads is None else reads.only(routed.routes.own)
-    return reads, load.objects(records, known)
+    return _with_rows(reads, apart), load.objects(records, known)
+
+
+def _with_rows(reads: PackedReads | None, rows: bytes) -> PackedReads | None:
+    return reads.only(reads.reads + rows) if reads is not None and rows else reads
 
 
 def fill_packed(load: Load, reads: PackedReads) -> None:
@@ -101,8 +113,7 @@ def fill_packed(load: Load, reads: PackedReads) -> None:
     for number in report["unread"]:
         target = _target(load, reads, row_at(number))
         load.fill_from_archive(target)
-        if target.filled is not target.tensor:
-            target.tensor.copy_(target.filled)
+        load.hand_over(target)
     if rest:
         wanted = set(rest)
         load.fill(
@@ -123,4 +134,11 @@ def _overlap(load: Load, reads: PackedReads) -> float:
 def _target(load: Load, reads: PackedReads, row: ReadRow) -> Target:
     name = reads.description.names[row.item]
     record = Record(name, row.file, row.offset, row.length, row.crc, row.dtype, row.chunk_size)
-    return load.target(record, row.storage_offset, reads.target(row.item, row.dest_offset, row.lengths).detach())
+    tensor_of = partial(reads.target, row.item, row.dest_offset, row.lengths)
+    try:
+        tensor = tensor_of()
+    except CheckpointError as error:  # of a wrapper that cannot be cut
+        raise CheckpointError(f"{name}: {error}", key=name) from error
+    if is_wrapper(tensor):
+        return load.target(record, row.storage_offset, tensor, again=tensor_of)
+    return load.target(record, row.storage_offset, tensor.detach())

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.torch_private import storage_identity, tensor_facts
+from .._engine.wrapper_tensors import is_wrapper
 from .inventory_rows import Items, make_items
 from .local_state import LocalState, look
 from .tensor_table import ON_HOST
@@ -34,7 +35,7 @@ class Description:
     table: bytes  #: `tensor_table` of them
     ready: bytes  #: for each, the flag of `ready_tensors`: whether the engine or a snapshot may use its memory
     objects: dict[str, Any]  #: values of the items that are no tensors
-    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are tensor subclasses
+    other: dict[str, Any]  #: values without items: they describe themselves to DCP, or are subclasses of other kinds
     wrappers: dict[int, DTensor]  #: by the number of their local tensor; each has its own version counter
     storages: list[torch.UntypedStorage]  #: of `tensors`, kept alive although a tensor may be given another one
     storage_bytes: array[int]
@@ -75,7 +76,11 @@ class Description:
         changed = {numbers[at] for at, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b}
         sizes_of = zip(self.storages, self.storage_bytes, sizes, strict=True)
         if cut := {storage_identity(storage) for storage, a, b in sizes_of if a != b}:
-            strided = [number for number, tensor in enumerate(self.tensors) if tensor.layout is torch.strided]
+            strided = [
+                number
+                for number, tensor in enumerate(self.tensors)
+                if tensor.layout is torch.strided and not is_wrapper(tensor)
+            ]
             changed.update(number for number in strided if storage_identity(self.tensors[number]) in cut)
         return changed
 

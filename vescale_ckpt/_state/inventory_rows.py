@@ -11,13 +11,14 @@ import torch
 
 from .._engine import _C
 from .._engine.dtypes import dtype_code
-from .._engine.rows import OBJECT, SHARD
+from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout
+from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
 from .local_state import LocalState, describes_itself
 from .shard_boxes import ShardBox, boxes_at, local_shape
 
-_REQUIRES_GRAD = 1  # flag
+_REQUIRES_GRAD, _UNCUT = 1, 2  # flags (csrc/state/inventory.h)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class _Making:
         self._add_plain()
         self._add_dtensors()
         self._add_sharded()
+        self._add_wrapper_subclasses()
         item = packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
             self.items[position] = [item]
@@ -103,6 +105,7 @@ class _Making:
     def _add_dtensors(self) -> None:
         state = self.state
         first = len(state.groups.plain)
+        wrapper_types = set(filter(is_wrapper_type, set(state.local_types)))
         for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
             number = first + index
             tensor = state.tensors[number]
@@ -114,11 +117,12 @@ class _Making:
             if coordinate is None:
                 continue  # this rank holds none of it
             placing = layout.placements, layout.shape, layout.shard_order, mesh_shape, coordinate
-            traits = (*placing, tensor.dtype, tensor.shape, requires_grad)
+            uncut = state.local_types[index] in wrapper_types
+            traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
             found = self.rows.get(traits)
             if found is None:
                 found = self.rows[traits] = self._boxes(
-                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad
+                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
                 )
             self.items[position] = [(row, _source(number, offsets)) for row, offsets in found]
 
@@ -138,6 +142,7 @@ class _Making:
         coordinate: tuple[int, ...],
         tensor: torch.Tensor,
         requires_grad: bool,
+        uncut: bool,
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
@@ -150,9 +155,9 @@ class _Making:
                 f"{local_shape(found)}, but it holds {tuple(tensor.shape)}",
                 key=key,
             )
+        flagged = code, requires_grad, tensor.itemsize
         return [
-            (packed_row(SHARD, code, requires_grad, tensor.itemsize, box, layout.shape), _offsets(box.local_offset))
-            for box in found
+            (packed_row(SHARD, *flagged, box, layout.shape, uncut=uncut), _offsets(box.local_offset)) for box in found
         ]
 
     def _add_sharded(self) -> None:
@@ -173,12 +178,31 @@ class _Making:
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
 
+    def _add_wrapper_subclasses(self) -> None:
+        state = self.state
+        positions = state.groups.wrapper_subclasses
+        first, first_flag = len(state.tensors) - len(positions), len(state.requires_grad) - len(positions)
+        for index, position in enumerate(positions):
+            tensor, key = state.tensors[first + index], state.keys[position]
+            shape = tuple(map(int, tensor.shape))
+            origin = (0,) * len(shape)
+            facts = dtype_code(tensor.dtype, key), bool(state.requires_grad[first_flag + index]), tensor.itemsize
+            row = packed_row(TENSOR, *facts, ShardBox(origin, shape, origin), shape, uncut=True)
+            self.items[position] = [(row, _source(first + index, _offsets(origin)))]
+
 
 def packed_row(
-    kind: int, code: int, requires_grad: bool, item_bytes: int, box: ShardBox, shape: Iterable[int]
+    kind: int,
+    code: int,
+    requires_grad: bool,
+    item_bytes: int,
+    box: ShardBox,
+    shape: Iterable[int],
+    *,
+    uncut: bool = False,
 ) -> bytes:
-    """An item's row in an inventory."""
-    flags = _REQUIRES_GRAD if requires_grad else 0
+    """An item's row in an inventory. `uncut`: no plan may cut its box."""
+    flags = (_REQUIRES_GRAD if requires_grad else 0) | (_UNCUT if uncut else 0)
     total = item_bytes
     for size in box.size:
         total *= size

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
+from .._engine.wrapper_tensors import is_wrapper, map_inner
 from .tensor_table import NOT_READY, PLAIN_TYPES, read_tensors
 
 
@@ -81,15 +82,21 @@ def _real(value: torch.Tensor) -> torch.Tensor:
         device = mesh.device_type
         if device not in ("cpu", "meta"):
             device = f"{device}:{torch.get_device_module(device).current_device()}"
-        local = torch.empty_like(local, device="cpu" if device == "meta" else device)
+        local = _empty(local, "cpu" if device == "meta" else device)
         real = DTensor.from_local(
             local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
     else:
-        real = torch.empty_like(value, device="cpu")
+        real = _empty(value, "cpu")
     if isinstance(value, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=value.requires_grad)
     return real
+
+
+def _empty(value: torch.Tensor, device: str) -> torch.Tensor:
+    if is_wrapper(value):
+        return map_inner(value, lambda inner: torch.empty_like(inner, device=device))
+    return torch.empty_like(value, device=device)
 
 
 def _allocate(tensor: torch.Tensor) -> None:

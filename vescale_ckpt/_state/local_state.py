@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
 from .._engine.torch_private import DTensorLayout
+from .._engine.wrapper_tensors import is_wrapper_type
 from .tensor_table import PLAIN_TYPES, TensorReads, read_tensors
 
 
@@ -22,6 +23,7 @@ class Groups:
     plain: list[int] = field(default_factory=list)
     dtensors: list[int] = field(default_factory=list)
     sharded: list[int] = field(default_factory=list)
+    wrapper_subclasses: list[int] = field(default_factory=list)  #: tensors that consist of inner tensors
     objects: list[int] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
 
@@ -43,6 +45,8 @@ class Groups:
             return self.dtensors
         if kind is ShardedTensor:
             return self.sharded
+        if is_wrapper_type(kind) and not describes_itself(kind):
+            return self.wrapper_subclasses
         if issubclass(kind, torch.Tensor) or describes_itself(kind):
             return self.other
         return self.objects
@@ -52,8 +56,8 @@ class Groups:
 class LocalState:
     """A state's keys and traits, and the tensors on this rank.
 
-    `tensors` has the plain tensors first, then the local tensors of DTensors, then the shards of ShardedTensors. Each
-    group is in the order of the keys.
+    `tensors` has the plain tensors first, then the local tensors of DTensors, then the shards of ShardedTensors, then
+    wrapper subclasses. Each group is in the order of the keys.
     """
 
     keys: list[str]
@@ -63,7 +67,7 @@ class LocalState:
     layouts: list[DTensorLayout]
     local_types: list[type]
     shards: list[Any]
-    requires_grad: bytes  #: of the plain tensors, then of the DTensors: 1 or 0
+    requires_grad: bytes  #: of the plain tensors, then of the DTensors, then of wrapper subclasses: 1 or 0
     tensors: list[torch.Tensor]
     table: bytes
 
@@ -91,7 +95,8 @@ def look(
     plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
     shards = [_Shards(values[position]) for position in groups.sharded]
     local = torch_private.local_tensors(dtensors)
-    tensors = [*plain, *local, *(tensor for value in shards for tensor in value.tensors)]
+    wrappers = _at(values, groups.wrapper_subclasses)
+    tensors = [*plain, *local, *(tensor for value in shards for tensor in value.tensors), *wrappers]
     reads = read_tensors(tensors)
     versions, requires_grad = torch_private.tensor_facts(dtensors)
     state = LocalState(
@@ -102,7 +107,7 @@ def look(
         torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
         list(map(type, local)),
         [value.traits for value in shards],
-        reads.requires_grad[: len(plain)] + requires_grad,
+        reads.requires_grad[: len(plain)] + requires_grad + reads.requires_grad[len(tensors) - len(wrappers) :],
         tensors,
         reads.table,
     )

@@ -19,6 +19,8 @@ from .._engine.device_streams import copies_from_cuda
 from .._engine.dtypes import DTYPE_CODES
 from .._engine.tensor_checks import is_host_memory, is_plain_tensor
 from .._engine.torch_private import tensor_facts, torch_calls
+from .._engine.wrapper_tensors import is_wrapper, type_name
+from ..errors import CheckpointError
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 HOST_DEVICE, CUDA_DEVICE = 1, 2  # DLPack's codes
@@ -62,11 +64,30 @@ def _device(tensor: torch.Tensor) -> int:
 
 
 def narrowed(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-    """A view of a box of a tensor."""
+    """A view of a box of a tensor. Raises `CheckpointError` if the class of a wrapper cannot make it."""
+    if is_wrapper(tensor):
+        return _narrowed_wrapper(tensor, offset, size)
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
         if start != 0 or tensor.size(dim) != length:
             tensor = tensor.narrow(dim, start, length)
     return tensor
+
+
+def _narrowed_wrapper(tensor: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    part = tensor
+    try:
+        with torch.no_grad():
+            for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
+                if start != 0 or part.size(dim) != length:
+                    part = part.narrow(dim, start, length)
+            if type(part) is not type(tensor) or tuple(part.shape) != tuple(size):
+                raise TypeError(f"it gives a {type_name(part)} of shape {tuple(part.shape)}")
+    except Exception as error:  # code of the class: it may raise anything
+        raise CheckpointError(
+            f"a {type_name(tensor)} of shape {tuple(tensor.shape)} cannot be cut to {tuple(size)} at {tuple(offset)} "
+            f"({type(error).__name__}: {error}): load it with the sharding that it was saved with"
+        ) from error
+    return part
 
 
 @dataclass(frozen=True)

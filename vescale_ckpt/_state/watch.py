@@ -94,7 +94,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         list(map(torch.UntypedStorage.data_ptr, storages))
         return storages
-    except (RuntimeError, NotImplementedError):
+    except Exception:  # a subclass may do anything
         return [_storage(tensor) for tensor in tensors]
 
 
@@ -103,5 +103,5 @@ def _storage(tensor: Any) -> torch.UntypedStorage:
         storage: torch.UntypedStorage = tensor.untyped_storage()
         storage.data_ptr()
         return storage
-    except (RuntimeError, NotImplementedError):
+    except Exception:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()

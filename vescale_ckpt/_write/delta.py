@@ -89,6 +89,28 @@ class Delta:
                 placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
         return placed
 
+    def write_archives(
+        self,
+        archives: list[bytes],
+        keys: list[str],
+        rows: Sequence[int],
+        write: Callable[[list[bytes], list[str]], list[int]],
+    ) -> list[int]:
+        """The same for the records of wrapper subclasses, which are archives of `torch.save`."""
+        placed: list[int] = [0] * (3 * len(archives))
+        new = []
+        for number, (archive, row) in enumerate(zip(archives, rows, strict=True)):
+            id = self._ids[row] = hashlib.sha256(self._key + archive).digest()[:ID_BYTES]
+            older = self._table.find(id)
+            if older is not None and (older.crc, older.length) == (_C.crc32(archive), len(archive)):
+                placed[3 * number : 3 * number + 3] = self._reuse(row, older, len(archive))
+            else:
+                new.append(number)
+        written = write([archives[number] for number in new], [keys[number] for number in new])
+        for at, number in enumerate(new):
+            placed[3 * number : 3 * number + 3] = written[3 * at : 3 * at + 3]
+        return placed
+
     def locate(self, places: bytes, own_files: Sequence[str]) -> tuple[bytes, list[str]]:
         """The table of places in file 0 with the right files, and the names of the files."""
         located = array("q")

@@ -13,6 +13,7 @@ from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import engine_options
 from .._engine.rows import int_table
+from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
 from .._hf.commit import holds_model
 from .._hf.folder import ExportFolder
 from .._hf.header import with_ties
@@ -20,6 +21,7 @@ from .._hf.names import file_names, holds_export, temporary_name
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, JoinedRanges
 from .._ranks.shared_directory import separate_directories
+from .._state.describe import Description
 from .._storage.directory import directory_at
 from .._storage.urls import refuse
 from ..errors import CheckpointError
@@ -187,3 +189,18 @@ class ExportSave(RankSave):
         if self._folder is not None:
             self._folder.discard()
         self._folder = self._layout = None
+
+
+def refuse_wrappers(description: Description) -> None:
+    """Raises `CheckpointError` with the key of a wrapper subclass, of which no safetensors file can hold the inner
+    tensors."""
+    if not any_wrapper(description.tensors):
+        return
+    for item, key in enumerate(description.names):
+        number = -1 if key in description.objects else description.tensor_number(item)
+        if number >= 0 and is_wrapper(tensor := description.tensors[number]):
+            raise CheckpointError(
+                f"{key}: safetensors files cannot hold a {type_name(tensor)}, which consists of inner tensors: save "
+                "its values (dequantize()), or leave it out",
+                key=key,
+            )

@@ -21,7 +21,9 @@ from .._engine.options import threads_of
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import NO_LIMIT, int_table, words
 from .._engine.tensor_checks import as_host_tensor
+from .._engine.wrapper_tensors import is_wrapper, stored_form
 from .._plan.save_plan import PackedItems
+from .._state import objects
 from .._state.tensor_table import NOT_READY, ON_HOST
 from ..errors import CheckpointError
 from .device_notes import note_device
@@ -34,13 +36,15 @@ class _Batch(NamedTuple):
     rows: Sequence[int]
     table: Any
     memory: _C.Snapshot | list[torch.Tensor] | None  #: holds the memory of the table; None if it is the state's own
+    archives: Sequence[bytes] = ()  #: in place of a table: the records of wrapper subclasses
 
 
 class ItemBatch(NamedTuple):
-    """DCP's items that are written together, and their tensors in host memory."""
+    """DCP's items that are written together: their tensors in host memory, or the records of wrapper subclasses."""
 
     items: list[WriteItem]
     tensors: list[torch.Tensor]
+    archives: list[bytes]
 
 
 def new_snapshot(table: Any, devices: Any, budget: int, threads: int) -> _C.Snapshot:
@@ -67,6 +71,8 @@ def write_rows(save: RankSave, items: PackedItems, rows: Sequence[int]) -> Itera
     more."""
 
     def write(batch: _Batch) -> list[int]:
+        if batch.archives:
+            return save.write_archives(list(batch.archives), list(map(items.key, batch.rows)), batch.rows)
         try:
             return save.write_table(batch.table, lambda row: items.key(batch.rows[row]), batch.rows)
         finally:
@@ -94,14 +100,16 @@ def _batches(options: SaveOptions, items: PackedItems, rows: Sequence[int]) -> I
                 raise CheckpointError(f"the system has no memory to copy {snapshot.bytes:,} bytes from a device to")
             snapshot.copy()
         yield _Batch(some, snapshot.table(), snapshot)
-    yield from (_Batch(some, write_table(tensors), tensors) for some, tensors in converted(items, not_ready))
+    for some, batch in converted(items, not_ready):
+        yield _Batch(some, write_table(batch.tensors), batch.tensors, batch.archives)
 
 
-def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], list[torch.Tensor]]]:
-    """Yields some rows at a time, with host copies of their tensors: those on other devices, lazy conjugates."""
+def converted(items: PackedItems, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], ItemBatch]]:
+    """Yields some rows at a time, with host copies of their tensors (those on other devices, lazy conjugates), or with
+    the records of wrapper subclasses."""
     start = 0
     for batch in item_batches([items[row] for row in rows], lambda item: items.resolve(item.index)):
-        yield rows[start : start + len(batch.items)], batch.tensors
+        yield rows[start : start + len(batch.items)], batch
         start += len(batch.items)
 
 
@@ -123,23 +131,29 @@ def item_batches(
     count as bytes: copies from a device, and tensors that a planner makes (`makes_tensors`). They live until they are
     written, two batches at a time."""
     budget = settings.number("arena_bytes") // 2
-    batch, held = ItemBatch([], []), 0
+    batch, held = ItemBatch([], [], []), 0
     for item in items:
-        tensor, own_memory = _in_host_memory(item, resolve(item))
-        dtype_code(tensor.dtype, item.index.fqn)  # raises for those that cannot be stored
+        found, copied = _in_host_memory(item, resolve(item))
+        if batch.archives if isinstance(found, torch.Tensor) else batch.tensors:
+            yield batch
+            batch, held = ItemBatch([], [], []), 0
         batch.items.append(item)
-        batch.tensors.append(tensor)
-        if own_memory or makes_tensors:
-            held += tensor.nbytes
+        if isinstance(found, torch.Tensor):
+            dtype_code(found.dtype, item.index.fqn)  # raises for those that cannot be stored
+            batch.tensors.append(found)
+            held += found.nbytes if copied or makes_tensors else 0
+        else:
+            batch.archives.append(found)
+            held += len(found)
         if held >= budget or len(batch.items) == GROUP_TENSORS:
             yield batch
-            batch, held = ItemBatch([], []), 0
+            batch, held = ItemBatch([], [], []), 0
     if batch.items:
         yield batch
 
 
-def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool]:
-    """An item's tensor in host memory, and whether it is a copy."""
+def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor | bytes, bool]:
+    """An item's tensor in host memory, or the record of a wrapper subclass; and whether it is a copy."""
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             f"{item.index.fqn}: the planner resolved a tensor to {type(tensor).__name__}", key=item.index.fqn
@@ -153,6 +167,8 @@ def _in_host_memory(item: WriteItem, tensor: object) -> tuple[torch.Tensor, bool
     if tensor.device.type != "cpu" and not tensor.is_meta:
         note_device(tensor.device.type)
     try:
+        if is_wrapper(tensor):
+            return objects.dump(stored_form(tensor), item.index.fqn), True
         return as_host_tensor(tensor)
     except CheckpointError as error:
         raise CheckpointError(f"{item.index.fqn}: {error}", key=item.index.fqn) from error

@@ -79,6 +79,8 @@ def _write_tensors(save: RankSave, items: Sequence[WriteItem], resolve: Resolve,
     def write(batch: ItemBatch) -> list[int]:
         nonlocal written
         rows = range(written, written := written + len(batch.items))
+        if batch.archives:
+            return save.write_archives(batch.archives, [item.index.fqn for item in batch.items], rows)
         return save.write_table(write_table(batch.tensors), lambda row: batch.items[row].index.fqn, rows)
 
     return [number for _, placed in overlap(item_batches(items, resolve, makes_tensors), write) for number in placed]

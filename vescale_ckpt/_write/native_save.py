@@ -124,6 +124,11 @@ class NativeSave(RankSave):
         with named_errors(key_of, self.options.path, self._needed):
             return words(self._file.write_tensors(table)).tolist()
 
+    def write_archives(self, archives: list[bytes], keys: list[str], rows: Sequence[int]) -> list[int]:
+        if self.delta is None:
+            return self.write_contents(archives, keys)
+        return self.delta.write_archives(archives, keys, rows, self.write_contents)
+
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         if not contents:
             return []

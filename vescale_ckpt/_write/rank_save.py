@@ -99,6 +99,12 @@ class RankSave(ABC):
     def write_contents(self, contents: list[bytes], keys: list[str]) -> list[int]:
         """Writes pickled objects, after all tensors of a file. Returns offset, length and CRC-32 of each."""
 
+    def write_archives(self, archives: list[bytes], keys: list[str], rows: Sequence[int]) -> list[int]:
+        """Writes the records of wrapper subclasses: archives of `torch.save`. Returns offset, length, CRC-32 of each.
+
+        `rows`: for each its row in the rank's part."""
+        return self.write_contents(archives, keys)
+
     def located(self, placed: Sequence[int]) -> tuple[bytes, list[str]]:
         """A table of the places of all tensors and objects, and the names of the files. `placed`: what `write_table`
         and `write_contents` returned, in the order of the rank's part."""

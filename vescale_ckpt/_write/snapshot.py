@@ -52,6 +52,7 @@ class StagedPlan:
         self._copies: list[tuple[Sequence[int], _C.Snapshot]] = []  # rows of the local plan, and what holds them
         self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # of these, until the save has read them
         self._guarded_rows: Sequence[int] = []
+        self._archives: dict[int, bytes] = {}  # by row: the records of wrapper subclasses
         self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
         self._early_bytes = 0
         with self._save:
@@ -94,6 +95,7 @@ class StagedPlan:
             snapshot.release()
         self._copies.clear()
         self._written.clear()
+        self._archives.clear()
 
     def _write(self) -> tuple[PackedResults, SaveStats]:
         with self._save as save, phase("write"):
@@ -113,6 +115,10 @@ class StagedPlan:
                 if not save.reads_in_finish:
                     snapshot.release()
                     self._written.pop()
+            if rows := list(self._archives):
+                contents, keys = list(self._archives.values()), list(map(self._key_of(rows), range(len(rows))))
+                self._keep(rows, save.write_archives(contents, keys, rows))
+                self._archives.clear()
             placed = [number for row in range(self._tensors) for number in self._placed[row]]
             placed += save.write_contents(self._objects, self._object_keys)
             return PackedResults(*save.located(placed)), save.finish(self._tensors, len(self._objects))
@@ -165,7 +171,11 @@ class StagedPlan:
 
     def _copy_after_conversion(self, items: PackedItems, rows: Sequence[int]) -> None:
         """Copies rows of which neither the engine nor a snapshot can read the memory directly."""
-        for some, tensors in converted(items, rows):
+        for some, batch in converted(items, rows):
+            if batch.archives:
+                self._archives.update(zip(some, batch.archives, strict=True))
+                continue
+            tensors = batch.tensors
             snapshot = new_snapshot(write_table(tensors), b"", self._budget, self._threads)
             if early := some[: snapshot.first]:
                 self._open(in_background=False)

@@ -58,6 +58,25 @@ TEST(GlobalPlan, PiecesAreRowsOfALaterDimWhereThoseOfTheFirstAreUneven) {
             (Owners{{"w (0,0) (3,2)", 0}, {"w (0,2) (3,2)", 1}, {"w (0,4) (3,2)", 2}, {"w (0,6) (3,2)", 3}}));
 }
 
+TEST(GlobalPlan, WhatIsMarkedAsUncutHasOneWriter) {
+  const Dims shape = {1, 10, 8}, origin(3);
+  Ranks ranks(2);
+  for (size_t rank = 0; rank < ranks.count(); ++rank) {
+    state::Item item;
+    item.name = "w";
+    item.kind = state::ItemKind::tensor;
+    item.dtype = dtype_of("int8");
+    item.flags = state::kUncut;
+    item.bytes = 80;
+    item.shape = item.size = shape;
+    item.offset = origin;
+    ranks.builder(rank).add(item);
+  }
+  const GlobalPlan plan = ranks.plan(placed(Placement::balanced, 1));
+  EXPECT_EQ(part(plan, 0), (Rows{0, -1, 0, 0}));
+  EXPECT_EQ(part(plan, 1), Rows());
+}
+
 TEST(GlobalPlan, ChunksOfAKeyStandInTheOrderOfTheirOffsets) {
   Ranks ranks(4);
   for (size_t rank = 0; rank < 4; ++rank) {  // two columns, each on two ranks, each to be split
