@@ -44,6 +44,8 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
     try:
         record = cast(IO[bytes], _Slice(path, offset, length))
         tensor = torch.load(record, map_location="meta" if crc < 0 else "cpu", weights_only=True)
+    except OSError:  # of the reads
+        raise
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__

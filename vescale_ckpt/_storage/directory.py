@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
+from .._engine.errors import check_space, named_system_errors, of_system
 from ..errors import UntrustedCheckpointError
 from . import locks, urls
 from .locks import LOCK_NAME, READ, FileLock
@@ -313,17 +313,24 @@ def stat_of(path: str) -> Stat:
 
 
 def is_folder(path: str) -> bool:
-    try:
-        return stat_of(path).is_folder
-    except OSError:
-        return False
+    """Whether there is a folder. Raises `CheckpointError` if an object store cannot tell."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_folder
 
 
 def is_file(path: str) -> bool:
+    """Whether there is a file. Raises `CheckpointError` if an object store cannot tell."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_file
+
+
+def _stat_if_there(path: str) -> Stat | None:
     try:
-        return stat_of(path).is_file
-    except OSError:
-        return False
+        return stat_of(path)
+    except OSError as error:
+        if urls.is_url(path) and not isinstance(error, FileNotFoundError):
+            raise of_system(error, path) from error
+        return None
 
 
 def _checked(status: os.stat_result, path: str) -> Stat:

@@ -86,6 +86,14 @@ def store_at(root: str) -> Any:
         return found[1]
 
 
+def reconnect(root: str) -> None:
+    """Makes the next user of a root open it again, and so connect again. Not of a store that was registered: it is the
+    user's, and nobody else can open it."""
+    with _lock:
+        if root != "memory://":  # which would be another store, without what was saved
+            _opened.pop(root, None)
+
+
 def _open(root: str) -> Any:
     obstore()
     from obstore import store as stores

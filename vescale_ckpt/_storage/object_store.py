@@ -30,6 +30,7 @@ from .object_clients import (
     ObjectStoreError,
     named,
     obstore,
+    reconnect,
     refuses,
     store_at,
 )
@@ -378,6 +379,15 @@ class _OpenObject:
             with _known_lock:
                 _known.pop(self._client.url, None)
             raise
+
+
+def forget(url: str) -> None:
+    """Forgets what is known of the objects of the URL's store, and the connections to it."""
+    root, _ = urls.split(url)
+    with _known_lock:
+        for known in [each for each in _known if urls.split(each)[0] == root]:
+            del _known[known]
+    reconnect(root)
 
 
 def _upload(window: _C.PartWindow) -> None:

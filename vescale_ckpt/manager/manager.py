@@ -8,7 +8,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from signal import Signals
 from types import TracebackType
@@ -27,6 +27,7 @@ from .._native.steps import SavedOrder, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
+from .._storage.answers import says_nothing
 from .._storage.directory import checkpoint_path
 from .._storage.urls import is_url
 from .._write.optimizer_gate import Gate
@@ -291,10 +292,11 @@ class CheckpointManager:
             if was_full:
                 self._found_damage = False
             if running.is_coordinator:
-                damaged = {
+                doubted = {
                     step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
                 }
-                clean_up(self.directory, self.retention, running.step, damaged)
+                sound = clean_up(self.directory, self.retention, running.step, doubted)
+                self._damaged -= {path_of(self.directory, step) for step in sound}
                 if self._uploads is not None:
                     self._uploads.begin()
 
@@ -395,6 +397,8 @@ class CheckpointManager:
     def latest(self, *, full: bool = False) -> int | None:
         """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
 
+        Raises `CheckpointError` if an object store cannot be read, also if it refuses one checkpoint only.
+
         Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
         """
@@ -415,8 +419,9 @@ class CheckpointManager:
         The next saves continue from that step. Later steps on disk are abandoned by the next save, with a warning.
 
         Without `step`: if the newest checkpoint turns out to be damaged on any rank, all ranks try the one before it,
-        with a warning. Waits for a running save, whose error is left to `wait` and the next save. If `restore` raises,
-        `state` may hold parts of several checkpoints.
+        with a warning. If an object store cannot be read, `restore` raises, as `latest` does: what it has may be sound.
+        With `local`, the newest step there is taken, with a warning. Waits for a running save, whose error is left to
+        `wait` and the next save. If `restore` raises, `state` may hold parts of several checkpoints.
 
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
@@ -446,14 +451,20 @@ class CheckpointManager:
     def _load_newest(self, state: dict[str, Any], options: Mapping[str, Any]) -> int:
         failure: CheckpointError | None = None
         tried: set[str] = set()
-        while (newest := self._newest_sound(quick=True, but=tried)) is not None:
+        roots = self._roots
+        while (newest := self._newest_sound(quick=True, but=tried, roots=roots)) is not None:
             found, path = newest
             try:
                 self._load(path, state, **options)
-            except CheckpointError as error:  # the same class on all ranks
+            except CheckpointError as error:  # the same class and errno on all ranks
+                number = getattr(error, "errno", None)
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {path}
-                elif getattr(error, "errno", None) not in _UNREADABLE_NOW:
+                elif is_url(path) and says_nothing(number, path):
+                    if self.remote is None:  # it may be sound: nothing older is taken in its place
+                        raise
+                    roots = [self.directory]
+                elif number not in _UNREADABLE_NOW:
                     raise
                 failure = error
             else:
@@ -497,15 +508,17 @@ class CheckpointManager:
             self._found_damage = True
             raise
 
-    def _newest_sound(self, *, quick: bool, but: AbstractSet[str] = frozenset()) -> tuple[int, str] | None:
-        """The step, and the path of its checkpoint."""
+    def _newest_sound(
+        self, *, quick: bool, but: AbstractSet[str] = frozenset(), roots: Sequence[str] | None = None
+    ) -> tuple[int, str] | None:
+        """The step, and the path of its checkpoint. `roots`: where it may be; None: all of the manager's."""
 
         def warn(step: int, reason: str) -> None:
             self._found_damage = True
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:
-            return newest_sound(self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
+            return newest_sound(roots or self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
 
         found = self._from_coordinator(find, "looking for the newest checkpoint")
         return None if found is None else (found[0], found[1])  # it came as a list
