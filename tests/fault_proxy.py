@@ -125,6 +125,7 @@ class Request:
     received: int = 0
     action: Action | None = None
     host: str = ""
+    payload: str = ""  #: what the signature says of the body: its SHA-256, or UNSIGNED-PAYLOAD
     at: float = field(default_factory=time.monotonic)
 
 
@@ -456,6 +457,7 @@ def _parse(head: _Head) -> Request:
     query = parse_qs(url.query, keep_blank_values=True)
     _, _, key = unquote(url.path).lstrip("/").partition("/")
     request = Request(_kind(method, query, key), method, target, key, host=head.header("host"))
+    request.payload = head.header("x-amz-content-sha256")
     request.conditional = bool(head.header("if-match") or head.header("if-none-match"))
     if found := re.fullmatch(r"bytes=(\d+)-(\d*)", head.header("range")):
         request.first, request.last = int(found[1]), int(found[2]) if found[2] else None

@@ -245,6 +245,22 @@ def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, m
         assert manager.steps() == [4]
 
 
+def test_a_retired_checkpoint_goes_with_few_requests(fault_proxy: Any, bucket_url: str) -> None:
+    with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=1) as manager:
+        manager.save(1, state(1))
+        storage = directory_at(f"{bucket_url}/step-1")
+        for rank in range(1, 30):
+            storage.write(f"__{rank}_01234567.distcp", b"")
+        fault_proxy.clear()
+        manager.save(2, state(2))
+        assert manager.steps() == [2] and fault_proxy.count("delete_many") + fault_proxy.count("delete") < 8
+        # A save that replaces a checkpoint of many files.
+        manager.save(3, state(3))
+        fault_proxy.clear()
+        manager.save(3, state(4))
+        assert manager.restore(state(0)) == 3
+
+
 # --- With a local directory before the store
 
 

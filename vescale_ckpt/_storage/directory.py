@@ -145,6 +145,11 @@ class Directory:
         """Removes a file. Returns whether it was there."""
         return _C.remove_file(self._at(name))
 
+    def remove_all(self, names: Iterable[str]) -> None:
+        """Removes files, in any order; some may be missing."""
+        for name in names:
+            self.remove(name)
+
     def add_name(self, name: str, other: str) -> None:
         """Gives a file a second name, which must be free. Raises if the storage cannot do that."""
         _C.link_file(self._at(name), self._at(other))
@@ -383,6 +388,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
     if "\0" in text:
         raise ValueError(f"{text!r} is no path")
+    urls.check_no_secret(text)
     if urls.is_url(text):
         from . import object_clients
 
@@ -403,8 +409,8 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
 def _path_of_url(text: str, scheme: str) -> str:
     """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
     if scheme in urls.SCHEMES:
-        # What went through `pathlib.Path` looks like this.
-        raise ValueError(f"{text}: write {scheme}:/{text[len(scheme) + 1 :]}, as text")
+        # What went through `pathlib.Path` has one slash; or the scheme has capital letters.
+        raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
     if scheme != "file":
         raise ValueError(
             f"{text}: no storage for {scheme}:// is built in; local paths, file:// and "

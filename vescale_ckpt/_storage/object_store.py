@@ -12,7 +12,7 @@ import hashlib
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import settings
@@ -28,6 +28,7 @@ from .object_clients import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
+    is_panic,
     named,
     obstore,
     reconnect,
@@ -60,13 +61,17 @@ class Client:
             yield
         except (_C.EngineError, ObjectStoreError):
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = obstore().head(self.store, self.key)
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             if isinstance(error, FileNotFoundError) or not refuses(error):
                 raise named(error, self.url) from error
             found, _ = self.get((0, 1))  # the answer to HEAD has no body, that to GET says why
@@ -120,6 +125,18 @@ class Client:
     def delete(self) -> None:
         with self._named():
             obstore().delete(self.store, self.key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Removes objects of the store, wherever they are: a thousand with one request, where the store can."""
+        if not keys:
+            return
+        try:
+            with self._named():
+                obstore().delete(self.store, [*keys])
+        except OSError:  # some stores refuse if one of them is gone already
+            for key in keys:
+                with contextlib.suppress(ObjectMissingError):
+                    Client(urls.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The keys of folders and the objects directly below."""
@@ -266,6 +283,9 @@ class ObjectDirectory(Directory):
             return False
         return True
 
+    def remove_all(self, names: Iterable[str]) -> None:
+        self._client.delete_all([self._client.at(name).key for name in names])
+
     def add_name(self, name: str, other: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "an object has one name", self._at(name))
 
@@ -323,9 +343,7 @@ class ObjectDirectory(Directory):
         folder = self._client.at(name)
         below = folder.all_below()
         ObjectDirectory(folder.url).remove(first)
-        for found in below:
-            with contextlib.suppress(ObjectMissingError):
-                Client(urls.joined(folder.root, found["path"])).delete()
+        folder.delete_all([found["path"] for found in below])
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
         """Does nothing: `set_aside` leaves nothing."""
