@@ -23,7 +23,7 @@ pytest.importorskip("obstore", reason="object stores need obstore")
 STATE = {"w": torch.arange(1000.0)}
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:9000", "store.example", "ftp://store", "http://", "http://host/path"])
+@pytest.mark.parametrize("text", ["127.0.0.1:9000", "store.example", "ftp://store", "http://", "http://host?a=b"])
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_that_is_no_url_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

@@ -141,6 +141,10 @@ class Directory:
         object store raises FileExistsError if there is one by now; a file system replaces it."""
         self.write(name, content)
 
+    def check_exclusive_commits(self) -> None:
+        """Raises `CheckpointError` if `commit` cannot keep what `overwrite=False` promises, as an object store without
+        conditional requests: asked before anything is sent. Does nothing on a file system."""
+
     def remove(self, name: str) -> bool:
         """Removes a file. Returns whether it was there."""
         return _C.remove_file(self._at(name))

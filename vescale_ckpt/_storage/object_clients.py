@@ -10,6 +10,9 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +26,8 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # vari
 _UNSIGNED = "AWS_UNSIGNED_PAYLOAD"
 _lock = threading.Lock()
 _registered: dict[str, Any] = {}  # stores by root
-_opened: dict[str, tuple[object, Any]] = {}  # by root, with what decides how a store is opened
+_opened: dict[tuple[str, int], tuple[object, Any]] = {}  # by root and patience, with what decides how it is opened
+_hurry: ContextVar[int | None] = ContextVar("hurry", default=None)
 _DECIDING = ("AWS_", "GOOGLE_", "AZURE_", settings.PREFIX + "OBJECT_STORE_")  # prefixes of environment variables
 
 
@@ -81,13 +85,30 @@ def store_at(root: str) -> Any:
     the environment changes. Raises `CheckpointError` if it cannot be set up."""
     # What was opened before a fork has threads and connections of the parent.
     decides = os.getpid(), *(item for item in os.environ.items() if item[0].startswith(_DECIDING))
+    key = (root, 0 if root == "memory://" else _patience())
     with _lock:
         if root in _registered:
             return _registered[root]
-        found = _opened.get(root)
+        found = _opened.get(key)
         if found is None or (root != "memory://" and found[0] != decides):
-            found = _opened[root] = decides, _open(root)
+            found = _opened[key] = decides, _open(root)
         return found[1]
+
+
+@contextmanager
+def hurried(seconds: int) -> Iterator[None]:
+    """Requests of clients that this thread makes within it are given up after so many seconds, or the setting's if that
+    is less: for questions that have another answer than the store's. Not of stores that were registered."""
+    before = _hurry.set(seconds)
+    try:
+        yield
+    finally:
+        _hurry.reset(before)
+
+
+def _patience() -> int:
+    seconds, most = settings.number("object_store_timeout"), _hurry.get()
+    return seconds if most is None else min(seconds, most)
 
 
 def reconnect(root: str) -> None:
@@ -95,7 +116,8 @@ def reconnect(root: str) -> None:
     user's, and nobody else can open it."""
     with _lock:
         if root != "memory://":  # which would be another store, without what was saved
-            _opened.pop(root, None)
+            for key in [key for key in _opened if key[0] == root]:
+                del _opened[key]
 
 
 def _open(root: str) -> Any:
@@ -104,7 +126,7 @@ def _open(root: str) -> Any:
 
     if root == "memory://":
         return stores.MemoryStore()
-    seconds = settings.number("object_store_timeout")
+    seconds = _patience()
     options: dict[str, Any] = {
         "client_options": {"timeout": timedelta(seconds=seconds / 2), "connect_timeout": _connect_timeout(seconds)},
         "retry_config": {
@@ -150,7 +172,7 @@ def _endpoint() -> str | None:
     name, if it is none."""
     for variable in _ENDPOINTS:
         if text := os.environ.get(variable):
-            if re.fullmatch(r"https?://[^/?#@\s]+/?", text) is None:
+            if re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", text) is None:
                 shown = "its value" if "@" in text else repr(text)  # it may hold a password
                 raise CheckpointError(
                     f"{variable}: expected the URL of a store, as http://host:port or https://host, got {shown}"
@@ -181,7 +203,7 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
         return None
     try:
         from boto3 import client as connect
-        from botocore.config import Config
+        from botocore.config import Config  # type: ignore[import-untyped]
     except ImportError:
         return None
     bucket, found = root.removeprefix("s3://"), []
@@ -256,6 +278,7 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
         errno.ETIMEDOUT,
         "the store did not answer in time (VESCALE_CKPT_OBJECT_STORE_TIMEOUT)",
     ),
+    (r"status code: 501|NotImplemented", errno.EOPNOTSUPP, "the store does not know such a request"),
     (r"status code: 5\d\d", errno.EIO, "the store failed, and went on to do so while this was tried again"),
 )
 

@@ -10,7 +10,10 @@ import contextlib
 import errno
 import hashlib
 import re
+import secrets
 import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -28,6 +31,7 @@ from .object_clients import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
+    hurried,
     is_panic,
     named,
     obstore,
@@ -41,6 +45,8 @@ _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry send
 # Names that are random, so that no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
+_PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
+_exclusive: set[str] = set()  # roots of stores that are known to heed conditions
 _ATTEMPTS = 3  # to read a range of the length that was asked for, or a whole list
 
 
@@ -275,6 +281,35 @@ class ObjectDirectory(Directory):
                 ) from error
             raise
 
+    def check_exclusive_commits(self) -> None:
+        """By two conditional requests, once in a process for each bucket: some stores do not know them, and some do not
+        heed the condition."""
+        root = self._client.root
+        if root in _exclusive:
+            return
+        with hurried(_PROBE_SECONDS):
+            probe = self._client.at(f"{_PROBE}{secrets.token_hex(8)}")
+            probe = Client(probe.url)
+            why = "does not heed the condition of a request"
+            try:
+                probe.put(b"", create=True)
+                probe.put(b"", create=True)
+            except ObjectExistsError:
+                _exclusive.add(root)
+                return
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:  # the save will say what is wrong
+                    return
+                why = "does not know conditional requests"
+            finally:
+                with contextlib.suppress(OSError):
+                    probe.delete()
+        raise CheckpointError(
+            f"{self.path}: the store {why}, so overwrite=False cannot keep another job's checkpoint from being "
+            "replaced. Save to a folder that no other job uses, with overwrite=True",
+            path=self.path,
+        )
+
     def remove(self, name: str) -> bool:
         """True if it is gone; stores do not tell whether it was there."""
         try:
@@ -416,7 +451,7 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file: in one request if it has one part."""
-    sent, before = _Sent(), None
+    sent, before = _Sent(client.root), None
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
             before = client.version()
@@ -441,16 +476,52 @@ def _send(client: Client, window: _C.PartWindow) -> None:
 
 
 class _Sent:
-    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before."""
+    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before.
+
+    A request is given up after some time, and a part whose request was given up is sent anew from its start. So as many
+    parts are sent at a time as arrive within a third of that time: one, until it is known how long that takes. On a link
+    that is slow, all that is sent arrives.
+    """
 
     total = 0
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._changed = threading.Condition()  # its lock can be taken again: a part may end anywhere
+        self._on_their_way = 0
+        self._enough = settings.number("object_store_timeout") / 2 / 3  # seconds for a part
+        self._longest_wait = 2 * settings.number("object_store_timeout")
 
     def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
         total = 0
         while (part := ready.pop() if ready else window.next()) is not None:
             total += len(part)
+            self._wait_for_room()
+            self._begin(part)
             yield part
+            del part  # it ends when the client has let go of it
         self.total = total
+
+    def _wait_for_room(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._on_their_way < _parts_at_a_time.get(self._root, 1), self._longest_wait)
+
+    def _begin(self, part: Any) -> None:
+        with self._changed:
+            self._on_their_way += 1
+            weakref.finalize(part, self._end, time.monotonic(), self._on_their_way).atexit = False
+
+    def _end(self, began: float, beside: int) -> None:
+        with self._changed:
+            seconds = max(1e-6, time.monotonic() - began)
+            beside = max(beside, self._on_their_way)  # that shared the link with it
+            self._on_their_way -= 1
+            most = settings.number("object_store_requests")
+            _parts_at_a_time[self._root] = max(1, min(most, int(self._enough * beside / seconds)))
+            self._changed.notify_all()
+
+
+_parts_at_a_time: dict[str, int] = {}  # by root, as the last part has shown
 
 
 _C.set_remote_store(_OpenObject, _upload)

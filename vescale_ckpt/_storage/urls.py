@@ -53,7 +53,7 @@ def check_no_secret(text: str) -> None:
     scheme, authority = match[1].lower(), match[2]
     if "@" in authority or (scheme in SCHEMES[:-1] and ":" in authority):  # a secret may have a slash in it
         raise ValueError(
-            f"a URL of {scheme}:// holds a user's name or a password (not repeated here), which is not taken from there: "
+            f"a URL of {scheme}:// holds a user's name or a password (not repeated here), which is not taken from it: "
             f"write {scheme}://bucket/name, and give credentials by the environment (AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY) or by vescale_ckpt.register_store"
         )
