@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._storage import object_clients
 from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt.manager import remote_tier
 from vescale_ckpt.manager.clean_up import clean_up
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -338,6 +341,64 @@ def test_a_store_that_is_away_does_not_stop_training(
     with CheckpointManager(bucket_url, local=local) as manager:  # goes on with what was left
         pass
     assert manager.tiers() == {1: "remote", 2: "remote", 3: "remote"}
+
+
+@pytest.mark.parametrize("action", ["slow_down", "denied"])
+def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
+    fault_proxy: Any,
+    bucket_url: str,
+    local: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    action: Any,
+) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, local=local, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "30")
+    monkeypatch.setattr(remote_tier, "_PATIENCE", 1)
+    waits: list[int] = []
+    open_store = object_clients._open
+
+    def noted(root: str) -> Any:
+        if threading.current_thread() is threading.main_thread():  # another one uploads, and waits as long as it likes
+            waits.append(object_clients._patience())
+        return open_store(root)
+
+    monkeypatch.setattr(object_clients, "_open", noted)
+    fault_proxy.add(Rule(action, times=100_000))
+    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    assert manager.steps() == [1, 2] and manager.tiers() == {1: "local", 2: "local"}
+    assert manager.latest() == 2 and manager.restore(state(0)) == 2
+    assert set(waits) == {1}
+    assert caplog.text.count("do not count now") == 1, "it was asked once"
+    fault_proxy.clear()
+    with contextlib.suppress(CheckpointError):  # of the uploader, who asked the store, too
+        manager.close()
+    monkeypatch.setattr(manager._tier, "_away_until", 0.0)
+    assert manager.tiers() == {1: "remote", 2: "remote"}
+
+
+def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, bucket_url: str, local: Path) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+    fault_proxy.add(Rule("denied", times=100_000))
+    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    for call in (manager.steps, manager.tiers, manager.latest, lambda: manager.restore(state(0))):
+        with pytest.raises(CheckpointError, match="access was denied"):
+            call()
+    fault_proxy.clear()
+    # Not one step back either, where a step is only in the store, and only its data are refused.
+    fault_proxy.add(Rule("denied", kind="get", path="step-1/.*distcp", times=100_000))
+    with pytest.raises(CheckpointError, match="access was denied"):
+        manager.restore(state(0))
+    fault_proxy.clear()
+    assert manager.restore(state(0)) == 1
+    manager.close()
 
 
 def test_an_upload_is_slow_on_purpose_and_seen(url: str, local: Path) -> None:

@@ -111,6 +111,11 @@ def _patience() -> int:
     return seconds if most is None else min(seconds, most)
 
 
+def is_opened_here(root: str) -> bool:
+    """Whether the store is one of a network that `store_at` opens, and not one that was registered."""
+    return root != "memory://" and root not in _registered
+
+
 def reconnect(root: str) -> None:
     """Makes the next user of a root open it again, and so connect again. Not of a store that was registered: it is the
     user's, and nobody else can open it."""

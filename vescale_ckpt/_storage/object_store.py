@@ -32,6 +32,7 @@ from .object_clients import (
     ObjectMissingError,
     ObjectStoreError,
     hurried,
+    is_opened_here,
     is_panic,
     named,
     obstore,
@@ -479,8 +480,9 @@ class _Sent:
     """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before.
 
     A request is given up after some time, and a part whose request was given up is sent anew from its start. So as many
-    parts are sent at a time as arrive within a third of that time: one, until it is known how long that takes. On a link
-    that is slow, all that is sent arrives.
+    parts are sent at a time as arrive within a third of that time: one, until it is known how long that takes. Then all
+    that is sent arrives, also on a slow link. Not to stores that were registered, whose times are their own, or that
+    keep the parts in memory.
     """
 
     total = 0
@@ -491,20 +493,26 @@ class _Sent:
         self._on_their_way = 0
         self._enough = settings.number("object_store_timeout") / 2 / 3  # seconds for a part
         self._longest_wait = 2 * settings.number("object_store_timeout")
+        self._paces = is_opened_here(root)
 
     def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
         total = 0
         while (part := ready.pop() if ready else window.next()) is not None:
             total += len(part)
-            self._wait_for_room()
-            self._begin(part)
+            if self._paces:
+                self._wait_for_room()
+                self._begin(part)
             yield part
             del part  # it ends when the client has let go of it
         self.total = total
 
     def _wait_for_room(self) -> None:
+        def is_room() -> bool:
+            return self._on_their_way < _parts_at_a_time.get(self._root, 1)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._on_their_way < _parts_at_a_time.get(self._root, 1), self._longest_wait)
+            # No request lasts so long: the client keeps parts that were sent, and nobody knows when they arrive.
+            self._paces = self._changed.wait_for(is_room, self._longest_wait)
 
     def _begin(self, part: Any) -> None:
         with self._changed:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from signal import Signals
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.errors import named_system_errors
 from .._native.metadata_file import has_metadata
-from .._native.steps import SavedOrder, complete_steps, path_of
+from .._native.steps import SavedOrder, all_steps, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
@@ -36,6 +37,7 @@ from ..settings import checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
+from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .schedule import Schedule, SignalFlag
@@ -120,7 +122,8 @@ class CheckpointManager:
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
         self._found_damage = False  # since the last save that wrote everything
-        self._branches = BranchTracker(self.directory, self.remote)  # used on the coordinator only
+        self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
+        self._branches = BranchTracker(self.directory, self._tier)  # used on the coordinator only
         self._uploads: Uploads | None = None
         if self._is_coordinator():
             self._branches.look()
@@ -372,17 +375,24 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank.
-        Raises `CheckpointError` if the directory cannot be read."""
-        return sorted({step for root in self._roots for step in _complete_steps(root)})
+        Raises `CheckpointError` if the directory cannot be read. With `local`, and steps there, a store that cannot be
+        read is a warning, and the local steps count."""
+        return sorted({*_complete_steps(self.directory), *self._remote_steps()})
+
+    def _remote_steps(self) -> list[int]:
+        tier = self._tier
+        return [] if tier is None else tier.asked(lambda: _complete_steps(tier.url), [])
 
     def tiers(self) -> dict[int, Tier]:
         """Where each step of a manager with `local` is, in ascending order: "remote" if the object store has it (the
-        local directory may have it, too), "uploading", or "local". Asks no other rank; the coordinator alone knows what
-        is being uploaded."""
-        remote = set() if self.remote is None else set(_complete_steps(self.remote))
+        local directory may have it, too), "uploading", or "local", as far as is known: if the store cannot be read now,
+        all that is in the local directory is "local". Asks no other rank; the coordinator alone knows what is being
+        uploaded."""
+        remote = set(self._remote_steps())
         uploading = None if self._uploads is None else self._uploads.uploading()
         return {
-            step: "uploading" if step == uploading else "remote" if step in remote else "local" for step in self.steps()
+            step: "uploading" if step == uploading else "remote" if step in remote else "local"
+            for step in sorted({*_complete_steps(self.directory), *remote})
         }
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -518,7 +528,13 @@ class CheckpointManager:
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:
-            return newest_sound(roots or self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
+            where, tier = roots or self._roots, self._tier
+            if tier is None or len(where) == 1:
+                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
+            if not tier.asked(lambda: all_steps(tier.url) is not None, False):
+                where = [self.directory]
+            with tier.patience() if quick else nullcontext():
+                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
 
         found = self._from_coordinator(find, "looking for the newest checkpoint")
         return None if found is None else (found[0], found[1])  # it came as a list
