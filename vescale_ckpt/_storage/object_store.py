@@ -529,7 +529,7 @@ class _Sent:
             self._changed.notify_all()
 
 
-_parts_at_a_time: dict[str, int] = {}  # by root, as the last part has shown
+_parts_at_a_time: dict[str, int] = {}  # by root, as the last part has shown: the next file begins with it
 
 
 _C.set_remote_store(_OpenObject, _upload)
