@@ -192,7 +192,6 @@ def test_a_save_over_a_slow_link_ends_well(
     fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=16 * MiB))
     values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 3 s
     assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
-    assert len({request.target for request in fault_proxy.of("upload_part")}) == fault_proxy.count("upload_part") == 7
     fault_proxy.clear()
     impatient.undo()
     assert vescale_ckpt.verify(bucket_url).ok and not unfinished_uploads(object_server, bucket_url)
