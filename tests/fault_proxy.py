@@ -41,12 +41,14 @@ Kind = Literal[
 Action = Literal[
     "delay",  # waits `value` seconds, then passes it on
     "slow",  # passes bodies on with `value` bytes a second
+    "narrow",  # passes the bodies of all such requests on with `value` bytes a second together
     "error",  # answers 500 InternalError; the server does not see the request
     "slow_down",  # 503 SlowDown
     "expired",  # 400 ExpiredToken, as S3 answers
     "denied",  # 403 AccessDenied
     "skewed",  # 403 RequestTimeTooSkewed
     "wrong_key",  # 403 SignatureDoesNotMatch
+    "not_implemented",  # 501, as stores answer that do not know a header
     "no_bucket",  # 404 NoSuchBucket
     "redirect",  # 301 PermanentRedirect: another region
     "reset",  # resets the connection before the server sees anything
@@ -68,6 +70,7 @@ _ERRORS: dict[str, tuple[str, str]] = {
     "denied": ("403 Forbidden", "AccessDenied"),
     "skewed": ("403 Forbidden", "RequestTimeTooSkewed"),
     "wrong_key": ("403 Forbidden", "SignatureDoesNotMatch"),
+    "not_implemented": ("501 Not Implemented", "NotImplemented"),
     "no_bucket": ("404 Not Found", "NoSuchBucket"),
     "redirect": ("301 Moved Permanently", "PermanentRedirect"),
 }
@@ -91,6 +94,7 @@ class Rule:
     probability: float = 1.0
     seed: int = 0
     value: float | None = None
+    conditional: bool = False  #: only requests with If-Match or If-None-Match
     hits: int = 0  #: how many were hit so far
     _seen: int = field(default=0, init=False)
     _random: random.Random = field(init=False)
@@ -100,6 +104,8 @@ class Rule:
 
     def takes(self, request: Request) -> bool:
         if (self.kind is not None and self.kind != request.kind) or not re.search(self.path, request.target):
+            return False
+        if self.conditional and not request.conditional:
             return False
         self._seen += 1
         if self._seen <= self.skip or self.hits >= self.times or self._random.random() >= self.probability:
@@ -125,6 +131,7 @@ class Request:
     received: int = 0
     action: Action | None = None
     host: str = ""
+    payload: str = ""  #: what the signature says of the body: its SHA-256, or UNSIGNED-PAYLOAD
     at: float = field(default_factory=time.monotonic)
 
 
@@ -133,6 +140,7 @@ class FaultProxy:
 
     def __init__(self, server_port: int) -> None:
         self.requests: list[Request] = []
+        self._link = _Link()
         self._server_port = server_port
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
@@ -252,7 +260,11 @@ class FaultProxy:
         upstream.send(
             b"\r\n".join(line for line in head.lines if not line.lower().startswith(b"expect:")) + b"\r\n\r\n"
         )
-        pace = _pace(value) if action == "slow" else None
+        if action == "narrow":
+            self._link.rate = value or 1e6
+        pace = _pace(value) if action == "slow" else self._link.take if action == "narrow" else None
+        if action == "narrow":
+            self._link.rate = value or 1e6
         for piece in client.body(length // 2 if middle else length):
             if action == "flip_up" and request.sent <= length // 2 < request.sent + len(piece):
                 piece = _flipped(piece, length // 2 - request.sent)
@@ -456,6 +468,7 @@ def _parse(head: _Head) -> Request:
     query = parse_qs(url.query, keep_blank_values=True)
     _, _, key = unquote(url.path).lstrip("/").partition("/")
     request = Request(_kind(method, query, key), method, target, key, host=head.header("host"))
+    request.payload = head.header("x-amz-content-sha256")
     request.conditional = bool(head.header("if-match") or head.header("if-none-match"))
     if found := re.fullmatch(r"bytes=(\d+)-(\d*)", head.header("range")):
         request.first, request.last = int(found[1]), int(found[2]) if found[2] else None
@@ -478,6 +491,21 @@ def _kind(method: str, query: dict[str, list[str]], key: str) -> Kind:
 
 def _flipped(piece: bytes, at: int) -> bytes:
     return piece[:at] + bytes([piece[at] ^ 0x10]) + piece[at + 1 :]
+
+
+class _Link:
+    """A link of a steady rate that connections share, as a network's bottleneck."""
+
+    def __init__(self) -> None:
+        self.rate = 1e6  # bytes a second
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + count / self.rate
+            until = self._free_at
+        time.sleep(max(0.0, until - time.monotonic()))
 
 
 def _pace(bytes_a_second: float | None) -> Callable[[int], None]:

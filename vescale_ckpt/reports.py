@@ -94,7 +94,8 @@ class LoadReport:
 
 
 class Damage(NamedTuple):
-    """One damaged place. If it is in `VerifyReport.damaged`, a load of `key` raises."""
+    """One place that is damaged, or that could not be read. If it is in `VerifyReport.damaged`, a load of `key`
+    raises."""
 
     key: str | None  #: name of the tensor or object; None: the whole file is concerned
     file: str
@@ -116,13 +117,22 @@ class VerifyReport:
     #: damage that no load notices: in the index, in the tables of block checksums, and in repeated parts of records.
     #: Loads still give exactly what was saved. Not checked with `quick`.
     harmless: list[Damage] = field(default_factory=list)
+    #: what could not be read, because the storage refused or did not answer. It is neither sound nor damaged: nothing
+    #: is known of it. Try again when the storage answers
+    unreadable: list[Damage] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  #: what has no checksum or copy to be checked against, in words
     indexed: bool = False  #: whether an index belongs to the metadata; without one, loads start slower
 
     @property
     def ok(self) -> bool:
-        """Whether loads give exactly what was saved, as far as that can be checked."""
-        return not self.damaged
+        """Whether loads give exactly what was saved, as far as that can be checked. If not, it is damaged, or it is not
+        known, because something is unreadable."""
+        return not (self.damaged or self.unreadable)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ok: the first damage, or else the first place that could not be read. Empty if it is ok."""
+        return next((found.reason for found in (*self.damaged, *self.unreadable)), "")
 
 
 @dataclass(frozen=True)

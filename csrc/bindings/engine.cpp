@@ -86,7 +86,7 @@ py::dict read_dict(const read::ReadReport& report) {
 py::tuple check_tuple(const read::ReadReport& report) {
   py::list damaged;
   for (const read::DamagedItem& found : report.damaged) {
-    damaged.append(py::make_tuple(found.item, found.offset, text(found.reason)));
+    damaged.append(py::make_tuple(found.item, found.offset, text(found.reason), found.code));
   }
   return py::make_tuple(damaged, report.unread, report.unverified_bytes);
 }

@@ -43,7 +43,7 @@ void DataFile::load_table() {
 
 void note_damage(Record& record, const Error& error, ReadReport& report) {
   record.concluded = true;
-  for (const uint32_t item : record.items) report.damaged.push_back({item, error.offset, error.what()});
+  for (const uint32_t item : record.items) report.damaged.push_back({item, error.offset, error.what(), error.code});
 }
 
 Error replaced_record(const Record& record, const std::string& path) {

@@ -312,7 +312,7 @@ void check_rows(std::span<const std::string> paths, const OpenFile& open, std::s
   const auto [left, failure] = ReadJob(paths, open, items, rows, Purpose::check, options, report).check();
   if (!failure) return;
   if (left.size() <= 1) {
-    for (const uint32_t item : left) report.damaged.push_back({item, failure->offset, failure->what()});
+    for (const uint32_t item : left) report.damaged.push_back({item, failure->offset, failure->what(), failure->code});
     return;
   }
   const std::span<const uint32_t> all(left);

@@ -66,6 +66,7 @@ struct DamagedItem {
   uint32_t item;    // row of the caller's table
   uint64_t offset;  // in its file
   std::string reason;
+  int code = 0;  // the errno with which the file could not be opened or read; 0: its bytes came, and are wrong
 };
 
 struct ReadReport {
@@ -87,8 +88,8 @@ std::unique_ptr<ReadReport> read_tensors(std::span<const std::string> paths, con
                                          std::span<const ReadItem> items, bool verify, const io::EngineOptions& options,
                                          DeviceSink* sink = nullptr);
 
-// Reads whole tensors and only checks them: `memory` is not used. Damage is reported in `damaged` and not thrown; an
-// I/O error, or a missing file, is damage of each item that it affects. Takes slots for memory, whatever the tensors'
+// Reads whole tensors and only checks them: `memory` is not used. Damage is reported in `damaged` and not thrown; so is
+// an I/O error, or a missing file, for each item that it affects. Takes slots for memory, whatever the tensors'
 // size.
 std::unique_ptr<ReadReport> check_tensors(std::span<const std::string> paths, std::span<const ReadItem> items,
                                           const io::EngineOptions& options);

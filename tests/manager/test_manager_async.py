@@ -94,7 +94,7 @@ def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: py
         if step == 1:
             assert go_on.wait(BOUND)
         order.append(step)
-        clean_up(root, retention, step, damaged)
+        return clean_up(root, retention, step, damaged)
 
     monkeypatch.setattr(manager, "clean_up", slow)
     with CheckpointManager(checkpoint, max_to_keep=1) as saver:
@@ -115,7 +115,7 @@ def test_a_process_that_ends_removes_what_its_last_save_supersedes(
     def late(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():  # where it runs if the save was done at once
             assert ending.wait(BOUND)
-        clean_up(*args)
+        return clean_up(*args)
 
     save_steps(checkpoint, 1)
     monkeypatch.setattr(manager, "clean_up", late)

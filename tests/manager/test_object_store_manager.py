@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ import torch
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
+from vescale_ckpt._storage import object_clients
 from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt.manager import remote_tier
+from vescale_ckpt.manager.clean_up import clean_up
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -108,6 +113,157 @@ def test_a_store_that_cannot_be_read_is_a_named_error(
     assert manager.steps() == [1, 2]
 
 
+# --- What the store does not say is not taken for an answer
+
+
+def test_nothing_begins_anew_because_reads_are_refused(
+    fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists and HEAD are answered, GET is not: by a policy, or while the store throttles."""
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "1")
+    fault_proxy.add(Rule("slow_down", kind="get", times=100_000))
+    manager = CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=2)
+    with pytest.raises(CheckpointError, match="throttles"):
+        manager.latest()
+    fault_proxy.clear()
+    fault_proxy.add(Rule("denied", kind="get", times=100_000))
+    for call in (manager.latest, lambda: manager.restore(state(0))):
+        with pytest.raises(CheckpointError, match="access was denied"):
+            call()
+    report = vescale_ckpt.verify(f"{bucket_url}/step-2")
+    assert report.unreadable and not report.damaged and not report.ok and "access was denied" in report.reason
+    # Even a job that goes on regardless removes nothing on such knowledge.
+    with contextlib.suppress(CheckpointError, OSError):
+        clean_up(bucket_url, manager.retention, 3, frozenset({1, 2}))
+    fault_proxy.clear()
+    assert manager.steps() == [1, 2]
+    assert manager.restore(state(0)) == 2
+
+
+def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, bucket_url: str) -> None:
+    from fault_proxy import Rule
+
+    options: Any = {"max_to_keep": 2, "best": "loss", "best_mode": "min", "async_checkpoint": False}
+    manager = CheckpointManager(bucket_url, **options)
+    manager.save(1, state(1), metrics={"loss": 0.1})
+    manager.save(2, state(2), metrics={"loss": 0.5})
+    fault_proxy.add(Rule("denied", kind="get", path=r"step-1/\.manager|step-1/.*metrics", times=100_000))
+    manager.save(3, state(3), metrics={"loss": 0.4})
+    assert manager.steps() == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="access was denied"):
+        manager.metrics(1)
+    fault_proxy.clear()
+    manager.save(4, state(4), metrics={"loss": 0.6})
+    assert manager.steps() == [1, 4] or manager.steps() == [1, 3, 4]
+    manager.close()
+
+
+def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: str) -> None:
+    """Without it a step that was abandoned would count as the newest."""
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+        manager.save(3, state(3))
+        manager.restore(state(0), step=1)
+        manager.save(2, state(2))
+        assert manager.latest() == 2
+    fault_proxy.add(Rule("denied", kind="get", path=r"\.order", times=100_000))
+    manager = CheckpointManager(bucket_url, async_checkpoint=False)
+    with pytest.raises(CheckpointError, match="access was denied"):
+        manager.latest()
+
+
+@pytest.mark.parametrize("path", [r"\.metadata$", r"\.distcp$"])
+def test_one_flipped_bit_costs_no_checkpoint(
+    fault_proxy: Any, bucket_url: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {**state(step), "o": {"step": step}})
+    for name in directory_at(f"{bucket_url}/step-2").names():
+        if name == ".metadata.index":  # else nobody reads .metadata
+            directory_at(f"{bucket_url}/step-2").remove(name)
+    for skip in range(4):
+        fault_proxy.add(Rule("flip", kind="get", path="step-2/.*" + path, skip=skip))
+        target = {**state(0), "o": {"step": 0}}
+        assert CheckpointManager(bucket_url).restore(target) == 2 and target["w"][0] == 2
+        fault_proxy.clear()
+        fault_proxy.add(Rule("flip", kind="get", path="step-2/.*" + path, skip=skip))
+        assert vescale_ckpt.verify(f"{bucket_url}/step-2").ok
+        fault_proxy.clear()
+    assert "is read again" in caplog.text
+
+
+def test_an_object_that_was_put_back_is_no_damage(url: str) -> None:
+    with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
+        manager.save(1, state(1))
+        storage = directory_at(f"{url}/step-1")
+        (name,) = (name for name in storage.names() if name.endswith(".distcp"))
+        content = storage.read(name)
+        assert manager.restore(state(0)) == 1
+        storage.write(name, content[:-3000])  # this process sees it truncated
+        assert not vescale_ckpt.verify(f"{url}/step-1").ok
+        with pytest.raises(vescale_ckpt.CorruptCheckpointError):
+            vescale_ckpt.load(f"{url}/step-1", state(0))
+        storage.write(name, content)  # from a backup
+        target = state(0)
+        vescale_ckpt.load(f"{url}/step-1", target)
+        assert vescale_ckpt.verify(f"{url}/step-1").ok and target["w"][0] == 1
+        assert manager.restore(state(0)) == 1
+
+
+def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
+        manager.save(1, state(1))
+        manager.retention = type(manager.retention)(2)
+        manager.save(2, state(2))
+        manager.retention = type(manager.retention)(1)
+        load = CheckpointManager._load
+
+        def mistaken(self: CheckpointManager, path: str, state: dict[str, Any], **options: Any) -> None:
+            if path.endswith("step-2"):
+                raise vescale_ckpt.CorruptCheckpointError("it seems so", key=None, file=path)
+            load(self, path, state, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointManager, "_load", mistaken)
+            assert manager.restore(state(0)) == 1
+        assert clean_up(url, manager.retention, 1, frozenset({2})) == {2}
+        assert manager.steps() == [1, 2]
+        # It is damaged indeed: it goes, and what a load would fall back to stays.
+        storage = directory_at(f"{url}/step-2")
+        (name,) = (name for name in storage.names() if name.endswith(".distcp"))
+        storage.remove(name)
+        manager.save(3, state(3))
+        assert manager.steps() == [1, 3]
+        manager.save(4, state(4))
+        assert manager.steps() == [4]
+
+
+def test_a_retired_checkpoint_goes_with_few_requests(fault_proxy: Any, bucket_url: str) -> None:
+    with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=1) as manager:
+        manager.save(1, state(1))
+        storage = directory_at(f"{bucket_url}/step-1")
+        for rank in range(1, 30):
+            storage.write(f"__{rank}_01234567.distcp", b"")
+        fault_proxy.clear()
+        manager.save(2, state(2))
+        assert manager.steps() == [2] and fault_proxy.count("delete_many") + fault_proxy.count("delete") < 8
+        # A save that replaces a checkpoint of many files.
+        manager.save(3, state(3))
+        fault_proxy.clear()
+        manager.save(3, state(4))
+        assert manager.restore(state(0)) == 3
+
+
 # --- With a local directory before the store
 
 
@@ -185,6 +341,64 @@ def test_a_store_that_is_away_does_not_stop_training(
     with CheckpointManager(bucket_url, local=local) as manager:  # goes on with what was left
         pass
     assert manager.tiers() == {1: "remote", 2: "remote", 3: "remote"}
+
+
+@pytest.mark.parametrize("action", ["slow_down", "denied"])
+def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
+    fault_proxy: Any,
+    bucket_url: str,
+    local: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    action: Any,
+) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, local=local, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "30")
+    monkeypatch.setattr(remote_tier, "_PATIENCE", 1)
+    waits: list[int] = []
+    open_store = object_clients._open
+
+    def noted(root: str) -> Any:
+        if threading.current_thread() is threading.main_thread():  # another one uploads, and waits as long as it likes
+            waits.append(object_clients._patience())
+        return open_store(root)
+
+    monkeypatch.setattr(object_clients, "_open", noted)
+    fault_proxy.add(Rule(action, times=100_000))
+    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    assert manager.steps() == [1, 2] and manager.tiers() == {1: "local", 2: "local"}
+    assert manager.latest() == 2 and manager.restore(state(0)) == 2
+    assert set(waits) == {1}
+    assert caplog.text.count("do not count now") == 1, "it was asked once"
+    fault_proxy.clear()
+    with contextlib.suppress(CheckpointError):  # of the uploader, who asked the store, too
+        manager.close()
+    monkeypatch.setattr(manager._tier, "_away_until", 0.0)
+    assert manager.tiers() == {1: "remote", 2: "remote"}
+
+
+def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, bucket_url: str, local: Path) -> None:
+    from fault_proxy import Rule
+
+    with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
+        manager.save(1, state(1))
+    fault_proxy.add(Rule("denied", times=100_000))
+    manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
+    for call in (manager.steps, manager.tiers, manager.latest, lambda: manager.restore(state(0))):
+        with pytest.raises(CheckpointError, match="access was denied"):
+            call()
+    fault_proxy.clear()
+    # Not one step back either, where a step is only in the store, and only its data are refused.
+    fault_proxy.add(Rule("denied", kind="get", path="step-1/.*distcp", times=100_000))
+    with pytest.raises(CheckpointError, match="access was denied"):
+        manager.restore(state(0))
+    fault_proxy.clear()
+    assert manager.restore(state(0)) == 1
+    manager.close()
 
 
 def test_an_upload_is_slow_on_purpose_and_seen(url: str, local: Path) -> None:

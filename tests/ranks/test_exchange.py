@@ -28,6 +28,7 @@ from vescale_ckpt._ranks import connections
 from vescale_ckpt._ranks import exchange as exchange_module
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.node import node_of_this_process
+from vescale_ckpt._ranks.rendezvous import Rendezvous
 
 TIMEOUT = 2.0  # seconds after which ranks give up where the tests want them to; all that come at once come within it
 FOREVER = 10 * RUN_TIMEOUT  # a rank that waited so long would have been killed: what comes, comes of itself
@@ -552,6 +553,37 @@ def test_death_of_the_rank_that_hosts_the_store(size: int) -> None:
         assert isinstance(error, CheckpointTimeoutError), error
         assert error.late_ranks == [0]
         assert f"rank 0 of {size}" in str(error) and "the store" in str(error)
+
+
+def _stopped_while_the_host_leaves(directory: Path) -> Any:
+    """Rank 2 stops. Rank 0, which hosts the store, ends as soon as it has its error; the others look later."""
+    rank = dist.get_rank()
+    exchange = Exchange.of(None, FOREVER)
+    exchange.agree([1], "save 0")
+    (directory / f"pid {rank}").write_text(str(os.getpid()))
+    say("ready", directory)
+    wait_for_the_others("ready", directory)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise RuntimeError("out of step with the others for the tests to come")
+    exchange.timeout = TIMEOUT
+    failure = Rendezvous.failure
+
+    def later(*args: Any, **options: Any) -> Any:
+        time.sleep(3.0)  # longer than it takes to find out who is silent
+        return failure(*args, **options)
+
+    with mock.patch.object(Rendezvous, "failure", failure if rank == 0 else later):
+        error = error_of(lambda: exchange.agree([1], "plan"))
+    if rank == 0:
+        os._exit(0)
+    os.kill(int((directory / "pid 2").read_text()), signal.SIGCONT)
+    return error
+
+
+def test_a_stopped_rank_is_named_also_if_the_host_of_the_store_has_left(tmp_path: Path) -> None:
+    answers = run_ranks(4, _in_a_world_of_its_own, "_stopped_while_the_host_leaves", tmp_path, check=False)
+    same_everywhere([answers[1], answers[3]], [2], ["rank 2 of 4"])
 
 
 def _stopped() -> Any:

@@ -131,9 +131,9 @@ def test_the_records_of_tensors(saved: Path, tmp_path: Path) -> None:
         targets = torch.full((len(bits), 2, 3), -1.0)
         damaged_rows, unread, unverified = _C.check_tensors([str(copies)], checks, options)
         assert not unverified
-        for row, offset, reason in damaged_rows:
-            assert str(copies) in reason and length * row <= offset < length * (row + 1)
-        found = {row for row, _, _ in damaged_rows}
+        for row, offset, reason, number in damaged_rows:
+            assert not number and str(copies) in reason and length * row <= offset < length * (row + 1)
+        found = {row for row, *_ in damaged_rows}
         body = {bit for bit in range(8 * len(data)) if record.begin + bit // 8 in record.body}
         assert {row for row, bit in enumerate(bits) if bit in body} <= found
         assert not set(unread) & {row for row, bit in enumerate(bits) if bit in body}

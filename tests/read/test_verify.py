@@ -113,7 +113,7 @@ def verify_in_child(directory: Path, quick: bool) -> VerifyReport:
     return verify(directory, quick=quick)
 
 
-def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path) -> None:
+def test_what_a_disk_does_not_give_is_unreadable_and_not_damaged(checkpoint: Path) -> None:
     values = {f"weight {i:03}": torch.full((3000,), float(i)) for i in range(300)}
     save(checkpoint, values)
     (checkpoint / ".metadata.index").unlink()  # its reads would be the first to fail
@@ -123,10 +123,12 @@ def test_a_disk_that_fails_damages_what_it_does_not_give(checkpoint: Path) -> No
     assert verify(checkpoint).ok  # a moment's failure, as the second attempt shows
     # All lie in one transfer. Halves of halves fail, down to one record; the others are read.
     _C.inject_fault("read", errno.EIO, 0, 9)
-    (damage,) = verify(checkpoint).damaged
-    assert damage.key == "weight 000" and "Input/output error" in damage.reason
+    report = verify(checkpoint)
+    (place,) = report.unreadable
+    assert place.key == "weight 000" and "Input/output error" in place.reason
+    assert not report.ok and not report.damaged and report.reason == place.reason
     _C.inject_fault("read", errno.EIO, 0, 10**9)
-    assert damaged_keys(verify(checkpoint)) == set(values)
+    assert {place.key for place in verify(checkpoint).unreadable} == set(values)
     _C.clear_faults()
     assert verify(checkpoint).ok
 

@@ -22,8 +22,10 @@ from rank_pool import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
+from vescale_ckpt._storage import object_store
 from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._storage.object_clients import abort_dead_uploads
+from vescale_ckpt._storage.object_store import Client
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -179,6 +181,41 @@ def test_a_commit_that_arrives_late_is_whole(
     fault_proxy.clear()
     impatient.undo()
     check_afterwards(bucket_url, object_server, True, 2, doubtful=True)
+
+
+def test_a_save_over_a_slow_link_ends_well(
+    impatient: pytest.MonkeyPatch, fault_proxy: FaultProxy, bucket_url: str, object_server: ObjectServer
+) -> None:
+    """All parts at a time would not arrive before their requests are given up, however often they are tried."""
+    impatient.setattr(object_store, "_parts_at_a_time", {})  # tests before had a fast link
+    impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "4")  # 2 s a request
+    fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=16 * MiB))
+    values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 3 s
+    assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
+    fault_proxy.clear()
+    impatient.undo()
+    assert vescale_ckpt.verify(bucket_url).ok and not unfinished_uploads(object_server, bucket_url)
+
+
+def test_a_store_without_conditional_requests_is_asked_first(
+    fault_proxy: FaultProxy, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_exclusive", set())
+    monkeypatch.setattr(object_store, "_PROBE_SECONDS", 1)
+    fault_proxy.add(Rule("not_implemented", kind="put", conditional=True, times=FOR_GOOD))
+    for save in (
+        lambda: vescale_ckpt.save(bucket_url, state(1), overwrite=False),
+        lambda: vescale_ckpt.save(bucket_url, {"w": torch.zeros(9)}, overwrite=False, format="safetensors"),
+    ):
+        with pytest.raises(CheckpointError, match=r"does not know conditional requests.*overwrite=True"):
+            save()
+        assert not fault_proxy.count("create_upload")
+    vescale_ckpt.save(bucket_url, state(1), overwrite=True)
+    assert content(bucket_url) == 1
+    # One that takes them and does not heed them.
+    monkeypatch.setattr(Client, "put", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match="does not heed"):
+        directory_at(bucket_url).check_exclusive_commits()
 
 
 @pytest.mark.parametrize("kind", ["upload_part", pytest.param("put", marks=SLOW)])

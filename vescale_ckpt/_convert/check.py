@@ -10,7 +10,7 @@ import torch
 from .._engine.errors import named_system_errors
 from .._native import metadata_file
 from .._read import contents
-from .._read.check_records import Progress, as_damage
+from .._read.check_records import Progress, add_error, as_damage
 from .._read.verify import verify_with_progress
 from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.file_kinds import kind_of_file
@@ -34,8 +34,7 @@ def verify_any(path: str | os.PathLike[str], quick: bool, progress: Progress | N
         of_tensors = bool(metadata_file.metadata_ranks(where)) or contents.is_safetensors(where)
         raw = not of_tensors and any(name.endswith(".npy") for name in directory_at(where).names())
         if not (of_tensors or raw):
-            (nothing,) = verify_with_progress(where, quick, None).damaged
-            raise CheckpointError(nothing.reason, path=where)
+            raise CheckpointError(verify_with_progress(where, quick, None).reason, path=where)
     else:
         with named_system_errors(where):
             raw = kind_of_file(where) != "other"
@@ -61,7 +60,7 @@ def _verify_raw(path: str, quick: bool, progress: Progress | None) -> VerifyRepo
                 for offsets, sizes in cut(info.shape, max(1, _PIECE_BYTES // info.dtype.itemsize)):
                     source.read([Read(key, offsets, torch.empty(sizes, dtype=info.dtype, device="cpu"))])
             except CheckpointError as error:
-                report.damaged.append(as_damage(error, path))
+                add_error(report, error, path)
             report.bytes += info.bytes
             if progress is not None:
                 progress(report.bytes, total)

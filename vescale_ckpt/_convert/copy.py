@@ -264,6 +264,9 @@ def _compare(
         transfer.moved(begun + done - transfer.done)
 
     found = verify_any(made, False, progress)
+    if found.unreadable:
+        first = found.unreadable[0]
+        raise CheckpointError(f"the copy of {source} cannot be read back: {first.reason}", path=first.file)
     if found.damaged:
         _raise_damage(verify_any(source, False))
         first = found.damaged[0]
@@ -281,7 +284,10 @@ def _compare(
 
 
 def _raise_damage(found: VerifyReport) -> None:
-    """Raises `CorruptCheckpointError` for the first damage of a report."""
+    """Raises `CorruptCheckpointError` for the first damage of a report, or else `CheckpointError` for what could not be
+    read."""
+    if not found.damaged and found.unreadable:
+        raise CheckpointError(found.reason, path=found.unreadable[0].file)
     if not found.damaged:
         return
     first, more = found.damaged[0], len(found.damaged) - 1

@@ -42,6 +42,7 @@ from .._state import objects
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
 from .._state.structure import Path, structure_of
+from .._storage.answers import read_twice, says_nothing
 from .._storage.directory import check_relative, checkpoint_path, directory_at
 from .._storage.siblings import data_path
 from .._write.host_batches import write_table
@@ -146,14 +147,19 @@ class DcpSource(Source):
         if index not in self._sound:
             dtype = self.tensors[index.fqn].dtype
             row = (0, info.offset, info.length, crc_of(info), dtype_code(dtype, index.fqn))
-            with named_errors(lambda row: index.fqn, self._path):
-                damaged, odd, _ = _C.check_tensors(
-                    [path], int_table((*row, len(chunk.sizes), *chunk.sizes)), self._options
-                )
-            if odd:
+            table = int_table((*row, len(chunk.sizes), *chunk.sizes))
+
+            def check() -> list[int]:
+                with named_errors(lambda row: index.fqn, self._path):
+                    damaged, odd, _ = _C.check_tensors([path], table, self._options)
+                for _, offset, reason, number in damaged:
+                    if says_nothing(number, path):
+                        raise CheckpointError(f"{index.fqn}: {reason}", key=index.fqn, path=path, errno=number)
+                    raise CorruptCheckpointError(f"{index.fqn}: {reason}", key=index.fqn, file=path, offset=offset)
+                return odd
+
+            if read_twice(path, check):
                 return False  # not a contiguous tensor: it is read as a whole in any case
-            for _, offset, reason in damaged:
-                raise CorruptCheckpointError(f"{index.fqn}: {reason}", key=index.fqn, file=path, offset=offset)
             self._sound.add(index)
         return True
 

@@ -62,6 +62,8 @@ class StoreCopy:
 
     def run(self) -> None:
         report, source, storage = self._report, directory_at(self._source), directory_at(self._path)
+        if not self._overwrite:
+            storage.check_exclusive_commits()
         metadata = metadata_files(self._source)  # before they are read
         of_checkpoint = files_of_checkpoint(self._source)
         names, report.left_out = names_to_copy(self._source, of_checkpoint)

@@ -43,6 +43,7 @@ from .._ranks.message import pack, unpack
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox, overlapping_box
 from .._storage import file_kinds
+from .._storage.answers import read_twice
 from .._storage.directory import check_relative, directory_at, is_file, stat_of
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from . import header as hf_header
@@ -247,7 +248,7 @@ class _Reading:
     def _header(self, name: str) -> _Header:
         path = os.path.join(self.root, name)
         try:
-            file = _C.SafetensorsFile.open(path, self.options, self.verify)
+            file = read_twice(path, lambda: _C.SafetensorsFile.open(path, self.options, self.verify))
         except _C.EngineError as error:
             if error.errno == errno.ENOENT:
                 key = next(iter(self.wanted.get(name, ())), None)

@@ -100,6 +100,10 @@ def remove_leftovers(
 
 
 def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Leftover]:
+    candidates = [*candidates]
+    if directory_at(directory).is_remote and (old := [name for name in candidates if name in superseded]):
+        yield Leftover([os.path.join(directory, name) for name in old], None, 0.0)
+        candidates = [name for name in candidates if name not in superseded]
     for name in candidates:
         paths = [os.path.join(directory, name)]
         if name in superseded:

@@ -35,6 +35,7 @@ from .._engine.gc import gc_paused
 from .._engine.rows import MOST_BYTES
 from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
 from .._state.shard_boxes import overlapping_box
+from .._storage.answers import read_twice
 from .._storage.directory import directory_at, is_folder
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
@@ -317,13 +318,21 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 
 
 def metadata_bytes(directory: str, rank: int | None) -> bytes:
-    """The bytes of the metadata file; only their beginning is checked. Raises as `read_metadata`."""
+    """The bytes of the metadata file; only their beginning is checked, and in an object store all of them. Raises as
+    `read_metadata`."""
     storage, name = directory_at(directory), metadata_name(rank)
     path = os.path.join(directory, name)
+
+    def read() -> bytes:
+        data = storage.read(name, lambda beginning, length: check_beginning(beginning, length, path))
+        if storage.is_remote:
+            (check if has_checksum(data) else loads)(data, path)
+        return data
+
     try:
         if not storage.stat(name).is_file:
             raise UntrustedCheckpointError(f"{path} is not a regular file", path=path)
-        return storage.read(name, lambda beginning, length: check_beginning(beginning, length, path))
+        return read_twice(path, read)
     except FileNotFoundError:
         what = f"has no {name}" if is_folder(directory) else "is no directory"
         raise CheckpointError(f"{directory} {what}: {NO_CHECKPOINT}", path=directory, errno=errno.ENOENT) from None

@@ -22,7 +22,9 @@ import zlib
 from collections.abc import Container
 from typing import Any, NamedTuple
 
+from .._storage.answers import read_twice
 from .._storage.directory import directory_at
+from ..errors import CorruptCheckpointError
 from .metadata_file import has_metadata, metadata_mark
 
 logger = logging.getLogger(__name__)
@@ -125,15 +127,25 @@ def write(directory: str, branch: Branch) -> None:
 
 
 def read(directory: str) -> Branch:
-    """The branch of the checkpoint in a directory. If `.order` cannot be read, the first, with a warning."""
+    """The branch of the checkpoint in a directory. If `.order` cannot be read, the first, with a warning. Raises
+    OSError if an object store does not give it: a checkpoint in the wrong order might be removed."""
     path = os.path.join(directory, ORDER_NAME)
     try:
-        _, content = directory_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
+        return read_twice(path, lambda: _read(directory, path))
     except FileNotFoundError:
         return FIRST
+    except CorruptCheckpointError as error:
+        logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error.__cause__)
+        return FIRST
     except OSError as error:
+        if directory_at(directory).is_remote:
+            raise
         logger.warning("%s cannot be read, so nobody knows when its checkpoint was saved: %s", path, error)
         return FIRST
+
+
+def _read(directory: str, path: str) -> Branch:
+    _, content = directory_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
     try:
         record = json.loads(content)
         if record.pop("crc32") != _checksum(record):
@@ -141,9 +153,8 @@ def read(directory: str) -> Branch:
         replaces = record["replaces"]
         # If the save died before its commit, the record before it counts.
         return _branch(record["before"] if replaces and replaces == metadata_mark(directory) else record)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error)
-        return FIRST
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged", key=None, file=path) from error
 
 
 def _branch(record: Any) -> Branch:

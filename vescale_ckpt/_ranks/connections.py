@@ -44,6 +44,7 @@ FANOUT = 16  # children of a rank in the tree
 _GREETING_BYTES = 160
 _DIGEST_BYTES = 16
 _TICK = 0.002  # seconds; gloo waits in whole milliseconds, and 0 milliseconds mean no limit
+_LONGEST_END = 5.0  # seconds after a failure in which others may be waited for: less than GRACE
 _CONNECTING = "connecting the ranks"
 # gloo's tags: messages of one tag come in the order in which they are sent. Two ranks have a connection for each of
 # their interfaces, and torch takes that of the tag modulo their number: with up to 16 all tags share one connection.
@@ -274,6 +275,7 @@ class Connections:
 
     def _end(self, phase: str, step: str, timeout: float, error: BaseException) -> FailureReport:
         """Makes or reads the failure report, so that all ranks have the same, then closes the connections."""
+        until, store_answers = time.monotonic() + _LONGEST_END, True
         try:
             failure = None
             if isinstance(error, _LostError) and error.in_time:  # the peer closed it, perhaps after a report
@@ -282,9 +284,17 @@ class Connections:
                 failure = self._rendezvous.settle(lambda notes: self._diagnose(phase, step, timeout, error, notes))
         except StoreGoneError as gone:
             failure = replace(self._diagnose_alone(phase, timeout, error, gone), commit_is_known=False)
+            store_answers = False
         self.failure = failure
         self._rendezvous.note(self.calls, step, self._progress, inside=False)
         self._close()
+        if store_answers:
+            with suppress(StoreGoneError):
+                if self._ranks[self.rank] == 0:  # torch made the store there, unless its launcher did
+                    left = until - time.monotonic()
+                    self._rendezvous.wait_for_readers(failure.late, min(GRACE_SECONDS, max(0.0, left)))
+                else:
+                    self._rendezvous.acknowledge()
         return failure
 
     def _close(self) -> None:

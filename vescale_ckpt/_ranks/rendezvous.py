@@ -175,6 +175,16 @@ class Rendezvous:
         failure = None if first else self.failure(wait=GRACE_SECONDS + self._seconds_of_silence)
         return self._leave(diagnose(self.notes())) if failure is None else failure
 
+    def acknowledge(self) -> None:
+        """Notes that this rank has the failure report."""
+        self._store_thread.ask(lambda store: store.set(self._key(f"read/{self.rank}"), "1"))
+
+    def wait_for_readers(self, late: list[int], seconds: float) -> None:
+        """Waits until all ranks but those `late` have the failure report, at most so long. For the rank whose process
+        hosts the store: when it has ended, nobody can read the report, and all would name that rank."""
+        keys = [self._key(f"read/{rank}") for rank in range(self.size) if rank != self.rank and rank not in late]
+        self._look_until(lambda store: not keys or store.check(keys), time.monotonic() + seconds)
+
     def silent(self, before: Notes, among: list[int]) -> list[int]:
         """The ranks `among` that do not repeat their notes, because they are stopped or cut off. All of them were
         inside a collective in the notes `before`. Takes up to `_seconds_of_silence`."""

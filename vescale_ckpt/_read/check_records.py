@@ -19,6 +19,7 @@ from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
 from .._native.names import DELTA_NAME, checked_location, crc_of
+from .._storage.answers import look_again, read_twice, says_nothing
 from .._storage.directory import check_relative, directory_at
 from .._storage.siblings import data_path
 from .._storage.urls import is_url
@@ -149,7 +150,7 @@ def check_records(
 
     def check(
         group: tuple[list[Record], array[int]],
-    ) -> tuple[list[tuple[int, int, str]], list[int], int] | CheckpointError:
+    ) -> tuple[list[tuple[int, int, str, int]], list[int], int] | CheckpointError:
         records, table = group
         try:
             where = listing.root if reads is None else paths[records[0].file]
@@ -161,19 +162,34 @@ def check_records(
             return error
 
     done, total = 0, sum(record.length for record in tensors)
-    for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
-        if progress is not None:
-            done += sum(record.length for record in group)
-            progress(done, total)
-        if isinstance(found, CheckpointError):
-            report.damaged.append(as_damage(found, paths[group[0].file]))
-            continue
-        damaged, unread, unverified = found
-        report.unverified_bytes += unverified
-        for row, offset, reason in damaged:
-            record = group[row]
-            report.damaged.append(Damage(record.key, paths[record.file], offset, reason))
-        archives += [(group[row], True) for row in unread]
+    again: list[Record] | None = [] if is_url(listing.root) else None  # that seem to be damaged; None: that is told
+    while tensors:
+        for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
+            if progress is not None:
+                done = min(total, done + sum(record.length for record in group))
+                progress(done, total)
+            if isinstance(found, CheckpointError):
+                if again is not None and isinstance(found, CorruptCheckpointError):
+                    again += group
+                else:
+                    add_error(report, found, paths[group[0].file])
+                continue
+            damaged, not_plain, unverified = found
+            report.unverified_bytes += unverified
+            for row, offset, reason, number in damaged:
+                record = group[row]
+                path = paths[record.file]
+                if says_nothing(number, path):
+                    report.unreadable.append(Damage(record.key, path, offset, reason))
+                elif again is not None and not number:
+                    again.append(record)
+                else:
+                    report.damaged.append(Damage(record.key, path, offset, reason))
+            archives += [(group[row], True) for row in not_plain]
+        tensors, again = again or [], None
+        if tensors:
+            look_again(listing.root)
+            reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
     for record, of_tensor in archives:
         if _check_archive(record, paths[record.file], of_tensor, report):
             listing.wrappers.add((record.file, record.offset))
@@ -202,24 +218,33 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
     """Checks the record of an object, of a tensor that is not contiguous (a transposed one, say), or of a wrapper
     subclass. Returns whether it is a wrapper, of which the CRC-32 is that of its archive: its class, which may not be
     known here, is not needed."""
-    is_wrapper = False
-    try:
+
+    def check() -> tuple[bool, int, str]:
+        plain, is_wrapper = of_tensor, False
         found = _C.check_archive_at(path, record.offset, record.length, record.crc)
         if of_tensor and record.crc >= 0:
             is_wrapper = not found[0]
-            of_tensor = not is_wrapper
-            if of_tensor:  # the CRC-32 is of the elements
+            plain = not is_wrapper
+            if plain:  # the CRC-32 is of the elements
                 found = _C.check_archive_at(path, record.offset, record.length, -1)
         wrong, offset, unverified, harmless = found
-        if not wrong and of_tensor:
+        if not wrong and plain:
             wrong = wrong_form(path, record.offset, record.length, record.dtype, record.sizes, record.crc)
+        if wrong:
+            raise CorruptCheckpointError(wrong, key=record.key, file=path, offset=offset)
+        return is_wrapper, unverified, harmless
+
+    try:
+        is_wrapper, unverified, harmless = read_twice(path, check)
+    except CorruptCheckpointError as error:
+        add_error(report, error, path)
+        return False
     except (_C.EngineError, OSError) as error:
-        wrong, offset, unverified, harmless = str(error), record.offset, 0, ""
+        kind = report.unreadable if says_nothing(error.errno, path) else report.damaged
+        kind.append(Damage(record.key, path, record.offset, str(error)))
+        return False
     report.unverified_bytes += unverified
-    if wrong:
-        report.damaged.append(Damage(record.key, path, offset, wrong))
-        return is_wrapper
-    if not harmless and of_tensor and record.crc >= 0:  # this package writes all records with a CRC-32 in one form
+    if not harmless and of_tensor and not is_wrapper and record.crc >= 0:  # this package writes all records with a CRC-32 in one form
         harmless = "what is around its values is not as it was written"
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))
@@ -241,6 +266,9 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
         path = data_path(listing.root, name)
         try:
             rows, offset = _C.checksum_table(path)
+            if rows is None and is_url(path):
+                look_again(path)
+                rows, offset = _C.checksum_table(path)
         except _C.EngineError as error:
             report.harmless.append(Damage(None, path, error.offset, str(error)))
             continue
@@ -250,6 +278,12 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
         elif not expected.items() <= dict(rows).items() or not (may_hold_others or len(rows) == len(expected)):
             reason = f"the table of checksums of {path} is of other records than the metadata"
             report.harmless.append(Damage(None, path, offset, reason))
+
+
+def add_error(report: VerifyReport, error: CheckpointError, file: str) -> None:
+    """Adds an error to a report: as damage, or as unreadable if it leaves open what is there."""
+    unreadable = says_nothing(getattr(error, "errno", None), getattr(error, "path", file))
+    (report.unreadable if unreadable else report.damaged).append(as_damage(error, file))
 
 
 def as_damage(error: CheckpointError, file: str) -> Damage:

@@ -13,14 +13,16 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from .._engine import _C
-from .._engine.errors import named_errors
+from .._engine.errors import named_errors, of_system
 from .._engine.torch_private import StorageInfo
 from .._hf import contents as hf_contents
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import INDEX_NAME, METADATA_NAME, checked_location, is_metadata_file
 from .._ranks.message import pack, unpack
+from .._storage.answers import says_nothing
 from .._storage.directory import directory_at, is_file
+from .._storage.urls import is_url
 from ..errors import CorruptCheckpointError
 from .no_checkpoint import explained
 
@@ -105,7 +107,8 @@ class Contents:
 
 
 def is_safetensors(path: str) -> bool:
-    """Whether `path` is a checkpoint of safetensors files, by its names alone."""
+    """Whether `path` is a checkpoint of safetensors files, by its names alone. Raises `CheckpointError` if an object
+    store cannot tell."""
     if metadata_file.has_metadata(path, None):  # first: many ranks call this, and to list a large directory is slow
         return False
     try:
@@ -113,7 +116,9 @@ def is_safetensors(path: str) -> bool:
         return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not any(map(is_metadata_file, names))
     except NotADirectoryError:
         return is_file(path)
-    except OSError:
+    except OSError as error:
+        if is_url(path) and says_nothing(error.errno, path):
+            raise of_system(error, path) from error
         return False
 
 

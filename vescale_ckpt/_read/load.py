@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import settings
 from .._engine import _C, device_streams
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.errors import named_errors
+from .._engine.errors import named_errors, of_system
 from .._engine.options import engine_options, threads_of, used_paths
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
@@ -25,6 +25,7 @@ from .._engine.wrapper_tensors import is_wrapper
 from .._share.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
+from .._storage.answers import read_twice, says_nothing
 from .._storage.directory import check_relative, stat_of
 from .._storage.siblings import data_path
 from .._storage.urls import is_url
@@ -194,8 +195,19 @@ class Load:
         own = iter(self.read_whole([record for row, record in enumerate(records) if row not in known]))
         for row, record in enumerate(records):
             data = known[row] if row in known else next(own)
-            self._check_archive(data, record, whole=True)
-            yield record, data
+            yield record, self._sound(data, record, whole=True)
+
+    def _sound(self, data: bytes, record: Record, *, whole: bool) -> bytes:
+        """The bytes of an archive that was read, checked as `_check_archive` does."""
+        read: bytes | None = data
+
+        def checked() -> bytes:
+            nonlocal read
+            found, read = self.read_whole([record])[0] if read is None else read, None
+            self._check_archive(found, record, whole=whole)
+            return found
+
+        return read_twice(self.where, checked)
 
     def read_whole(self, records: list[Record]) -> list[bytes]:
         if not records:
@@ -216,6 +228,8 @@ class Load:
                 try:
                     sizes[path] = stat_of(path).size
                 except OSError as error:
+                    if says_nothing(error.errno, path):
+                        raise of_system(error, path) from error
                     raise CorruptCheckpointError(
                         f"{record.key}: data file is missing: {error}", key=record.key, file=path
                     ) from error
@@ -305,11 +319,23 @@ class Load:
         records that `fill_from_archive` has to read. `key_of` names a row in errors. `devices`: the CUDA device of each
         row, -1 for host memory; empty if all are there. What these devices have queued in `streams` comes before."""
         producers = device_streams.producers(devices, self.streams.__getitem__)
+        options = self._engine_options[through_cache]
+        reads = self._safetensors.pop(through_cache, None)
+
+        def read() -> dict[str, Any]:
+            nonlocal reads
+            if not self.contents.safetensors:
+                return _C.read_tensors(self.paths, table, self.options.verify, options, devices, producers)
+            used, reads = reads or _C.SafetensorsReads(self.options.verify, options), None
+            report = used.read_tensors(self.paths, table, devices, producers)
+            reads = used  # not after an error: it holds the objects as they were
+            return report
+
         with named_errors(key_of, self.where):
-            if self._safetensors:
-                return self._safetensors[through_cache].read_tensors(self.paths, table, devices, producers)
-            options = self._engine_options[through_cache]
-            return _C.read_tensors(self.paths, table, self.options.verify, options, devices, producers)
+            report = read_twice(self.where, read)
+        if reads is not None:
+            self._safetensors[through_cache] = reads
+        return report
 
     def count(self, report: dict[str, Any], *, for_others: bool = False) -> None:
         for name in self._totals:
@@ -341,9 +367,9 @@ class Load:
         record = target.record
         self._fallbacks += 1
         (data,) = self.read_whole([record])
+        data = self._sound(data, record, whole=False)  # also without `verify`: the record has an unexpected form
         if not _C.archive_has_checksums(data):
             self._unverified += target.filled.nbytes
-        self._check_archive(data, record, whole=False)  # also without `verify`: the record has an unexpected form
         try:
             crc = record.crc if self.options.verify else -1
             tensor = tensor_in_archive(data, record.sizes, crc, weights_only=self.options.weights_only)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Container, Sequence
 
 from .._native.steps import SavedOrder, path_of
+from .._storage.directory import directory_at
 from ..errors import CheckpointError
 from .verify import verify
 
@@ -17,8 +18,10 @@ def newest_sound(
 ) -> tuple[int, str] | None:
     """The step that was saved last of those that `verify` finds sound, and the path of its checkpoint: below the first
     of `roots` that has a sound one. Paths in `but` do not count. None if there is none. `passed_over` is called with
-    each damaged one before it, and why. A root that cannot be read is left out, with a warning, if one before it has
-    checkpoints."""
+    each damaged one before it, and why.
+
+    What an object store does not give is no older checkpoint's turn: raises OSError or `CheckpointError`. If a root
+    before it has a sound checkpoint, this root is left out, with a warning."""
     order, here = SavedOrder(roots[0]), {}
     here[roots[0]] = set(order.branches)
     for root in roots[1:]:
@@ -31,13 +34,27 @@ def newest_sound(
             continue
         here[root] = set(there)
         order.branches = {**there, **order.branches}
+    unknown: CheckpointError | None = None
     for step in order.newest_first():
-        for root, steps in here.items():
+        for root, steps in list(here.items()):
             path = path_of(root, step)
             if step not in steps or path in but:
                 continue
             report = verify(path, quick=quick)
             if report.ok:
                 return step, path
-            passed_over(step, report.damaged[0].reason)
+            if not report.damaged and directory_at(root).is_remote:
+                unknown = CheckpointError(
+                    f"{path} cannot be read, and may be sound: {report.reason}. Nothing is taken in its place. Try "
+                    "again when the store answers, or name a step",
+                    path=path,
+                )
+                if root == roots[0]:
+                    raise unknown
+                logger.warning("checkpoints in %s do not count now: %s", root, unknown)
+                del here[root]
+                continue
+            passed_over(step, report.reason)
+    if unknown is not None:
+        raise unknown
     return None

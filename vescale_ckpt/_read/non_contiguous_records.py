@@ -54,6 +54,8 @@ def wrong_form(path: str, offset: int, length: int, dtype: torch.dtype, sizes: S
         return "" if crc < 0 else "it holds other values than were saved"
     try:
         tensor = torch.load(_record(path, offset, length), map_location="meta" if crc < 0 else "cpu", weights_only=True)
+    except OSError:  # of the reads
+        raise
     except Exception as error:  # a strange pickle raises nearly anything
         return f"it cannot be read: {type(error).__name__}: {error}"
     found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
@@ -70,6 +72,8 @@ def stored_class(path: str, offset: int, length: int) -> str:
             pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         names = [str(value) for code, value, _ in pickletools.genops(pickled) if code.name == "GLOBAL"]
         return names[names.index(_REBUILD) + 1].replace(" ", ".")
+    except OSError:  # of the reads
+        raise
     except Exception:  # damaged, or no wrapper
         return ""
 

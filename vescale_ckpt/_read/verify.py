@@ -8,16 +8,18 @@ from contextlib import suppress
 
 from .. import settings
 from .._engine import _C
+from .._engine.errors import of_system
 from .._engine.gc import gc_paused
 from .._hf.contents import SafetensorsContents
 from .._native import metadata_file
 from .._native.names import index_name, metadata_name
+from .._storage.answers import says_nothing
 from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
 from .._storage.siblings import data_path
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
-from .check_records import Progress, as_damage, check_records, check_tables, list_records
+from .check_records import Progress, add_error, check_records, check_tables, list_records
 from .contents import Contents, is_safetensors, of_safetensors
 from .no_checkpoint import explained
 
@@ -31,8 +33,11 @@ def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport
     and the data descriptors, whose damage is listed as harmless. `unchecked` lists what has no checksum. At most
     `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
 
-    All damage is listed, none is raised; so are files that cannot be read, and a directory without a checkpoint. A
-    checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
+    All damage is listed, none is raised; a directory without a checkpoint counts as damaged. What the storage refuses
+    to give, or does not give in time, is listed as `unreadable`: it is neither sound nor damaged. In an object store,
+    damage is read again by another connection before it is listed.
+
+    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
     safetensors files, one or a directory of them; of these `quick` checks headers, which give the lengths of the files.
 
     Raises ValueError for a URL that is no `file://`.
@@ -47,13 +52,23 @@ def verify_with_progress(path: str | os.PathLike[str], quick: bool, progress: Pr
     settings.check()
     directory = checkpoint_path(checked_path("path", path))
     report = VerifyReport(directory, quick)
-    if is_safetensors(directory):
-        _verify_safetensors(directory, report, progress)
-        _tell_what_is_unchecked(report)
-        return report
+    try:
+        if is_safetensors(directory):
+            _verify_safetensors(directory, report, progress)
+        else:
+            _verify_metadata_files(directory, report, progress)
+    except CheckpointError as error:
+        add_error(report, error, directory)
+    _tell_what_is_unchecked(report)
+    return report
+
+
+def _verify_metadata_files(directory: str, report: VerifyReport, progress: Progress | None) -> None:
     try:
         ranks = metadata_file.metadata_ranks(directory) or [None]
-    except OSError:
+    except OSError as error:
+        if says_nothing(error.errno, directory):
+            raise of_system(error, directory) from error
         ranks = [None]
     for rank in ranks:
         lock = directory_at(directory).share(metadata_name(rank))
@@ -61,12 +76,10 @@ def verify_with_progress(path: str | os.PathLike[str], quick: bool, progress: Pr
             with explained(directory):
                 _verify_metadata_file(directory, rank, report, progress)
         except CheckpointError as error:
-            report.damaged.append(as_damage(error, os.path.join(directory, metadata_name(rank))))
+            add_error(report, error, os.path.join(directory, metadata_name(rank)))
         finally:
             if lock is not None:
                 lock.release()
-    _tell_what_is_unchecked(report)
-    return report
 
 
 def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport, progress: Progress | None) -> None:
@@ -92,7 +105,7 @@ def _verify_metadata_file(directory: str, rank: int | None, report: VerifyReport
         Contents(directory, directory, lambda: metadata),
         path,
         rank is None,
-        lambda error: report.damaged.append(as_damage(error, path)),
+        lambda error: add_error(report, error, path),
     )
     report.keys += listing.keys
     report.files += len(listing.ends)
@@ -128,7 +141,10 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
             found = stat_of(path)
         except OSError as error:
             bad.add(name)
-            report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
+            if says_nothing(error.errno, path):
+                report.unreadable.append(Damage(None, path, 0, f"data file cannot be looked at: {error}"))
+            else:
+                report.damaged.append(Damage(None, path, 0, f"data file is missing: {error}"))
             continue
         if not found.is_file:
             bad.add(name)
@@ -141,7 +157,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
 
 def _verify_safetensors(path: str, report: VerifyReport, progress: Progress | None) -> None:
     def add(error: CheckpointError) -> None:
-        report.damaged.append(as_damage(error, path))
+        add_error(report, error, path)
 
     try:
         found = SafetensorsContents.read(path, verify=True, on_error=add)

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
+from .._engine.errors import check_space, named_system_errors, of_system
 from ..errors import UntrustedCheckpointError
 from . import locks, urls
 from .locks import LOCK_NAME, READ, FileLock
@@ -141,9 +141,18 @@ class Directory:
         object store raises FileExistsError if there is one by now; a file system replaces it."""
         self.write(name, content)
 
+    def check_exclusive_commits(self) -> None:
+        """Raises `CheckpointError` if `commit` cannot keep what `overwrite=False` promises, as an object store without
+        conditional requests: asked before anything is sent. Does nothing on a file system."""
+
     def remove(self, name: str) -> bool:
         """Removes a file. Returns whether it was there."""
         return _C.remove_file(self._at(name))
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        """Removes files, in any order; some may be missing."""
+        for name in names:
+            self.remove(name)
 
     def add_name(self, name: str, other: str) -> None:
         """Gives a file a second name, which must be free. Raises if the storage cannot do that."""
@@ -313,17 +322,24 @@ def stat_of(path: str) -> Stat:
 
 
 def is_folder(path: str) -> bool:
-    try:
-        return stat_of(path).is_folder
-    except OSError:
-        return False
+    """Whether there is a folder. Raises `CheckpointError` if an object store cannot tell."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_folder
 
 
 def is_file(path: str) -> bool:
+    """Whether there is a file. Raises `CheckpointError` if an object store cannot tell."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_file
+
+
+def _stat_if_there(path: str) -> Stat | None:
     try:
-        return stat_of(path).is_file
-    except OSError:
-        return False
+        return stat_of(path)
+    except OSError as error:
+        if urls.is_url(path) and not isinstance(error, FileNotFoundError):
+            raise of_system(error, path) from error
+        return None
 
 
 def _checked(status: os.stat_result, path: str) -> Stat:
@@ -376,6 +392,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
     if "\0" in text:
         raise ValueError(f"{text!r} is no path")
+    urls.check_no_secret(text)
     if urls.is_url(text):
         from . import object_clients
 
@@ -396,8 +413,8 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
 def _path_of_url(text: str, scheme: str) -> str:
     """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
     if scheme in urls.SCHEMES:
-        # What went through `pathlib.Path` looks like this.
-        raise ValueError(f"{text}: write {scheme}:/{text[len(scheme) + 1 :]}, as text")
+        # What went through `pathlib.Path` has one slash; or the scheme has capital letters.
+        raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
     if scheme != "file":
         raise ValueError(
             f"{text}: no storage for {scheme}:// is built in; local paths, file:// and "

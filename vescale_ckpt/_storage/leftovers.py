@@ -83,7 +83,13 @@ def _remove_objects(leftover: Leftover, dry_run: bool) -> bool:
             return False
     if leftover.is_wanted():
         return False
-    for path in reversed(() if dry_run else leftover.paths):
+    if dry_run:
+        return True
+    if not leftover.grace_seconds and not leftover.are_folders:  # of one folder, and in no order: a checkpoint's files
+        above = os.path.dirname(leftover.paths[0])
+        directory_at(above).remove_all(os.path.basename(path) for path in leftover.paths)
+        return True
+    for path in reversed(leftover.paths):
         remove_entry(path, leftover.are_folders)
     return True
 

@@ -10,6 +10,9 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +22,12 @@ from . import urls
 
 EXTRA = "object-stores"
 _MOST_TEXT = 600  # characters of what a store says
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # variables, the first one counts
+_UNSIGNED = "AWS_UNSIGNED_PAYLOAD"
 _lock = threading.Lock()
 _registered: dict[str, Any] = {}  # stores by root
-_opened: dict[str, tuple[object, Any]] = {}  # by root, with what decides how a store is opened
+_opened: dict[tuple[str, int], tuple[object, Any]] = {}  # by root and patience, with what decides how it is opened
+_hurry: ContextVar[int | None] = ContextVar("hurry", default=None)
 _DECIDING = ("AWS_", "GOOGLE_", "AZURE_", settings.PREFIX + "OBJECT_STORE_")  # prefixes of environment variables
 
 
@@ -65,6 +71,8 @@ def register_store(url: str, store: Any) -> None:
 
     Every process calls it before it uses such a path. Objects lie below the store's prefix, if it has one.
     """
+    if isinstance(url, str):
+        urls.check_no_secret(url)
     if not isinstance(url, str) or not urls.is_url(url) or urls.split(url)[1]:
         raise ValueError(f"{url!r}: a scheme ({', '.join(urls.SCHEMES)}) and a bucket are wanted, as 's3://bucket'")
     obstore()
@@ -77,13 +85,44 @@ def store_at(root: str) -> Any:
     the environment changes. Raises `CheckpointError` if it cannot be set up."""
     # What was opened before a fork has threads and connections of the parent.
     decides = os.getpid(), *(item for item in os.environ.items() if item[0].startswith(_DECIDING))
+    key = (root, 0 if root == "memory://" else _patience())
     with _lock:
         if root in _registered:
             return _registered[root]
-        found = _opened.get(root)
+        found = _opened.get(key)
         if found is None or (root != "memory://" and found[0] != decides):
-            found = _opened[root] = decides, _open(root)
+            found = _opened[key] = decides, _open(root)
         return found[1]
+
+
+@contextmanager
+def hurried(seconds: int) -> Iterator[None]:
+    """Requests of clients that this thread makes within it are given up after so many seconds, or the setting's if that
+    is less: for questions that have another answer than the store's. Not of stores that were registered."""
+    before = _hurry.set(seconds)
+    try:
+        yield
+    finally:
+        _hurry.reset(before)
+
+
+def _patience() -> int:
+    seconds, most = settings.number("object_store_timeout"), _hurry.get()
+    return seconds if most is None else min(seconds, most)
+
+
+def is_opened_here(root: str) -> bool:
+    """Whether the store is one of a network that `store_at` opens, and not one that was registered."""
+    return root != "memory://" and root not in _registered
+
+
+def reconnect(root: str) -> None:
+    """Makes the next user of a root open it again, and so connect again. Not of a store that was registered: it is the
+    user's, and nobody else can open it."""
+    with _lock:
+        if root != "memory://":  # which would be another store, without what was saved
+            for key in [key for key in _opened if key[0] == root]:
+                del _opened[key]
 
 
 def _open(root: str) -> Any:
@@ -92,7 +131,7 @@ def _open(root: str) -> Any:
 
     if root == "memory://":
         return stores.MemoryStore()
-    seconds = settings.number("object_store_timeout")
+    seconds = _patience()
     options: dict[str, Any] = {
         "client_options": {"timeout": timedelta(seconds=seconds / 2), "connect_timeout": _connect_timeout(seconds)},
         "retry_config": {
@@ -119,17 +158,32 @@ def _connect_timeout(seconds: int) -> timedelta:
 
 def _from_amazon_environment(client_options: dict[str, Any]) -> dict[str, Any]:
     """What users of boto3 have in the environment, and obstore does not take from there itself."""
-    options: dict[str, Any] = {}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3")
-    if endpoint:
-        options["config"] = {"endpoint": endpoint}
-    else:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
-    if endpoint.startswith("http://"):  # who writes so means it
+    options: dict[str, Any] = {"config": {}}
+    endpoint = _endpoint()
+    if endpoint is not None:
+        options["config"]["endpoint"] = endpoint
+    if endpoint is not None and not endpoint.startswith("https://"):  # who writes so means it
         client_options["allow_http"] = True
+    elif _UNSIGNED not in os.environ:
+        # TLS guards the bytes: to hash them for the signature, too, would be half of a save's work.
+        options["config"]["unsigned_payload"] = "true"
     if "AWS_ACCESS_KEY_ID" not in os.environ and (provider := _boto3_credentials()) is not None:
         options["credential_provider"] = provider
     return options
+
+
+def _endpoint() -> str | None:
+    """The URL of the store from the environment; None for Amazon's own. Raises `CheckpointError`, with the variable's
+    name, if it is none."""
+    for variable in _ENDPOINTS:
+        if text := os.environ.get(variable):
+            if re.fullmatch(r"https?://[^/?#@\s]+(/[^?#@\s]*)?", text) is None:
+                shown = "its value" if "@" in text else repr(text)  # it may hold a password
+                raise CheckpointError(
+                    f"{variable}: expected the URL of a store, as http://host:port or https://host, got {shown}"
+                )
+            return text
+    return None
 
 
 def _boto3_credentials() -> Any:
@@ -154,11 +208,14 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
         return None
     try:
         from boto3 import client as connect
+        from botocore.config import Config  # type: ignore[import-untyped]
     except ImportError:
         return None
     bucket, found = root.removeprefix("s3://"), []
     try:
-        client = connect("s3", region_name=os.environ.get("AWS_REGION"))
+        endpoint, virtual = _endpoint(), os.environ.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() == "true"
+        style = None if endpoint is None or virtual else Config(s3={"addressing_style": "path"})  # as obstore asks
+        client = connect("s3", region_name=os.environ.get("AWS_REGION"), endpoint_url=endpoint, config=style)
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/" if key else "")
         for upload in (upload for page in pages for upload in page.get("Uploads", [])):
             if time.time() - upload["Initiated"].timestamp() < grace_seconds:
@@ -166,6 +223,8 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
             if not dry_run:
                 client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
             found.append(urls.joined(root, upload["Key"]))
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{url}: its unfinished uploads cannot be looked for: {error}", path=url) from error
     return found
@@ -224,11 +283,17 @@ _MEANINGS: tuple[tuple[str, int, str], ...] = (
         errno.ETIMEDOUT,
         "the store did not answer in time (VESCALE_CKPT_OBJECT_STORE_TIMEOUT)",
     ),
+    (r"status code: 501|NotImplemented", errno.EOPNOTSUPP, "the store does not know such a request"),
     (r"status code: 5\d\d", errno.EIO, "the store failed, and went on to do so while this was tried again"),
 )
 
 
-def named(error: Exception, url: str) -> OSError:
+def is_panic(error: BaseException) -> bool:
+    """Whether obstore ended in a panic of its Rust code, which is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def named(error: BaseException, url: str) -> OSError:
     """The error for one that obstore raised for a URL."""
     name, told = type(error).__name__, _told(error)
     full = _LIMITS.sub("", str(error))  # of a broken connection, only the part for programs tells why
@@ -251,12 +316,12 @@ def named(error: Exception, url: str) -> OSError:
     return ObjectStoreError(errno.EIO, f"{url}: {told}", url)
 
 
-def refuses(error: Exception) -> bool:
+def refuses(error: BaseException) -> bool:
     """Whether the store's answer says that the request is at fault, as one without valid credentials."""
     return re.search(r"status code: 4\d\d", str(error)) is not None
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What the store said, in one line, without the program text that obstore adds."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ..."

@@ -10,9 +10,12 @@ import contextlib
 import errno
 import hashlib
 import re
+import secrets
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import settings
@@ -28,8 +31,12 @@ from .object_clients import (
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
+    hurried,
+    is_opened_here,
+    is_panic,
     named,
     obstore,
+    reconnect,
     refuses,
     store_at,
 )
@@ -39,6 +46,8 @@ _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry send
 # Names that are random, so that no save writes to one again.
 _OUR_DATA_FILE = re.compile(r"/(__\d+_[0-9a-f]{8}(_\d+)?\.distcp|model-[0-9a-f]{8}-\d{5,}-of-\d{5,}\.safetensors)$")
 _MOST_KNOWN = 10_000
+_PROBE, _PROBE_SECONDS = ".metadata.tmp.probe.", 5
+_exclusive: set[str] = set()  # roots of stores that are known to heed conditions
 _ATTEMPTS = 3  # to read a range of the length that was asked for, or a whole list
 
 
@@ -59,13 +68,17 @@ class Client:
             yield
         except (_C.EngineError, ObjectStoreError):
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise named(error, self.url) from error
 
     def head(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = obstore().head(self.store, self.key)
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             if isinstance(error, FileNotFoundError) or not refuses(error):
                 raise named(error, self.url) from error
             found, _ = self.get((0, 1))  # the answer to HEAD has no body, that to GET says why
@@ -119,6 +132,18 @@ class Client:
     def delete(self) -> None:
         with self._named():
             obstore().delete(self.store, self.key)
+
+    def delete_all(self, keys: Sequence[str]) -> None:
+        """Removes objects of the store, wherever they are: a thousand with one request, where the store can."""
+        if not keys:
+            return
+        try:
+            with self._named():
+                obstore().delete(self.store, [*keys])
+        except OSError:  # some stores refuse if one of them is gone already
+            for key in keys:
+                with contextlib.suppress(ObjectMissingError):
+                    Client(urls.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The keys of folders and the objects directly below."""
@@ -257,6 +282,35 @@ class ObjectDirectory(Directory):
                 ) from error
             raise
 
+    def check_exclusive_commits(self) -> None:
+        """By two conditional requests, once in a process for each bucket: some stores do not know them, and some do not
+        heed the condition."""
+        root = self._client.root
+        if root in _exclusive:
+            return
+        with hurried(_PROBE_SECONDS):
+            probe = self._client.at(f"{_PROBE}{secrets.token_hex(8)}")
+            probe = Client(probe.url)
+            why = "does not heed the condition of a request"
+            try:
+                probe.put(b"", create=True)
+                probe.put(b"", create=True)
+            except ObjectExistsError:
+                _exclusive.add(root)
+                return
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:  # the save will say what is wrong
+                    return
+                why = "does not know conditional requests"
+            finally:
+                with contextlib.suppress(OSError):
+                    probe.delete()
+        raise CheckpointError(
+            f"{self.path}: the store {why}, so overwrite=False cannot keep another job's checkpoint from being "
+            "replaced. Save to a folder that no other job uses, with overwrite=True",
+            path=self.path,
+        )
+
     def remove(self, name: str) -> bool:
         """True if it is gone; stores do not tell whether it was there."""
         try:
@@ -264,6 +318,9 @@ class ObjectDirectory(Directory):
         except ObjectMissingError:
             return False
         return True
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        self._client.delete_all([self._client.at(name).key for name in names])
 
     def add_name(self, name: str, other: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "an object has one name", self._at(name))
@@ -322,9 +379,7 @@ class ObjectDirectory(Directory):
         folder = self._client.at(name)
         below = folder.all_below()
         ObjectDirectory(folder.url).remove(first)
-        for found in below:
-            with contextlib.suppress(ObjectMissingError):
-                Client(urls.joined(folder.root, found["path"])).delete()
+        folder.delete_all([found["path"] for found in below])
 
     def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
         """Does nothing: `set_aside` leaves nothing."""
@@ -380,6 +435,15 @@ class _OpenObject:
             raise
 
 
+def forget(url: str) -> None:
+    """Forgets what is known of the objects of the URL's store, and the connections to it."""
+    root, _ = urls.split(url)
+    with _known_lock:
+        for known in [each for each in _known if urls.split(each)[0] == root]:
+            del _known[known]
+    reconnect(root)
+
+
 def _upload(window: _C.PartWindow) -> None:
     client = Client(window.path)
     # The writer waits for its end. When the process ends, asynchronous saves are waited for, or cancelled.
@@ -388,7 +452,7 @@ def _upload(window: _C.PartWindow) -> None:
 
 def _send(client: Client, window: _C.PartWindow) -> None:
     """Sends a file: in one request if it has one part."""
-    sent, before = _Sent(), None
+    sent, before = _Sent(client.root), None
     try:
         if _OUR_DATA_FILE.search(client.url) is None:
             before = client.version()
@@ -413,16 +477,59 @@ def _send(client: Client, window: _C.PartWindow) -> None:
 
 
 class _Sent:
-    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before."""
+    """The parts of a file on their way. `total`: bytes of the whole file, once its last part was taken; 0 before.
+
+    A request is given up after some time, and a part whose request was given up is sent anew from its start. So as many
+    parts are sent at a time as arrive within a third of that time: one, until it is known how long that takes. Then all
+    that is sent arrives, also on a slow link. Not to stores that were registered, whose times are their own, or that
+    keep the parts in memory.
+    """
 
     total = 0
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._changed = threading.Condition()  # its lock can be taken again: a part may end anywhere
+        self._on_their_way = 0
+        self._enough = settings.number("object_store_timeout") / 2 / 3  # seconds for a part
+        self._longest_wait = 2 * settings.number("object_store_timeout")
+        self._paces = is_opened_here(root)
 
     def all_of(self, ready: list[Any], window: _C.PartWindow) -> Iterator[Any]:
         total = 0
         while (part := ready.pop() if ready else window.next()) is not None:
             total += len(part)
+            if self._paces:
+                self._wait_for_room()
+                self._begin(part)
             yield part
+            del part  # it ends when the client has let go of it
         self.total = total
+
+    def _wait_for_room(self) -> None:
+        def is_room() -> bool:
+            return self._on_their_way < _parts_at_a_time.get(self._root, 1)
+
+        with self._changed:
+            # No request lasts so long: the client keeps parts that were sent, and nobody knows when they arrive.
+            self._paces = self._changed.wait_for(is_room, self._longest_wait)
+
+    def _begin(self, part: Any) -> None:
+        with self._changed:
+            self._on_their_way += 1
+            weakref.finalize(part, self._end, time.monotonic(), self._on_their_way).atexit = False
+
+    def _end(self, began: float, beside: int) -> None:
+        with self._changed:
+            seconds = max(1e-6, time.monotonic() - began)
+            beside = max(beside, self._on_their_way)  # that shared the link with it
+            self._on_their_way -= 1
+            most = settings.number("object_store_requests")
+            _parts_at_a_time[self._root] = max(1, min(most, int(self._enough * beside / seconds)))
+            self._changed.notify_all()
+
+
+_parts_at_a_time: dict[str, int] = {}  # by root, as the last part has shown: the next file begins with it
 
 
 _C.set_remote_store(_OpenObject, _upload)

@@ -7,6 +7,7 @@ import re
 from ..errors import CheckpointError
 
 SCHEMES = ("s3", "gs", "az", "memory")
+_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)")
 _URL = re.compile(rf"({'|'.join(SCHEMES)})://(.*)", re.DOTALL)
 
 
@@ -41,6 +42,21 @@ def normal(url: str) -> str:
     if not url.isprintable():
         raise ValueError(f"{url!r} is no URL of an object store")
     return joined(root, key)
+
+
+def check_no_secret(text: str) -> None:
+    """Raises ValueError, which does not repeat the text, if a URL holds a user's name or a password: they are not used,
+    and would stand in logs and errors."""
+    match = _USER.match(text)
+    if match is None:
+        return
+    scheme, authority = match[1].lower(), match[2]
+    if "@" in authority or (scheme in SCHEMES[:-1] and ":" in authority):  # a secret may have a slash in it
+        raise ValueError(
+            f"a URL of {scheme}:// holds a user's name or a password (not repeated here), which is not taken from it: "
+            f"write {scheme}://bucket/name, and give credentials by the environment (AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY) or by vescale_ckpt.register_store"
+        )
 
 
 def joined(root: str, key: str) -> str:

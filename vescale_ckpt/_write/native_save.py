@@ -63,7 +63,9 @@ class NativeSave(RankSave):
             )
 
     def clean_up(self) -> None:
-        """Removes files that no metadata names."""
+        """Removes files that no metadata names. Raises `CheckpointError` if `overwrite=False` cannot hold there."""
+        if not self.options.overwrite:
+            directory_at(self.options.path).check_exclusive_commits()
         self._superseded = named_files(self.options.path, self.metadata_rank)
         self._remove_leftovers()
 

@@ -80,6 +80,8 @@ class StoreExport(ExportSave):
 
     def make_files(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
         """Only chooses names: objects appear when they are complete. Returns the token in the names."""
+        if not self.options.overwrite:
+            directory_at(self.options.path).check_exclusive_commits()
         with named_system_errors(self.options.path):
             check_replaceable(self.options.path)
         self._layout = made

@@ -45,11 +45,11 @@ COMMANDS = (
         "check every byte of a checkpoint against its checksums",
         "look:verify",
         (_PATH, Value("--quick", "check metadata and the lengths of files only", bool), _JSON),
-        "Exit status 1 if a load would raise.",
+        "Exit status 1 if a load would raise; 2 if no damage was found, but something could not be read.",
         ("vescale-ckpt verify checkpoints/step-1000", "vescale-ckpt verify --quick checkpoints/step-1000"),
         json=(
-            "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged` and `harmless` (lists "
-            "of key, file, offset, reason), `unchecked`, `indexed`"
+            "`ok`, `path`, `quick`, `keys`, `files`, `bytes`, `unverified_bytes`, `damaged`, `unreadable` and "
+            "`harmless` (lists of key, file, offset, reason), `unchecked`, `indexed`"
         ),
     ),
     Command(

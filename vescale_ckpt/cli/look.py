@@ -23,21 +23,26 @@ def verify(options: SimpleNamespace) -> int:
 
     with output.progress("verifying") as progress:
         report = verify_any(options.path, options.quick, progress)
+    status = FINE if report.ok else FOUND if report.damaged else UNUSABLE
     if options.json:
         output.print_json("verify/1", {"ok": report.ok, **asdict(report)})
-        return FINE if report.ok else FOUND
-    for kind, found in (("damaged", report.damaged), ("harmless", report.harmless)):
+        return status
+    for kind, found in (
+        ("damaged", report.damaged),
+        ("could not be read", report.unreadable),
+        ("harmless", report.harmless),
+    ):
         for text in _by_reason(found):
             print(f"{kind}: {clean(text)}")
     for text in report.unchecked:
         print(f"not checked: {clean(text)}")
     checked = "structure" if report.quick else size(report.bytes)
     problems = len(report.damaged)
-    verdict = f"{problems:,} problem{'s' * (problems != 1)}"
+    verdict = f"{problems:,} problem{'s' * (problems != 1)}" if problems else "not known: something could not be read"
     if report.ok:
         verdict = "complete, data not checked" if report.quick else "sound"
     print(f"{verdict}: {report.keys:,} keys in {report.files:,} file{'s' * (report.files != 1)}, {checked} checked")
-    return FINE if report.ok else FOUND
+    return status
 
 
 def _by_reason(found: list[Damage]) -> list[str]:

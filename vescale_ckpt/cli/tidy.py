@@ -38,7 +38,7 @@ def prune(options: SimpleNamespace) -> int:
     last = SavedOrder(root).last
     if last is None:
         raise CheckpointError(f"{root} holds no checkpoints of a CheckpointManager", path=root)
-    steps = sorted(to_remove(root, retention, last, frozenset()))
+    steps = sorted(to_remove(root, retention, last))
     removed = steps
     if not options.dry_run:
         removed = sorted(step_directories.remove(root, steps))

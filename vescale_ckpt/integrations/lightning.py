@@ -100,7 +100,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
 def _sound(path: str) -> bool:
     report = verify(path, quick=True)
     if not report.ok:
-        logger.warning("%s is passed over: %s", path, report.damaged[0].reason)
+        logger.warning("%s is passed over: %s", path, report.reason)
     return report.ok and (directory_at(path).has(_META) or _META in inspect(path).extra_files)
 
 

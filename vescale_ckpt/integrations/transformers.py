@@ -126,7 +126,7 @@ def _lacks(path: Path) -> str | None:
     )
     for folder in folders:
         if not (report := verify(folder, quick=True)).ok:
-            return str(report.damaged[0])
+            return report.reason
     return None
 
 

@@ -6,6 +6,7 @@ import logging
 
 from .._native.steps import FIRST, Branch, SavedOrder
 from ..errors import CheckpointError
+from .remote_tier import RemoteTier
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class BranchTracker:
     only steps that this manager knows of count for that comparison.
     """
 
-    def __init__(self, root: str, remote: str | None = None) -> None:
+    def __init__(self, root: str, remote: RemoteTier | None = None) -> None:
         """`remote`: where checkpoints are copied to. It counts as it is when the manager begins: all that is saved
         later is in `root`."""
         self.root = root
@@ -39,11 +40,11 @@ class BranchTracker:
             logger.warning("what is in %s already is not known now: %s", self.root, error)
 
     def _look(self) -> None:
-        if self.remote is not None:
+        if (remote := self.remote) is not None:
             try:
-                self._elsewhere = SavedOrder(self.remote).branches
+                self._elsewhere = remote.asked(lambda: SavedOrder(remote.url).branches, {})
             except (OSError, CheckpointError) as error:
-                logger.warning("what is in %s already is not known now: %s", self.remote, error)
+                logger.warning("what is in %s already is not known now: %s", remote.url, error)
         last = SavedOrder(self.root, elsewhere=self._elsewhere).last
         self._newest = -1 if last is None else last
         self._has_looked = True

@@ -2,101 +2,89 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from .._native import metadata_file
-from .._native.names import METADATA_NAME
 from .._native.steps import SavedOrder, complete_steps, path_of
 from .._read.verify import verify
-from .._storage.directory import directory_at, stat_of
-from ..errors import CheckpointError
+from ..reports import VerifyReport
 from . import step_directories, step_metrics
 from .retention import Kept, Retention
 
 logger = logging.getLogger(__name__)
 
 
-def clean_up(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> None:
+def clean_up(root: str, retention: Retention, saved: int, doubted: AbstractSet[int]) -> frozenset[int]:
     """Removes checkpoints that retention does not keep. A checkpoint in use stays, and at least one sound one stays.
 
-    A checkpoint that `verify(quick=True)` finds damaged does not count as kept: retention chooses again without it.
+    A checkpoint that is damaged does not count as kept: retention chooses again without it. It is removed if a whole
+    verification finds damage, too. Raises OSError or `CheckpointError`, and removes nothing, if an object store cannot
+    be read.
 
     Args:
         saved: the step that has just been saved. It always stays.
-        damaged: steps that could not be loaded. They do not count as kept.
+        doubted: steps that a load found damaged. They do not count as kept, unless verifying them finds all sound.
+
+    Returns the steps of `doubted` that are sound.
     """
-    step_directories.remove(root, sorted(to_remove(root, retention, saved, damaged)))
+    surplus, sound = _to_remove(root, retention, saved, doubted)
+    step_directories.remove(root, sorted(surplus))
     step_directories.remove_leftovers(root)
+    return sound
 
 
-def to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> set[int]:
+def to_remove(root: str, retention: Retention, saved: int) -> set[int]:
     """The steps that `clean_up` removes, unless they are in use."""
+    return _to_remove(root, retention, saved, frozenset())[0]
+
+
+def _to_remove(
+    root: str, retention: Retention, saved: int, doubted: AbstractSet[int]
+) -> tuple[set[int], frozenset[int]]:
     if retention.max_to_keep is None:
-        return set()
+        return set(), frozenset()
     oldest_first = SavedOrder(root).newest_first()[::-1]
     complete = set(oldest_first)
     checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
-    found: dict[int, _QuickCheck] = {}  # of the checkpoints that would be kept
-    uncounted = complete & damaged
     # Checkpoints kept by `keep_period` are many, and do not count towards `max_to_keep`.
     by_rank = replace(retention, keep_period=None)
+    found: dict[int, VerifyReport] = {}  # of the checkpoints that would be kept
+    # A load may have failed for another reason than the files.
+    whole = {step: verify(path_of(root, step)) for step in sorted(complete & doubted)}
+    sound = frozenset(step for step, report in whole.items() if report.ok)
+    uncounted = whole.keys() - sound
     while True:
         counted = [checkpoint for checkpoint in checkpoints if checkpoint.step not in uncounted]
         beaten = set(by_rank.surplus(counted)) - {saved}
+        if uncounted and (others := [checkpoint.step for checkpoint in counted if checkpoint.step != saved]):
+            beaten.discard(others[-1])  # what a load falls back to stays, where damage was found
         surplus = {step for step in beaten if not retention.keeps_for_good(step)}
         if not surplus and not uncounted:
-            return set()
+            return set(), sound
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = _QuickCheck(path_of(root, step))
-        unsound = {step for step in kept if not found[step].sound}
+            found[step] = verify(path_of(root, step), quick=True)
+        unsound = {step for step in kept if not found[step].ok}
         if not unsound:
             break
         uncounted |= unsound
     uncounted &= set(complete_steps(root))  # another process may have removed some of them meanwhile
-    for step in sorted(found.keys() & uncounted):
-        logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, found[step].reason)
-    # A checkpoint whose files could not be examined may still be whole.
-    lost = {step for step in uncounted if step not in found or found[step].damaged}
-    lost = {step for step in lost if step != saved and not retention.keeps_for_good(step)}
+    for step in sorted(uncounted):
+        reason = (found[step] if step in found else whole[step]).reason
+        logger.warning("the checkpoint of step %d in %s does not count as kept: %s", step, root, reason)
+    lost = {step for step in uncounted if step != saved and not retention.keeps_for_good(step)}
+    # A checkpoint whose files could not be read may still be whole.
+    lost = {step for step in lost if step in whole or found[step].damaged}
+    for step in sorted(lost - whole.keys()):
+        whole[step] = verify(path_of(root, step))
+    lost = {step for step in lost if whole[step].damaged and not whole[step].unreadable}
     if not kept:
         logger.warning("nothing is removed from %s: no checkpoint that would stay there is sound", root)
-        return set()
+        return set(), sound
     if not surplus | lost:
         logger.warning("nothing is removed from %s: the sound ones there are needed", root)
-    return surplus | lost
-
-
-class _QuickCheck:
-    """The result of `verify(quick=True)` for one checkpoint."""
-
-    def __init__(self, path: str) -> None:
-        report = verify(path, quick=True)
-        self.sound = report.ok
-        self.reason = "" if report.ok else report.damaged[0].reason
-        #: whether it is certainly damaged: the file system answered for every file that is reported
-        self.damaged = not report.ok and all(_status_is_known(path, damage.file) for damage in report.damaged)
-
-
-def _status_is_known(directory: str, file: str) -> bool:
-    """Whether the file system answers for a file. "It does not exist" is an answer; an I/O error is none."""
-    try:
-        directory_at(directory).names()
-        if file == os.path.join(directory, METADATA_NAME):
-            metadata_file.metadata_bytes(directory, None)
-        else:
-            stat_of(file)
-    except CheckpointError as error:
-        return getattr(error, "errno", None) in (None, errno.ENOENT)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
+    return surplus | lost, sound
 
 
 def _metric(root: str, step: int, name: str | None) -> float | None:

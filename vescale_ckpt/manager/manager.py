@@ -8,8 +8,9 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from signal import Signals
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,10 +24,11 @@ from .._collective.background import BackgroundQueue
 from .._collective.handle import SaveHandle
 from .._engine.errors import named_system_errors
 from .._native.metadata_file import has_metadata
-from .._native.steps import SavedOrder, complete_steps, path_of
+from .._native.steps import SavedOrder, all_steps, complete_steps, path_of
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
+from .._storage.answers import says_nothing
 from .._storage.directory import checkpoint_path
 from .._storage.urls import is_url
 from .._write.optimizer_gate import Gate
@@ -35,6 +37,7 @@ from ..settings import checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
+from .remote_tier import RemoteTier
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .schedule import Schedule, SignalFlag
@@ -119,7 +122,8 @@ class CheckpointManager:
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
         self._found_damage = False  # since the last save that wrote everything
-        self._branches = BranchTracker(self.directory, self.remote)  # used on the coordinator only
+        self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
+        self._branches = BranchTracker(self.directory, self._tier)  # used on the coordinator only
         self._uploads: Uploads | None = None
         if self._is_coordinator():
             self._branches.look()
@@ -291,10 +295,11 @@ class CheckpointManager:
             if was_full:
                 self._found_damage = False
             if running.is_coordinator:
-                damaged = {
+                doubted = {
                     step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
                 }
-                clean_up(self.directory, self.retention, running.step, damaged)
+                sound = clean_up(self.directory, self.retention, running.step, doubted)
+                self._damaged -= {path_of(self.directory, step) for step in sound}
                 if self._uploads is not None:
                     self._uploads.begin()
 
@@ -370,17 +375,24 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, ascending, as this process sees the directory now. Asks no other rank.
-        Raises `CheckpointError` if the directory cannot be read."""
-        return sorted({step for root in self._roots for step in _complete_steps(root)})
+        Raises `CheckpointError` if the directory cannot be read. With `local`, and steps there, a store that cannot be
+        read is a warning, and the local steps count."""
+        return sorted({*_complete_steps(self.directory), *self._remote_steps()})
+
+    def _remote_steps(self) -> list[int]:
+        tier = self._tier
+        return [] if tier is None else tier.asked(lambda: _complete_steps(tier.url), [])
 
     def tiers(self) -> dict[int, Tier]:
         """Where each step of a manager with `local` is, in ascending order: "remote" if the object store has it (the
-        local directory may have it, too), "uploading", or "local". Asks no other rank; the coordinator alone knows what
-        is being uploaded."""
-        remote = set() if self.remote is None else set(_complete_steps(self.remote))
+        local directory may have it, too), "uploading", or "local", as far as is known: if the store cannot be read now,
+        all that is in the local directory is "local". Asks no other rank; the coordinator alone knows what is being
+        uploaded."""
+        remote = set(self._remote_steps())
         uploading = None if self._uploads is None else self._uploads.uploading()
         return {
-            step: "uploading" if step == uploading else "remote" if step in remote else "local" for step in self.steps()
+            step: "uploading" if step == uploading else "remote" if step in remote else "local"
+            for step in sorted({*_complete_steps(self.directory), *remote})
         }
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -394,6 +406,8 @@ class CheckpointManager:
 
     def latest(self, *, full: bool = False) -> int | None:
         """The step saved last whose checkpoint is complete and sound, by `verify(quick=True)`; None if there is none.
+
+        Raises `CheckpointError` if an object store cannot be read, also if it refuses one checkpoint only.
 
         Abandoned steps (training went back to an earlier step and saved again) are considered after all others. `full`
         verifies all data, on the coordinator, while other ranks wait. The result is equal on all ranks.
@@ -415,8 +429,9 @@ class CheckpointManager:
         The next saves continue from that step. Later steps on disk are abandoned by the next save, with a warning.
 
         Without `step`: if the newest checkpoint turns out to be damaged on any rank, all ranks try the one before it,
-        with a warning. Waits for a running save, whose error is left to `wait` and the next save. If `restore` raises,
-        `state` may hold parts of several checkpoints.
+        with a warning. If an object store cannot be read, `restore` raises, as `latest` does: what it has may be sound.
+        With `local`, the newest step there is taken, with a warning. Waits for a running save, whose error is left to
+        `wait` and the next save. If `restore` raises, `state` may hold parts of several checkpoints.
 
         `prepare` plans the next save of `state` and allocates the memory of its snapshot (`vescale_ckpt.prepare`). Give
         False if nothing will be saved. `weights_only` is that of `vescale_ckpt.load`; False is for checkpoints that you
@@ -446,14 +461,20 @@ class CheckpointManager:
     def _load_newest(self, state: dict[str, Any], options: Mapping[str, Any]) -> int:
         failure: CheckpointError | None = None
         tried: set[str] = set()
-        while (newest := self._newest_sound(quick=True, but=tried)) is not None:
+        roots = self._roots
+        while (newest := self._newest_sound(quick=True, but=tried, roots=roots)) is not None:
             found, path = newest
             try:
                 self._load(path, state, **options)
-            except CheckpointError as error:  # the same class on all ranks
+            except CheckpointError as error:  # the same class and errno on all ranks
+                number = getattr(error, "errno", None)
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {path}
-                elif getattr(error, "errno", None) not in _UNREADABLE_NOW:
+                elif is_url(path) and says_nothing(number, path):
+                    if self.remote is None:  # it may be sound: nothing older is taken in its place
+                        raise
+                    roots = [self.directory]
+                elif number not in _UNREADABLE_NOW:
                     raise
                 failure = error
             else:
@@ -497,15 +518,23 @@ class CheckpointManager:
             self._found_damage = True
             raise
 
-    def _newest_sound(self, *, quick: bool, but: AbstractSet[str] = frozenset()) -> tuple[int, str] | None:
-        """The step, and the path of its checkpoint."""
+    def _newest_sound(
+        self, *, quick: bool, but: AbstractSet[str] = frozenset(), roots: Sequence[str] | None = None
+    ) -> tuple[int, str] | None:
+        """The step, and the path of its checkpoint. `roots`: where it may be; None: all of the manager's."""
 
         def warn(step: int, reason: str) -> None:
             self._found_damage = True
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:
-            return newest_sound(self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
+            where, tier = roots or self._roots, self._tier
+            if tier is None or len(where) == 1:
+                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
+            if not tier.asked(lambda: all_steps(tier.url) is not None, False):
+                where = [self.directory]
+            with tier.patience() if quick else nullcontext():
+                return newest_sound(where, quick=quick, passed_over=warn, but=self._damaged | but)
 
         found = self._from_coordinator(find, "looking for the newest checkpoint")
         return None if found is None else (found[0], found[1])  # it came as a list

@@ -110,17 +110,24 @@ def _strip(path: str, needed: set[str]) -> bool:
     """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
     is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
     kept = {*needed, names.MARK_NAME, LOCK_NAME}
+    storage = directory_at(path)
     try:
-        found = [name for name in directory_at(path).names() if name not in kept]
+        found = [name for name in storage.names() if name not in kept]
         foreign = [name for name in found if name != names.METADATA_NAME and not _is_ours(name)]
         if names.METADATA_NAME not in found:  # they came later, from elsewhere
             found = [name for name in found if name not in foreign]
             foreign = []
-        for name in [*foreign, names.METADATA_NAME, *(name for name in found if name not in foreign)]:
+        for name in [*foreign, names.METADATA_NAME]:
             entry = os.path.join(path, name)
             remove_entry(entry, is_folder(entry))
-            if name == names.METADATA_NAME:
-                directory_at(path).sync()
+        storage.sync()
+        rest = [name for name in found if name not in foreign and name != names.METADATA_NAME]
+        if storage.is_remote:
+            storage.remove_all(rest)
+            rest = []
+        for name in rest:
+            entry = os.path.join(path, name)
+            remove_entry(entry, is_folder(entry))
     except (OSError, _C.EngineError) as error:
         logger.warning("cannot remove all of %s now: %s", path, error)
     return not has_metadata(path, None)

@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._engine import _C
+from .._engine.errors import of_system
 from .._native.metadata_file import metadata_mark
 from .._native.names import METRICS_NAME
+from .._storage.answers import says_nothing
 from .._storage.directory import directory_at
+from .._storage.urls import is_url
 
 FILE_NAME = METRICS_NAME
 
@@ -47,11 +50,14 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(directory: str) -> dict[str, float]:
-    """The metrics of the checkpoint in a directory, without those that are missing, damaged or not finite."""
+    """The metrics of the checkpoint in a directory, without those that are missing, damaged or not finite. Raises
+    `CheckpointError` if an object store does not give them: without them the best checkpoint might be removed."""
     try:
         record = json.loads(directory_at(directory).read(FILE_NAME))
         if record["replaces"] == metadata_mark(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, OSError) and is_url(directory) and says_nothing(error.errno, directory):
+            raise of_system(error, directory) from error
         return {}

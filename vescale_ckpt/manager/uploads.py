@@ -126,7 +126,7 @@ class Uploads:
         if order.last is None:
             return None
         there = set(complete_steps(self.remote))
-        surplus = to_remove(self.local, self.retention, order.last, frozenset())
+        surplus = to_remove(self.local, self.retention, order.last)
         for step in order.newest_first():
             if step not in tried and step not in surplus and not (step in there and self._is_sent(step)):
                 return step
@@ -154,7 +154,10 @@ class Uploads:
             if lock is not None:
                 lock.release()
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
-        clean_up(self.remote, self.retention, step, frozenset())
+        try:
+            clean_up(self.remote, self.retention, step, frozenset())
+        except (CheckpointError, OSError) as error:  # the step is there
+            logger.warning("what step %d supersedes is left in %s for the next upload: %s", step, self.remote, error)
 
 
 _running: LiveObjects[Uploads] = LiveObjects()

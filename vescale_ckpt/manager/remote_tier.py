@@ -1,0 +1,52 @@
+"""Asks the object store of a manager with `local`, and does not wait long for one that is away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from .._native.steps import complete_steps
+from .._storage.object_clients import hurried
+from ..errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_PATIENCE = 10  # seconds for a request, where the local directory has checkpoints
+_AWAY_SECONDS = 60.0  # for which a store that did not answer is not asked again
+
+
+class RemoteTier:
+    """The object store behind a local directory. As long as that has no checkpoint, requests wait as they always do,
+    and errors are raised: there is nothing else to go on from."""
+
+    def __init__(self, url: str, local: str) -> None:
+        self.url = url
+        self.local = local
+        self._away_until = 0.0
+
+    def asked(self, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """What `ask` returns. If the store cannot be read, or could not a minute ago, and the local directory has
+        checkpoints: `otherwise`, with a warning. Raises what `ask` raises if it has none."""
+        if not self._has_local():
+            return ask()
+        if time.monotonic() < self._away_until:
+            return otherwise
+        try:
+            with hurried(_PATIENCE):
+                return ask()
+        except (OSError, CheckpointError) as error:
+            self._away_until = time.monotonic() + _AWAY_SECONDS
+            logger.warning("checkpoints in %s do not count now, and those in %s do: %s", self.url, self.local, error)
+            return otherwise
+
+    def patience(self) -> AbstractContextManager[None]:
+        """A context for requests whose errors are dealt with otherwise."""
+        return hurried(_PATIENCE) if self._has_local() else nullcontext()
+
+    def _has_local(self) -> bool:
+        return bool(complete_steps(self.local))
