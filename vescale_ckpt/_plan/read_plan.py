@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +64,24 @@ class PackedReads(LazyList):
         assert planner is not None
         return PackedReads(planner, self.description, self.plan, reads)
 
+    def without(self, names: Container[str]) -> PackedReads:
+        """The same plan, which reads nothing into the tensors of `names`."""
+        rows = [row for row in self._raw_rows() if self.description.names[row[0]] not in names]
+        return self.only(b"".join(row.tobytes() for row in rows))
+
+    def stored_alike(self, name: str, other: str) -> bool:
+        """Whether the tensors of two keys are known to be stored with equal bytes: in the same records, or in records
+        of equal checksums."""
+        stored: dict[str, list[tuple[int, ...]]] = {name: [], other: []}
+        for row in self._raw_rows():
+            if (key := self.description.names[row[0]]) in stored:
+                stored[key].append(tuple(row[1:]))
+        (rows, others), at_crc = map(sorted, stored.values()), 3
+        if rows == others:
+            return True
+        known = all(row[at_crc] != -1 for row in rows)
+        return known and sorted(row[at_crc:] for row in rows) == sorted(row[at_crc:] for row in others)
+
     def bytes_read_alone(self, verify: bool) -> int:
         """About how many bytes this rank reads for its tensors if no other rank reads for it."""
         if verify not in self._bytes_alone:
@@ -74,13 +92,17 @@ class PackedReads(LazyList):
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
 
     def rows(self) -> Iterator[ReadRow]:
+        for row in self._raw_rows():
+            number, file, offset, length, crc, dtype, ndim = row[:7]
+            boxes = [tuple(row[7 + i * ndim : 7 + (i + 1) * ndim]) for i in range(4)]
+            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+
+    def _raw_rows(self) -> Iterator[memoryview]:
         reads, at = words(self.reads), 0
         while at < len(reads):
-            number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
-            at += 7
-            boxes = [tuple(reads[at + i * ndim : at + (i + 1) * ndim]) for i in range(4)]
-            at += 4 * ndim
-            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+            end = at + 7 + 4 * reads[at + 6]
+            yield reads[at:end]
+            at = end
 
     def planner(self) -> object | None:
         return self._planner()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -20,16 +21,24 @@ from .retention import Kept, Retention
 logger = logging.getLogger(__name__)
 
 
-def clean_up(root: str, retention: Retention, saved: int, damaged: AbstractSet[int]) -> None:
+def clean_up(
+    root: str,
+    retention: Retention,
+    saved: int,
+    failed_loads: Callable[[str], tuple[set[int], set[int]]] = lambda root: (set(), set()),
+) -> None:
     """Removes checkpoints that retention does not keep. A checkpoint in use stays, and at least one sound one stays.
 
     A checkpoint that `verify(quick=True)` finds damaged does not count as kept: retention chooses again without it.
 
     Args:
         saved: the step that has just been saved. It always stays.
-        damaged: steps that could not be loaded. They do not count as kept.
+        failed_loads: gives the steps below a root that could not be loaded: those that are damaged, which do not count
+            as kept, and others, which stay whatever retention says. Not called if everything is kept.
     """
-    step_directories.remove(root, sorted(to_remove(root, retention, saved, damaged)))
+    if retention.max_to_keep is not None:
+        damaged, others = failed_loads(root)
+        step_directories.remove(root, sorted(to_remove(root, retention, saved, damaged) - others))
     step_directories.remove_leftovers(root)
 
 
@@ -40,7 +49,7 @@ def to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[
     oldest_first = SavedOrder(root).newest_first()[::-1]
     complete = set(oldest_first)
     checkpoints = [Kept(step, _metric(root, step, retention.best), at) for at, step in enumerate(oldest_first)]
-    found: dict[int, _QuickCheck] = {}  # of the checkpoints that would be kept
+    found: dict[int, _Check] = {}  # of the checkpoints that would be kept
     uncounted = complete & damaged
     # Checkpoints kept by `keep_period` are many, and do not count towards `max_to_keep`.
     by_rank = replace(retention, keep_period=None)
@@ -52,7 +61,7 @@ def to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[
             return set()
         kept = {checkpoint.step for checkpoint in counted} - beaten
         for step in kept - found.keys():
-            found[step] = _QuickCheck(path_of(root, step))
+            found[step] = _Check(path_of(root, step), quick=True)
         unsound = {step for step in kept if not found[step].sound}
         if not unsound:
             break
@@ -71,11 +80,16 @@ def to_remove(root: str, retention: Retention, saved: int, damaged: AbstractSet[
     return surplus | lost
 
 
-class _QuickCheck:
-    """The result of `verify(quick=True)` for one checkpoint."""
+def is_damaged(path: str) -> bool:
+    """Whether a verification of all data finds a checkpoint damaged, and the file system answered for its files."""
+    return _Check(path, quick=False).damaged
 
-    def __init__(self, path: str) -> None:
-        report = verify(path, quick=True)
+
+class _Check:
+    """The result of `verify` for one checkpoint."""
+
+    def __init__(self, path: str, *, quick: bool) -> None:
+        report = verify(path, quick=quick)
         self.sound = report.ok
         self.reason = "" if report.ok else report.damaged[0].reason
         #: whether it is certainly damaged: the file system answered for every file that is reported

@@ -35,6 +35,7 @@ from ..settings import checked_flag, checked_seconds
 from . import step_metrics
 from .branch_tracker import BranchTracker
 from .clean_up import clean_up
+from .failed_loads import FailedLoads
 from .retention import BestMode, Retention
 from .running_save import RunningSave
 from .schedule import Schedule, SignalFlag
@@ -117,7 +118,7 @@ class CheckpointManager:
         self.preempted = False  #: a signal came and the last save is durable: training should stop
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
-        self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
+        self._failed_loads = FailedLoads()
         self._found_damage = False  # since the last save that wrote everything
         self._branches = BranchTracker(self.directory, self.remote)  # used on the coordinator only
         self._uploads: Uploads | None = None
@@ -287,14 +288,11 @@ class CheckpointManager:
         was_full = self._found_damage
 
         def committed() -> None:
-            self._damaged -= {running.path}
+            self._failed_loads.forget(running.path)
             if was_full:
                 self._found_damage = False
             if running.is_coordinator:
-                damaged = {
-                    step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
-                }
-                clean_up(self.directory, self.retention, running.step, damaged)
+                clean_up(self.directory, self.retention, running.step, self._failed_loads.judged)
                 if self._uploads is not None:
                     self._uploads.begin()
 
@@ -451,12 +449,13 @@ class CheckpointManager:
             try:
                 self._load(path, state, **options)
             except CheckpointError as error:  # the same class on all ranks
-                if isinstance(error, CorruptCheckpointError):
-                    self._damaged |= {path}
-                elif getattr(error, "errno", None) not in _UNREADABLE_NOW:
+                seems_damaged = isinstance(error, CorruptCheckpointError)
+                if not seems_damaged and getattr(error, "errno", None) not in _UNREADABLE_NOW:
                     raise
+                self._failed_loads.add(path, seems_damaged=seems_damaged)
                 failure = error
             else:
+                self._failed_loads.forget(path)
                 return found
             level = logging.WARNING if self._is_coordinator() else logging.DEBUG
             logger.log(level, "the checkpoint of step %d is passed over, for an older one: %s", found, failure)
@@ -505,7 +504,7 @@ class CheckpointManager:
             logger.warning("the checkpoint of step %d is passed over: %s", step, reason)
 
         def find() -> tuple[int, str] | None:
-            return newest_sound(self._roots, quick=quick, passed_over=warn, but=self._damaged | but)
+            return newest_sound(self._roots, quick=quick, passed_over=warn, but=self._failed_loads.seem_damaged | but)
 
         found = self._from_coordinator(find, "looking for the newest checkpoint")
         return None if found is None else (found[0], found[1])  # it came as a list

@@ -154,7 +154,7 @@ class Uploads:
             if lock is not None:
                 lock.release()
         logger.info("step %d is in %s: %s in %.1f s", step, url, size(report.bytes), time.monotonic() - began)
-        clean_up(self.remote, self.retention, step, frozenset())
+        clean_up(self.remote, self.retention, step)
 
 
 _running: LiveObjects[Uploads] = LiveObjects()
