@@ -21,13 +21,13 @@ def _model(*names: str) -> nn.Module:
     return model
 
 
-def _optimizer(model: nn.Module, momentum: float, **rates: float) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, momentum: float, **rates: Any) -> torch.optim.Optimizer:
     """A group for each part of the model, in the order of the rates."""
     groups = [{"params": list(getattr(model, name).parameters()), "lr": lr} for name, lr in rates.items()]
     return torch.optim.SGD(groups, momentum=momentum)
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
+def _rates(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
@@ -104,7 +104,7 @@ def _unknown(key: str) -> str:
 def test_names_of_modules_are_enough_for_an_optimizer_without_state(
     saved: tuple[Path, float], rename: Callable[[str], str]
 ) -> None:
-    path, momentum = saved
+    path, _ = saved
     model = _model("enc", "out")
     optimizer = _optimizer(model, 0.0, out=0.5, enc=0.6)
     vescale_ckpt.load(path, {"model": model, "optimizer": optimizer}, rename=rename)
@@ -112,10 +112,24 @@ def test_names_of_modules_are_enough_for_an_optimizer_without_state(
 
 
 def test_what_is_ambiguous_is_an_error(saved: tuple[Path, float]) -> None:
-    path, momentum = saved
+    path, _ = saved
     model = _model("enc", "out")
     optimizer = _optimizer(model, 0.0, out=0.5, enc=0.6)
     state = {"net": {"encoder": 0}, "optimizer": optimizer, "model": model}
     with pytest.raises(IncompatibleStateError, match=r"optimizer\.param_groups\.0.*its group in the checkpoint"):
         vescale_ckpt.load(path, state, rename={"model": "gone"}, strict=False)
     assert _rates(optimizer) == [0.5, 0.6]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_that_groups_share_gets_the_value_of_each(checkpoint: Path, compiled: bool) -> None:
+    """As `Optimizer.load_state_dict` does, which leaves the shared tensor alone."""
+    model = _model("encoder", "head")
+    rates = {"encoder": torch.tensor(0.1), "head": torch.tensor(0.9)}
+    vescale_ckpt.save(checkpoint, {"model": model, "optimizer": _optimizer(model, 0.9, **rates)})
+    shared = torch.tensor(0.5)
+    loaded: Any = torch.compile(model) if compiled else model
+    optimizers = [_optimizer(model, 0.9, encoder=shared, head=shared) for _ in range(2)]
+    vescale_ckpt.load(checkpoint, {"model": loaded, "optimizer": optimizers[0]})
+    assert _rates(optimizers[0]) == [torch.tensor(0.1), torch.tensor(0.9)]
+    assert _rates(optimizers[1]) == [shared, shared] == [torch.tensor(0.5)] * 2

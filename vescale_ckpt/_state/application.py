@@ -183,7 +183,7 @@ class _OptimizerPart(_Part):
 
     def form_to_load(self) -> Any:
         self.state.give_state()
-        self.asked = self.form()
+        self.asked = _with_own_settings(self.form())
         return self.asked
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
@@ -191,7 +191,7 @@ class _OptimizerPart(_Part):
         if not finds and self._finds(by_number := self.value.state_dict(), stored):
             finds = True
             self.state.number()
-            self.asked.update(by_number)
+            self.asked.update(_with_own_settings(by_number))
         if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
             self._drop_absent(stored)
 
@@ -224,6 +224,16 @@ class _OptimizerPart(_Part):
 
     def abandon(self) -> None:
         self.state.take_back()
+
+
+def _with_own_settings(form: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's form whose settings are in tensors of their own. Groups may share one (`lr=torch.tensor(...)`), and
+    are given new ones by `load_state_dict`."""
+    groups = [
+        {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in form["param_groups"]
+    ]
+    return {**form, "param_groups": groups}
 
 
 def _find(state: Mapping[str, Any]) -> list[_Part]:
