@@ -816,6 +816,28 @@ def test_a_damaged_newest_is_passed_over(checkpoint: Path, caplog: pytest.LogCap
         assert fresh.latest() == 4 and restored(checkpoint) == (4, True)
 
 
+def test_a_sound_checkpoint_that_a_load_called_damaged_stays(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something wrote to a target while it was loaded: the checksum is wrong, the file is not."""
+    save_steps(checkpoint, 1, 2, 3)
+    load = api.load
+
+    def disturbed(path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith("step-3"):
+            raise CorruptCheckpointError("model.weight: checksum mismatch", key="model.weight", file=path, offset=0)
+        return load(path, *args, **options)
+
+    with CheckpointManager(checkpoint, max_to_keep=2, async_checkpoint=False) as fresh:
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "load", disturbed)
+            assert fresh.restore(blank(small_state(0))) == 2
+        fresh.save(4, small_state(4))
+        assert fresh.steps() == [3, 4]
+        damage(checkpoint / "step-4")
+        assert fresh.restore(blank(small_state(0))) == 3
+        fresh.save(5, small_state(5))
+        assert fresh.steps() == [3, 5], "what a verification finds damaged, too, is removed"
+
+
 def test_if_none_is_good_the_last_error_is_raised(checkpoint: Path) -> None:
     save_steps(checkpoint, 1, 2)
     damage(checkpoint / "step-1")

@@ -388,6 +388,7 @@ class _StateLoad:
         application.prepare()
         if self._same_names:  # with renamed keys an absent key may be stored under another name
             application.drop_absent_state(present)
+        application.ask_for_all_groups(present, of)
         flat, self._paths = flatten(application.form)
         names = renamed(flat, of)
         by_name = {name: key for key, name in names.items()}
@@ -419,7 +420,8 @@ class _StateLoad:
         for name, other in self._tied.items():
             if other in self._new and other in loaded:
                 self._place(self._paths[self._state_keys[name]], self._new[other])
-        self.application.restore({self._state_keys[name] for name in loaded if name in self._state_keys})
+        own = {self._state_keys[name] for name in loaded if name in self._state_keys}
+        self.application.restore(own, None if self._same_names else self._checkpoint_key)
 
     def _place(self, path: Path, value: Any) -> None:
         place(self.application.form, path, value)

@@ -26,6 +26,7 @@ from .._state import objects
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener, place
 from .._state.per_rank import PerRank, Restoring
+from .._state.shared_targets import replaced_targets
 from .._state.structure import Path
 from ..errors import IncompatibleStateError, MissingKeysError
 from ..settings import checked_flag
@@ -143,7 +144,9 @@ class LoadPlanner(DefaultLoadPlanner):
         for found in mismatches_on_index(description, plan, _CASTS):
             raise IncompatibleStateError(*found)
         check_all_there(description, plan)
-        return PackedReads(self, description, plan)
+        reads = PackedReads(self, description, plan)
+        left_out = replaced_targets(description, reads.stored_alike)
+        return reads.without(left_out) if left_out else reads
 
     def _found_in_index(self, index: _C.Index) -> tuple[Description, _C.LoadPlan | None]:
         """The description of the state, and what of it the index has; None if a value cannot be described."""

@@ -51,7 +51,7 @@ def reach(tensor: torch.Tensor) -> int:
     return (int(tensor.storage_offset()) + elements) * tensor.itemsize
 
 
-_MOST_COMPARED = 1 << 24  # elements of a tensor whose strides alone do not decide
+MOST_COMPARED = 1 << 24  # elements of a tensor whose strides alone do not decide
 
 
 def overlapping(tensors: Sequence[torch.Tensor], numbers: Iterable[int] | None = None) -> list[int]:
@@ -76,7 +76,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
         last += (size - 1) * stride
     if disjoint:
         return False
-    if tensor.numel() > _MOST_COMPARED:
+    if tensor.numel() > MOST_COMPARED:
         return True  # not certain, but such strides without overlap are very rare
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in dims:

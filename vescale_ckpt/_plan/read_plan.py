@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,13 +67,28 @@ class PackedReads(LazyList):
     def split(self, is_apart: Callable[[torch.Tensor], bool]) -> tuple[bytes, bytes]:
         """The rows of tensors in two tables: those whose targets are not `is_apart`, and those whose targets are."""
         tables = bytearray(), bytearray()
-        reads, at = words(self.reads), 0
-        while at < len(reads):
-            end = at + 7 + 4 * reads[at + 6]
-            tensor, _ = self.description.source(reads[at])
-            tables[is_apart(tensor)].extend(reads[at:end].cast("B"))
-            at = end
+        for row in self._raw_rows():
+            tensor, _ = self.description.source(row[0])
+            tables[is_apart(tensor)].extend(row.cast("B"))
         return bytes(tables[0]), bytes(tables[1])
+
+    def without(self, names: Container[str]) -> PackedReads:
+        """The same plan, which reads nothing into the tensors of `names`."""
+        rows = [row for row in self._raw_rows() if self.description.names[row[0]] not in names]
+        return self.only(b"".join(row.tobytes() for row in rows))
+
+    def stored_alike(self, name: str, other: str) -> bool:
+        """Whether the tensors of two keys are known to be stored with equal bytes: in the same records, or in records
+        of equal checksums."""
+        stored: dict[str, list[tuple[int, ...]]] = {name: [], other: []}
+        for row in self._raw_rows():
+            if (key := self.description.names[row[0]]) in stored:
+                stored[key].append(tuple(row[1:]))
+        (rows, others), at_crc = map(sorted, stored.values()), 3
+        if rows == others:
+            return True
+        known = all(row[at_crc] != -1 for row in rows)
+        return known and sorted(row[at_crc:] for row in rows) == sorted(row[at_crc:] for row in others)
 
     def bytes_read_alone(self, verify: bool) -> int:
         """About how many bytes this rank reads for its tensors if no other rank reads for it."""
@@ -85,13 +100,17 @@ class PackedReads(LazyList):
         return [self.item(row) for row in self.rows()] + [self.object_item(row.item) for row in self.objects()]
 
     def rows(self) -> Iterator[ReadRow]:
+        for row in self._raw_rows():
+            number, file, offset, length, crc, dtype, ndim = row[:7]
+            boxes = [tuple(row[7 + i * ndim : 7 + (i + 1) * ndim]) for i in range(4)]
+            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+
+    def _raw_rows(self) -> Iterator[memoryview]:
         reads, at = words(self.reads), 0
         while at < len(reads):
-            number, file, offset, length, crc, dtype, ndim = reads[at : at + 7]
-            at += 7
-            boxes = [tuple(reads[at + i * ndim : at + (i + 1) * ndim]) for i in range(4)]
-            at += 4 * ndim
-            yield ReadRow(number, file, offset, length, crc, CODE_DTYPES[dtype], *boxes)
+            end = at + 7 + 4 * reads[at + 6]
+            yield reads[at:end]
+            at = end
 
     def planner(self) -> object | None:
         return self._planner()

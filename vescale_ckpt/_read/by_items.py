@@ -24,6 +24,7 @@ from .._plan.read_plan import PackedReads
 from .._share.begin import BroadcastLoad
 from .._state import objects
 from .._state.describe import Describer
+from .._state.shared_targets import replaced_in_state
 from ..errors import CheckpointError
 from ..reports import LoadStats
 from .load import Load, Record, Target, overlaps_itself
@@ -79,8 +80,8 @@ class ItemLoad:
 
     def _read(self, items: Sequence[ReadItem], broadcast: BroadcastLoad | None) -> tuple[int, int]:
         def begin() -> tuple[PackedReads | None, list[Record]]:
-            self._sort(items)
             self._check_coverage(items)
+            self._sort(self._without_replaced(items))
             packed = self._packed() if self._targets.are_views else None
             description = None if packed is None else packed.description
             self._load.begin(description, getattr(self.planner, "state_dict", None))
@@ -109,6 +110,27 @@ class ItemLoad:
             else:
                 record.dtype, record.sizes = self._contents.chunk(item.storage_index)
                 self._tensors.append((item, record))
+
+    def _without_replaced(self, items: Sequence[ReadItem]) -> Sequence[ReadItem]:
+        """The items without those of tensors that are the same memory as a later one of the state."""
+        state = getattr(self.planner, "state_dict", None)
+        if not self._targets.are_views or not isinstance(state, dict):
+            return items
+        loaded = {item.dest_index.fqn for item in items if item.type != LoadItemType.BYTE_IO}
+
+        def stored_as(key: str) -> list[tuple[Any, ...]]:
+            of_key = [item for item in items if item.dest_index.fqn == key]
+            found = []
+            for item in of_key:
+                info = self._contents.location(item.storage_index)
+                same_record = info.relative_path, info.offset
+                crc = crc_of(info)
+                box = tuple(item.storage_offsets), tuple(item.lengths), tuple(item.dest_offsets)
+                found.append((self._contents.chunk(item.storage_index), box, same_record if crc == -1 else crc))
+            return found
+
+        left_out = replaced_in_state(state, loaded, lambda key, other: stored_as(key) == stored_as(other))
+        return [item for item in items if item.dest_index.fqn not in left_out] if left_out else items
 
     def _check_coverage(self, items: Sequence[ReadItem]) -> None:
         """Checks that the items fill the tensors: stock planners do not notice a chunk that metadata lacks."""

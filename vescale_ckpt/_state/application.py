@@ -9,7 +9,7 @@ its state and given it by these methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .flatten import flatten
+from .optimizer_groups import StoredNames, renamed_if_known
 from .optimizers import OptimizerState, is_wrapped
 from .per_rank import PerRank
 from .structure import Path
@@ -83,6 +84,13 @@ class Application:
         modules = [part.prefix for part in self._parts if isinstance(part, _ModulePart)]
         return (*modules, *(f"{part.prefix}state." for part in self._parts if isinstance(part, _OptimizerPart)))
 
+    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
+        """Changes the optimizers in `form` to ask for all parameter groups that are `stored`, the keys of the
+        checkpoint, to which `rename` maps those of the state."""
+        for part in self._parts:
+            if isinstance(part, _OptimizerPart):
+                part.ask_for_all_groups(stored, rename)
+
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
         """Changes the optimizers in `form` to ask for what is `stored`, the keys of the checkpoint.
 
@@ -90,7 +98,6 @@ class Application:
           `optimizer.state_dict()` was saved.
         - The state of a parameter is left out if the parameter is stored and nothing of its state is: it had no state
           when the optimizer was saved, and gets it at its first step.
-        - All stored parameter groups are asked for.
         """
         for part in self._parts:
             if isinstance(part, _OptimizerPart):
@@ -100,15 +107,16 @@ class Application:
         """Whether the value at a path of `form` belongs to one of the objects."""
         return any(part.contains(path) for part in self._parts)
 
-    def restore(self, loaded: set[str]) -> None:
-        """Hands `form` to the objects of which at least one key is in `loaded`. Modules come first."""
+    def restore(self, loaded: set[str], rename: Callable[[str], str] | None = None) -> None:
+        """Hands `form` to the objects of which at least one key is in `loaded`. Modules come first. `rename` gives the
+        keys of the checkpoint, if they are others."""
         for part in sorted(self._parts, key=lambda part: part.order):
             form: Any = self.form
             for name in part.path:
                 form = form[name]
             keys = flatten({part.key: form})[0].keys()
             if not keys or not loaded.isdisjoint(keys):
-                part.restore(form, loaded)
+                part.restore(form, loaded, rename)
             else:
                 part.abandon()
 
@@ -139,7 +147,7 @@ class _Part:
     def form_to_load(self) -> Any:
         return self.form()
 
-    def restore(self, form: Any, loaded: set[str]) -> None:
+    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
         self.value.load_state_dict(form)
 
     def abandon(self) -> None:
@@ -153,7 +161,7 @@ class _ModulePart(_Part):
         module = self.value
         return get_model_state_dict(module) if is_wrapped(module) else module.state_dict()
 
-    def restore(self, form: Any, loaded: set[str]) -> None:
+    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
         module = self.value
         _give_memory(module, {name: value for name, value in form.items() if self.prefix + name in loaded})
         if is_wrapped(module):
@@ -175,7 +183,7 @@ class _OptimizerPart(_Part):
 
     def form_to_load(self) -> Any:
         self.state.give_state()
-        self.asked = self.form()
+        self.asked = _with_own_settings(self.form())
         return self.asked
 
     def drop_absent_state(self, stored: AbstractSet[str]) -> None:
@@ -183,13 +191,20 @@ class _OptimizerPart(_Part):
         if not finds and self._finds(by_number := self.value.state_dict(), stored):
             finds = True
             self.state.number()
-            self.asked.update(by_number)
+            self.asked.update(_with_own_settings(by_number))
         if finds or self.state.named or not any(key.startswith(f"{self.prefix}state.") for key in stored):
             self._drop_absent(stored)
+
+    def ask_for_all_groups(self, stored: AbstractSet[str], rename: Callable[[str], str]) -> None:
         groups = self.asked["param_groups"]
-        while f"{(prefix := f'{self.prefix}param_groups.{len(groups)}.')}params" in stored:
-            settings = {name: deepcopy(value) for name, value in groups[-1].items() if prefix + name in stored}
-            groups.append({**settings, "params": []})
+        while groups:
+            prefix = f"{self.prefix}param_groups.{len(groups)}."
+            found = {
+                name: value for name, value in groups[-1].items() if renamed_if_known(rename, prefix + name) in stored
+            }
+            if "params" not in found:
+                break
+            groups.append({**{name: deepcopy(value) for name, value in found.items()}, "params": []})
 
     def _drop_absent(self, stored: AbstractSet[str]) -> None:
         for name, values in list(self.asked["state"].items()):
@@ -197,8 +212,9 @@ class _OptimizerPart(_Part):
             if saved_with in stored and stored.isdisjoint(self._keys(name, values)):
                 del self.asked["state"][name]
 
-    def restore(self, form: Any, loaded: set[str]) -> None:
-        self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key)
+    def restore(self, form: Any, loaded: set[str], rename: Callable[[str], str] | None) -> None:
+        stored = None if rename is None else StoredNames(self.prefix, rename, self.state.key_of, loaded)
+        self.state.restore(form, lambda name, values: not loaded.isdisjoint(self._keys(name, values)), self.key, stored)
 
     def _finds(self, form: Mapping[str, Any], stored: AbstractSet[str]) -> bool:
         return any(not stored.isdisjoint(self._keys(name, values)) for name, values in form["state"].items())
@@ -208,6 +224,16 @@ class _OptimizerPart(_Part):
 
     def abandon(self) -> None:
         self.state.take_back()
+
+
+def _with_own_settings(form: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's form whose settings are in tensors of their own. Groups may share one (`lr=torch.tensor(...)`), and
+    are given new ones by `load_state_dict`."""
+    groups = [
+        {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in form["param_groups"]
+    ]
+    return {**form, "param_groups": groups}
 
 
 def _find(state: Mapping[str, Any]) -> list[_Part]:

@@ -20,9 +20,11 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A new tensor for each tensor on the meta device, by key.
 
     The new tensor is on the CPU; a DTensor is on the device of its mesh, with the same placements. A ShardedTensor gets
-    new shards on the CPU in place. Storages that were freed or never allocated are allocated in place.
+    new shards on the CPU in place. Storages that were freed or never allocated are allocated in place. Tensors that are
+    tied on the meta device are the same new tensor.
     """
-    new = {}
+    new: dict[str, torch.Tensor] = {}
+    of_place: dict[Any, torch.Tensor] = {}
     for key, value in _without_plain_memory(values):
         if isinstance(value, ShardedTensor):  # its own methods work only with exactly one shard
             for shard in value.local_shards():
@@ -32,7 +34,10 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                     _allocate(shard.tensor)
         elif isinstance(value, torch.Tensor):
             if value.is_meta:
-                new[key] = _real(value)
+                place = _place(value)
+                new[key] = of_place[place] if place in of_place else _real(value)
+                if place is not None:
+                    of_place[place] = new[key]
             else:
                 _allocate(value.to_local() if type(value) is DTensor else value)
     return new

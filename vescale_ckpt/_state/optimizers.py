@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, IncompatibleStateError
+from ..errors import CheckpointError
+from .optimizer_groups import StoredNames, in_groups
 
 #: the children by which wrappers (DDP, torch.compile, activation checkpointing, FSDP1) hold what they wrap
 _WRAPPED = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -85,10 +86,17 @@ class OptimizerState:
             group["params"] = [names[number] for number in group["params"]]
         return form
 
-    def restore(self, form: dict[str, Any], was_loaded: Callable[[Any, Mapping[str, Any]], bool], key: str) -> None:
+    def restore(
+        self,
+        form: dict[str, Any],
+        was_loaded: Callable[[Any, Mapping[str, Any]], bool],
+        key: str,
+        stored_names: StoredNames | None,
+    ) -> None:
         """Hands the optimizer the state that was loaded into `form`. State that it had before and was not loaded stays.
 
-        Raises `IncompatibleStateError` if parameters were grouped in another way when they were saved.
+        `stored_names`: None if keys are not renamed. Raises `IncompatibleStateError` if parameters were grouped in
+        another way when they were saved, or renamed names do not tell how.
         """
         optimizer, module = self._optimizer, self._module
         of_parameters = form["state"]
@@ -98,7 +106,7 @@ class OptimizerState:
                 name: values for name, values in of_parameters.items() if name in had or was_loaded(name, values)
             }
         own = self.form()["param_groups"]
-        groups = _in_groups(own, form["param_groups"], key)
+        groups = in_groups(own, form["param_groups"], key, of_parameters, stored_names)
         form = {"state": of_parameters, "param_groups": groups}
         if module is not None and is_wrapped(module):
             with _StateLeftAlone(optimizer):
@@ -193,18 +201,3 @@ class _StateLeftAlone:
     def __exit__(self, *error: object) -> None:
         if self._marked is not None:
             self._marked.grad = None
-
-
-def _in_groups(own: list[dict[str, Any]], loaded: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """The optimizer's own groups with the loaded settings. A loaded group is found by the names of parameters; for
-    names that were not saved with any group (those of other pipeline stages), by the number of the group."""
-    group_of = {name: number for number, group in enumerate(loaded) for name in group["params"]}
-    groups = []
-    for number, group in enumerate(own):
-        sources = {group_of[name] for name in group["params"] if name in group_of} or {number}
-        if len(sources) > 1:
-            raise IncompatibleStateError(
-                f"{key}.param_groups.{number}", "parameters in one group", f"them in groups {sorted(sources)}"
-            )
-        groups.append({**loaded[sources.pop()], "params": list(group["params"])})
-    return groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from .._engine.rows import OBJECT
 from .._engine.tensor_checks import is_plain_tensor, reach
 from ..errors import some
 from .describe import Description
+
+_Name = TypeVar("_Name", str, tuple[str, int])
 
 
 def tied_names(description: Description) -> dict[str, str]:
@@ -69,15 +71,15 @@ def _where(description: Description, item: int) -> tuple[Any, ...]:
     return dtype, shape, offset, size, lies, local_offset
 
 
-def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Groups of tensors whose memory overlaps. Disjoint parts of one storage do not count."""
-    areas: dict[torch.device, list[tuple[int, int, str]]] = {}
+def sharing_memory(tensors: Mapping[_Name, torch.Tensor]) -> list[list[_Name]]:
+    """Groups of tensors whose memory overlaps, from first bytes to last. Disjoint parts of one storage do not count."""
+    areas: dict[torch.device, list[tuple[int, int, _Name]]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() != 0 and is_plain_tensor(tensor) and not tensor.is_meta:
             start = tensor.data_ptr()
             extent = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
             areas.setdefault(tensor.device, []).append((start, start + extent, name))
-    groups: list[list[str]] = []
+    groups: list[list[_Name]] = []
     for of_device in areas.values():
         end = 0
         for start, stop, name in sorted(of_device):

@@ -1,0 +1,119 @@
+"""Finds the group in which the parameters of each group of an optimizer were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from ..errors import IncompatibleStateError
+from .flatten import flatten
+
+
+class StoredNames:
+    """The names that an optimizer's parameters have in a checkpoint of which the keys are renamed.
+
+    prefix: that of the optimizer's keys in the state, with a dot at its end.
+    rename: gives the key of the checkpoint for a key of the state.
+    parameter_key: gives the key of a parameter of that name in its module; None if parameters are numbered.
+    loaded: the keys of the state that were loaded.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        rename: Callable[[str], str],
+        parameter_key: Callable[[Any], str | None],
+        loaded: AbstractSet[str],
+    ) -> None:
+        self._prefix, self._rename, self._parameter_key, self._loaded = prefix, rename, parameter_key, loaded
+        groups_key = "param_groups.0.params"
+        of_groups = self._renamed(prefix + groups_key)
+        # of the checkpoint's keys of the state of parameters; None if it cannot be known
+        self._state_prefix = f"{of_groups.removesuffix(groups_key)}state." if of_groups.endswith(groups_key) else None
+
+    def names(self, name: Any, values: Mapping[str, Any], known: Container[str]) -> list[str]:
+        """Those of `known` that a parameter may be stored as. `values`: its state, which was loaded by such a name."""
+        by_state = [of_state] if (of_state := self._by_state(name, values)) in known else []
+        if by_state and values:
+            return by_state
+        return [*by_state, *(each for each in self._by_module(name) if each in known)]
+
+    def _by_state(self, name: Any, values: Mapping[str, Any]) -> str:
+        part = next(iter(flatten(values)[0]), "step")
+        key = self._renamed(f"{self._prefix}state.{name}.{part}")
+        if self._state_prefix is None or not (key.startswith(self._state_prefix) and key.endswith(f".{part}")):
+            return ""
+        return key.removeprefix(self._state_prefix).removesuffix(f".{part}")
+
+    def _by_module(self, name: Any) -> list[str]:
+        """By the parameter's key in its module. Names within a module lack the first parts of that key."""
+        key = self._parameter_key(name)
+        parts = [] if key is None else self._renamed(key).split(".")
+        return [".".join(parts[at:]) for at in range(len(parts))]
+
+    def is_stored(self, name: Any, values: Mapping[str, Any]) -> bool:
+        """Whether some state of the parameter was loaded."""
+        return any(f"{self._prefix}state.{name}.{part}" in self._loaded for part in flatten(values)[0])
+
+    def _renamed(self, key: str) -> str:
+        return renamed_if_known(self._rename, key)
+
+
+def renamed_if_known(rename: Callable[[str], str], key: str) -> str:
+    """The checkpoint's key for one that the state may not have; empty if `rename` knows only keys that it has."""
+    try:
+        return rename(key)
+    except Exception:
+        return ""
+
+
+def in_groups(
+    own: list[dict[str, Any]],
+    saved: list[dict[str, Any]],
+    key: str,
+    state: Mapping[Any, Mapping[str, Any]],
+    stored: StoredNames | None,
+) -> list[dict[str, Any]]:
+    """The optimizer's own groups with the saved settings.
+
+    A saved group is found by the names of parameters; for names that were not saved with any group (those of other
+    pipeline stages), by the number of the group. With renamed keys, names are those of the checkpoint, and the number
+    counts only where it leaves no doubt.
+
+    `key`: that of the optimizer. `state`: of the parameters, by name. `stored`: None if keys are not renamed.
+    Raises `IncompatibleStateError` if parameters of one group were saved in several, or it is not known in which.
+    """
+    group_of = {str(name): number for number, group in enumerate(saved) for name in group["params"]}
+    groups = []
+    by_number: list[int] = []
+    for number, group in enumerate(own):
+        sources: set[int] = set()
+        for name in group["params"]:
+            names = [str(name)] if stored is None else stored.names(name, state.get(name, {}), group_of)
+            found = {group_of[each] for each in names if each in group_of}
+            if len(found) > 1:
+                raise _ambiguous(key, number, f"{name} may be in groups {sorted(found)}: rename= gives {names}")
+            sources |= found
+        if len(sources) > 1:
+            raise IncompatibleStateError(
+                f"{key}.param_groups.{number}", "parameters in one group", f"them in groups {sorted(sources)}"
+            )
+        if not sources:
+            by_number.append(number)
+        groups.append({**saved[min(sources, default=number)], "params": list(group["params"])})
+    if stored is not None and not _settings_are_equal(saved):
+        for number in by_number:
+            names = own[number]["params"]
+            if names and not any(stored.is_stored(name, state.get(name, {})) for name in names):
+                raise _ambiguous(key, number, "none of its parameters is in a group, by the names that rename= gives")
+    return groups
+
+
+def _ambiguous(key: str, number: int, why: str) -> IncompatibleStateError:
+    return IncompatibleStateError(f"{key}.param_groups.{number}", "to know its group in the checkpoint", why)
+
+
+def _settings_are_equal(groups: list[dict[str, Any]]) -> bool:
+    first, *others = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+    return all(str(other) == str(first) for other in others)
