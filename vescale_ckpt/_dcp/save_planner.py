@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,6 +26,7 @@ from .._plan.plan_cache import KeptLocalPlan, PlanCache, what_changed
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
+from .._state.chunks import needs_fields, tells_chunks
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrapped
@@ -127,6 +129,7 @@ class SavePlanner(DefaultSavePlanner):
         """DCP calls it after `set_up_planner`, on each rank. The plan of this rank, packed if possible."""
         self._description = self.describe()
         if self._description is None:
+            self._refuse_fields()
             return super().create_local_plan()
         self.plan = self.local_plan(self._description)
         return self.plan
@@ -176,7 +179,8 @@ class SavePlanner(DefaultSavePlanner):
                 else resolved
             )
         value: Any = self.state_dict.get(write_item.index.fqn)
-        if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
+        looks_up = self._overrides("lookup_object", "transform_object") or tells_chunks(value, loading=False)
+        if is_plain_tensor(value) and not looks_up:
             return value  # type: ignore[no-any-return]  # a plain tensor: no lookup is needed
         return super().resolve_data(write_item)
 
@@ -302,6 +306,19 @@ class SavePlanner(DefaultSavePlanner):
         self._structure = structure.pack()
         if structure.lost:
             _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
+
+    def _refuse_fields(self) -> None:
+        """Raises `CheckpointError` for a tensor whose fields say what it is a part of, if torch's own planning, which a
+        value of the state or a subclass needs, does not know these fields."""
+        if hasattr(dcp, "CheckpointableTensor"):
+            return
+        for key, value in self.state_dict.items():
+            if needs_fields(value):
+                raise CheckpointError(
+                    f"{key}: this torch does not know CheckpointableTensor (2.14 does), and the planner, or "
+                    "another value of the state, needs its planning: save the other values separately",
+                    key=key,
+                )
 
     def forget_state(self) -> None:
         """Drops references to the state, which may be large: the planner outlives the save."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from .._engine import _C
+from .._engine import _C, torch_private
 from .._engine.dtypes import dtype_code
 from .._engine.rows import OBJECT, SHARD
 from .._engine.torch_private import DTensorLayout
 from ..errors import CheckpointError
-from .local_state import LocalState, describes_itself
-from .shard_boxes import ShardBox, boxes_at, local_shape
+from .local_state import LocalState
+from .shard_boxes import ShardBox, are_known, boxes_at, local_shape
 
 _REQUIRES_GRAD = 1  # flag
 
@@ -63,7 +63,7 @@ class _Making:
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
         self._add_dtensors()
-        self._add_sharded()
+        self._add_chunked()
         item = packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
             self.items[position] = [item]
@@ -106,9 +106,6 @@ class _Making:
         for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
             number = first + index
             tensor = state.tensors[number]
-            if describes_itself(state.local_types[index]):
-                self.other.append(position)
-                continue
             requires_grad = bool(state.requires_grad[number])
             mesh_shape, coordinate = self._mesh(layout)
             if coordinate is None:
@@ -141,7 +138,7 @@ class _Making:
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
-            found = boxes_at(layout, mesh_shape, coordinate)
+            found = _boxes_of(layout, mesh_shape, coordinate)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
         if local_shape(found) != tuple(tensor.shape):
@@ -155,12 +152,15 @@ class _Making:
             for box in found
         ]
 
-    def _add_sharded(self) -> None:
+    def _add_chunked(self) -> None:
         state = self.state
         number = len(state.groups.plain) + len(state.groups.dtensors)
-        for position, (shape, requires_grad, boxes) in zip(state.groups.sharded, state.shards, strict=True):
-            key = state.keys[position]
-            for offset, size in boxes:
+        for position, told in zip(state.groups.chunked, state.chunks, strict=True):
+            if told is None:
+                self.other.append(position)
+                continue
+            key, (shape, chunks) = state.keys[position], told
+            for kind, requires_grad, offset, size in chunks:
                 tensor = state.tensors[number]
                 if tuple(tensor.shape) != size:
                     raise CheckpointError(
@@ -169,9 +169,16 @@ class _Making:
                     )
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
-                row = packed_row(SHARD, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
+                row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
+
+
+def _boxes_of(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
+    if are_known(layout.placements):
+        return boxes_at(layout, mesh_shape, coordinate)
+    offset, size = torch_private.box_of_layout(layout)
+    return (ShardBox(offset, size, (0,) * len(size)),)
 
 
 def packed_row(
