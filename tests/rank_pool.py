@@ -267,7 +267,9 @@ def _share_gloo_device() -> None:
     device = gloo.create_default_device()
 
     class SharedDeviceGloo(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = _COLLECTIVE_TIMEOUT) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta = _COLLECTIVE_TIMEOUT, **_of_newer_torch: Any
+        ) -> None:
             options = gloo._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2
             super().__init__(store, rank, size, options)
