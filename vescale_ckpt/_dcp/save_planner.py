@@ -6,6 +6,7 @@ import io
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -131,7 +132,10 @@ class SavePlanner(DefaultSavePlanner):
         if self._description is None:
             self._refuse_fields()
             return super().create_local_plan()
-        self.plan = self.local_plan(self._description)
+        plan = self.local_plan(self._description)
+        if plan.inventory is None:  # without a reduction over ranks, the coordinator needs what it would ask for
+            plan = replace(plan, replicas=self._offered_hashes(self._description))
+        self.plan = plan
         return self.plan
 
     @gc_paused()
@@ -153,8 +157,11 @@ class SavePlanner(DefaultSavePlanner):
                 owned = words(planned.plan.local_plan(rank))[::PLAN_ROW]
                 answers.append(SavePlan([plan.items[item] for item in owned], planner_data=plan.planner_data))
             else:
-                local_plan = planned.plan.local_plan(rank) if fresh else None
-                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, local_plan=local_plan))
+                answer = PackedSavePlan([], plan_id=planned.plan_id, position=rank)
+                if fresh:
+                    made = planned.plan
+                    answer = replace(answer, local_plan=made.local_plan(rank), holders=made.holders(rank))
+                answers.append(answer)
         self.global_plan = answers
         self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
@@ -208,16 +215,8 @@ class SavePlanner(DefaultSavePlanner):
         `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
         kept = self._cache.local_plan(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
-            boxes = _split(kept, description)
-            hashes, all_of_them = boxes.hashes(description, on_devices)
-            return PackedSavePlan(
-                [],
-                plan_id=kept.plan_id,
-                position=kept.position,
-                replicas=boxes.table(hashes),
-                check=boxes.sum(hashes),
-                checked=all_of_them,
-            )
+            check, checked = replicas.replica_sum(description, kept.holders, on_devices)
+            return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position, check=check, checked=checked)
         return self.full_local_plan(description, on_devices)
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
@@ -230,8 +229,11 @@ class SavePlanner(DefaultSavePlanner):
             paths=_packed_paths(self._paths),
             structure=self._structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
-            replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
+            replicas=self._offered_hashes(description, on_devices),
         )
+
+    def _offered_hashes(self, description: Description, on_devices: bool = True) -> bytes:
+        return replicas.offered_hashes(description, on_devices) if this_rank()[1] > 1 else b""
 
     def global_plan_of(self, plans: Sequence[SavePlan], alone: bool = False) -> tuple[GlobalSavePlan, bool]:
         """The plan for all ranks, and whether it is new to them. Called on the coordinator, and on a rank that saves
@@ -240,8 +242,9 @@ class SavePlanner(DefaultSavePlanner):
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
         }
-        found = replicas.differing([plan.replicas for plan in plans if isinstance(plan, PackedSavePlan)])
-        if not found and len(named) == 1 and (name := named.pop()) is not None:
+        packed = [plan for plan in plans if isinstance(plan, PackedSavePlan)]
+        differ = all(plan.checked for plan in packed) and sum(plan.check for plan in packed) % (1 << 64) != 0
+        if not differ and len(named) == 1 and (name := named.pop()) is not None:
             kept = self._cache.global_plan(name)
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
@@ -266,14 +269,12 @@ class SavePlanner(DefaultSavePlanner):
                     "saves with this planner. The next save plans afresh"
                 )
         replicas.warn_of_objects(_objects_of(plan) for plan in plans)
-        whole: list[str] = []
-        if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
-            keys = replicas.keys_of(found, inventories)
-            replicas.warn(keys)
-            whole += keys
-        pieces = all(isinstance(plan, PackedSavePlan) for plan in plans)  # plans of items hold whole tensors
+        pieces = len(packed) == len(plans)  # plans of items hold whole tensors
+        hashes = [plan.replicas for plan in packed] if pieces and len(plans) > 1 else []
         structure, keep = Structure.merged(structures), self.reuse_plans and not alone
-        planned = GlobalSavePlan(inventories, paths, structure, self.placement, whole, pieces, keep)
+        planned = GlobalSavePlan(inventories, paths, structure, self.placement, hashes, pieces, keep)
+        if found := {key: (one, other) for key, one, other in planned.plan.differences}:
+            replicas.warn(found)
         if keep:
             self._cache.keep_global_plan(planned)
         return planned, True
@@ -283,7 +284,7 @@ class SavePlanner(DefaultSavePlanner):
         made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptLocalPlan | None
         if plan.local_plan is not None:
-            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for)
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for, holders=plan.holders)
         else:
             kept = self._cache.local_plan(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
@@ -344,18 +345,6 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
         "load into: %s",
         ", ".join(names),
     )
-
-
-def _split(kept: KeptLocalPlan, description: Description) -> replicas.ReplicaBoxes:
-    """The boxes that several ranks hold and the plan splits. Made again if tensors have moved in memory."""
-    if not kept.split or kept.split[0].sources != description.sources:
-        kept.split[:] = [replicas.split_boxes(description, kept.local_plan)]
-    return kept.split[0]
-
-
-def _hashes_of_large(description: Description, on_devices: bool) -> bytes:
-    boxes = replicas.large_boxes(description)
-    return boxes.table(boxes.hashes(description, on_devices)[0])
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:

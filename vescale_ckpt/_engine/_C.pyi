@@ -190,7 +190,24 @@ def are_dense_and_apart(table: bytes) -> bool: ...
 def ready_tensors(
     table: bytes, with_cuda: bool, lazy: bytes, storage_offsets: Sequence[int], storage_bytes: Sequence[int]
 ) -> bytes: ...
-def replica_hashes(table: bytes, boxes: bytes, elements: int, factors: bytes) -> bytes: ...
+def offered_hashes(
+    inventory: bytes,
+    sources: bytes,
+    tensors: bytes,
+    ready: bytes,
+    sample: tuple[int, int, int],
+    factors: bytes,
+    offered: bytes,
+) -> tuple[bytes, list[int]]: ...
+def replica_sum(
+    inventory: bytes,
+    sources: bytes,
+    tensors: bytes,
+    ready: bytes,
+    sample: tuple[int, int, int],
+    factors: bytes,
+    holders: bytes,
+) -> tuple[int, list[tuple[int, int]]]: ...
 def pack_inventory(names: list[str], rows: Sequence[bytes], node: int = 0) -> bytes: ...
 def write_table(inventory: bytes, local_plan: Any, sources: bytes, tensors: bytes, ready: bytes) -> bytes: ...
 def copy_table(
@@ -295,7 +312,11 @@ class GlobalPlan:
         placement: str,
         least_piece_bytes: int = 1048576,
         whole: Sequence[str] = (),
+        hashes: Sequence[bytes] = (),
     ) -> None: ...
+    @property
+    def differences(self) -> list[tuple[str, int, int]]: ...
+    def holders(self, rank: int) -> bytes: ...
     @property
     def ranks(self) -> int: ...
     @property

@@ -29,6 +29,7 @@ class Description:
 
     inventory: bytes  #: an item for each box of a tensor and each object, in the order of the keys
     names: list[str]  #: the key of each item
+    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
     sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
     tensors: list[torch.Tensor]  #: on this rank; `table` is valid as long as these live unchanged
     table: bytes  #: `tensor_table` of them
@@ -122,6 +123,7 @@ class Describer:
         description = Description(
             items.inventory,
             items.names,
+            items.offered,
             items.sources,
             state.tensors,
             state.table,

@@ -30,6 +30,7 @@ class Items:
     sources: bytes
     objects: list[int]  #: positions in the state of values that are no tensors
     other: list[int]  #: positions of values without items
+    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
 
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
@@ -49,7 +50,7 @@ def _of_tensors(state: LocalState, object_bytes: Mapping[str, int]) -> Items | N
         return None
     inventory, sources = packed
     weighted = _C.inventory_of_tensors(*tensors, weights, state.node) if any(weights) else None
-    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [])
+    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [], b"")
 
 
 class _Making:
@@ -58,7 +59,8 @@ class _Making:
         self.object_bytes = object_bytes
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
-        self.rows: dict[Any, list[tuple[bytes, bytes]]] = {}  # by traits: layers repeat
+        self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # by traits: layers repeat
+        self.alone = bytearray(len(state.keys))  # by position: 1 if no two ranks of a DTensor's mesh hold the same box
         # By position, for the order of the keys: rows of the inventory, each with its row of the table of sources.
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
@@ -83,6 +85,9 @@ class _Making:
             sources,
             self.state.groups.objects,
             sorted(self.other),
+            bytes([1 - alone for alone, of_key in zip(self.alone, items, strict=True) for _ in of_key])
+            if 1 in self.alone
+            else b"",
         )
 
     def _weighted(self, name: str, row: bytes) -> bytes:
@@ -114,10 +119,10 @@ class _Making:
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad)
             found = self.rows.get(traits)
             if found is None:
-                found = self.rows[traits] = self._boxes(
-                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad
-                )
-            self.items[position] = [(row, _source(number, offsets)) for row, offsets in found]
+                boxes = self._boxes(state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad)
+                found = self.rows[traits] = boxes, _is_sharded_by_all(layout, mesh_shape)
+            boxes, self.alone[position] = found
+            self.items[position] = [(row, _source(number, offsets)) for row, offsets in boxes]
 
     def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         mesh = self.meshes.get(id(layout.mesh))
@@ -172,6 +177,10 @@ class _Making:
                 row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
+
+
+def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bool:
+    return not any(size > 1 and of.is_replicate() for of, size in zip(layout.placements, mesh_shape, strict=True))
 
 
 def _boxes_of(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
