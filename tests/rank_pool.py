@@ -268,7 +268,7 @@ def _share_gloo_device() -> None:
 
     class SharedDeviceGloo(gloo):  # type: ignore[misc, valid-type]
         def __init__(
-            self, store: Any, rank: int, size: int, timeout: timedelta = _COLLECTIVE_TIMEOUT, **of_torch_2_14: bool
+            self, store: Any, rank: int, size: int, timeout: timedelta = _COLLECTIVE_TIMEOUT, **_of_newer_torch: Any
         ) -> None:
             options = gloo._Options()
             options._devices, options._timeout, options._threads = [device], timeout, 2

@@ -19,13 +19,19 @@ plan::Placement placement_named(const std::string& name) {
 }
 
 std::unique_ptr<plan::GlobalPlan> make_plan(const std::vector<py::object>& inventories, const std::string& placement,
-                                            uint64_t least_piece_bytes, const std::vector<std::string>& whole) {
+                                            uint64_t least_piece_bytes, const std::vector<std::string>& whole,
+                                            const std::vector<py::bytes>& hashes) {
   const plan::PlanOptions options{placement_named(placement), least_piece_bytes, whole};
   std::vector<state::InventoryParts> views;
   views.reserve(inventories.size());
   for (const py::object& inventory : inventories) views.push_back(inventory_view(inventory));
+  std::vector<std::span<const uint64_t>> words;
+  for (const py::bytes& of_rank : hashes) {  // aligned as all that Python allocates
+    const std::span<const std::byte> bytes = view(of_rank);
+    words.emplace_back(reinterpret_cast<const uint64_t*>(bytes.data()), bytes.size() / sizeof(uint64_t));
+  }
   const py::gil_scoped_release release;
-  return std::make_unique<plan::GlobalPlan>(views, options);
+  return std::make_unique<plan::GlobalPlan>(views, options, words);
 }
 
 // Written where Python keeps it: all ranks' local plans are the largest of what planning makes.
@@ -34,6 +40,15 @@ py::bytes local_plan(const plan::GlobalPlan& plan, uint32_t rank) {
   py::bytes result(nullptr, words * sizeof(int64_t));
   plan.local_plan(rank, {reinterpret_cast<int64_t*>(PyBytes_AS_STRING(result.ptr())), words});
   return result;
+}
+
+// (key, two ranks) of keys whose replicas differ.
+py::list differences(const plan::GlobalPlan& plan) {
+  py::list found;
+  for (const plan::Difference& difference : plan.differences()) {
+    found.append(py::make_tuple(text(std::string(plan.key(difference.key))), difference.one, difference.other));
+  }
+  return found;
 }
 
 py::tuple tuple_of(std::span<const int64_t> values) {
@@ -68,10 +83,12 @@ void bind_plan(py::module_& module) {
   py::class_<plan::GlobalPlan>(module, "GlobalPlan")
       .def(py::init(&make_plan), py::arg("inventories"), py::arg("placement"),
            py::arg("least_piece_bytes") = plan::PlanOptions().least_piece_bytes,
-           py::arg("whole") = std::vector<std::string>())
+           py::arg("whole") = std::vector<std::string>(), py::arg("hashes") = std::vector<py::bytes>())
       .def_property_readonly("ranks", &plan::GlobalPlan::ranks)
       .def_property_readonly("items", &plan::GlobalPlan::rows)
       .def("local_plan", &local_plan)
+      .def("holders", [](const plan::GlobalPlan& plan, uint32_t rank) { return bytes_of(plan.holders(rank)); })
+      .def_property_readonly("differences", &differences)
       .def("bytes_by_rank",
            [](const plan::GlobalPlan& plan) {
              const auto bytes = plan.bytes_by_rank();

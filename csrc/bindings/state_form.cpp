@@ -228,12 +228,54 @@ bool have_attributes(const py::list& values, const py::list& paths, const py::li
   return true;
 }
 
+// A new reference, or null if there is no such attribute.
+PyObject* attribute(PyObject* value, PyObject* name) {
+  PyObject* found = nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  const int result = PyObject_GetOptionalAttr(value, name, &found);
+#else
+  const int result = _PyObject_LookupAttr(value, name, &found);
+#endif
+  if (result < 0) throw py::error_already_set();
+  return found;
+}
+
+// The positions of values that have an attribute of one of these names. Methods of the functions `known` do not count.
+// Looks as Python's `hasattr` does, but makes no error for the many values that have none.
+std::vector<size_t> with_attributes(const py::list& values, const std::vector<py::str>& names, const py::tuple& known) {
+  std::vector<py::object> interned;
+  for (const py::str& name : names) {
+    PyObject* text = py::reinterpret_borrow<py::object>(name).release().ptr();
+    PyUnicode_InternInPlace(&text);
+    interned.push_back(py::reinterpret_steal<py::object>(text));
+  }
+  const auto counts = [&](const py::object& found) {
+    if (!PyMethod_Check(found.ptr())) return true;
+    for (const py::handle function : known) {
+      if (function.ptr() == PyMethod_GET_FUNCTION(found.ptr())) return false;
+    }
+    return true;
+  };
+  std::vector<size_t> positions;
+  for (size_t i = 0; i < values.size(); ++i) {
+    PyObject* value = PyList_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i));
+    for (const py::object& name : interned) {
+      const auto found = py::reinterpret_steal<py::object>(attribute(value, name.ptr()));
+      if (!found || !counts(found)) continue;
+      positions.push_back(i);
+      break;
+    }
+  }
+  return positions;
+}
+
 }  // namespace
 
 void bind_state_form(py::module_& module) {
   py::class_<StateForm>(module, "StateForm")
       .def_static("of", &StateForm::of, py::arg("state"), py::arg("tensors"), py::arg("scalars"))
       .def("values", &StateForm::values, py::arg("state"));
+  module.def("with_attributes", &with_attributes, py::arg("values"), py::arg("names"), py::arg("known"));
   module.def("have_attributes", &have_attributes, py::arg("values"), py::arg("paths"), py::arg("known"));
 }
 

@@ -1,6 +1,8 @@
 // Torch's tensors, without torch's headers, and the tables that say where a state is.
 #include <array>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -8,6 +10,7 @@
 #include "bindings/bindings.h"
 #include "bindings/tensor_reader.h"
 #include "format/torch_record.h"
+#include "plan/replicas.h"
 #include "state/inventory.h"
 #include "state/replica_hash.h"
 #include "state/shared_memory.h"
@@ -184,6 +187,63 @@ py::tuple read_table(const py::bytes& inventory, const py::buffer& rows, const p
   return py::make_tuple(packed(table.copies.rows), packed(table.copies.devices), table.rest);
 }
 
+// --- Replicas
+
+using SampleArgument = std::tuple<uint32_t, uint32_t, uint64_t>;
+
+// What a rank tells of some of its items.
+struct HashedItems {
+  HashedItems(const state::StateTables& state, std::span<const uint32_t> items, const SampleArgument& sample,
+              const py::bytes& factors) {
+    const Words words(factors);
+    const std::vector<uint64_t> of_elements(words.values().begin(), words.values().end());
+    const auto& [of_small, of_large, large_bytes] = sample;
+    hashes = state::replica_hashes(state, items, {of_small, of_large, large_bytes}, of_elements);
+  }
+  std::vector<uint64_t> hashes;
+};
+
+py::tuple offered_hashes(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
+                         const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
+                         const py::bytes& offered) {
+  const Words source_words(sources), tensor_words(tensors);
+  const state::Inventory all(view(inventory));
+  const std::span<const std::byte> flags = view(offered);
+  if (!flags.empty() && flags.size() != all.size()) throw Error::invalid("a flag for each item is wanted");
+  std::vector<uint32_t> items;
+  for (uint32_t i = 0; i < all.size(); ++i) {
+    const state::Item item = all[i];
+    if (item.kind == state::ItemKind::object || item.bytes == 0) continue;
+    if (flags.empty() || flags[i] != std::byte{0} || item.bytes >= std::get<2>(sample)) items.push_back(i);
+  }
+  const HashedItems found({all, source_words.values(), tensor_words.values(), view(ready)}, items, sample, factors);
+  std::vector<uint64_t> hashes(all.size());
+  std::vector<uint32_t> rest;
+  for (size_t i = 0; i < items.size(); ++i) {
+    hashes[items[i]] = found.hashes[i];
+    if (found.hashes[i] == state::kNotHashed) rest.push_back(items[i]);
+  }
+  return py::make_tuple(bytes_of(hashes), rest);
+}
+
+py::tuple replica_sum(const py::bytes& inventory, const py::bytes& sources, const py::bytes& tensors,
+                      const py::bytes& ready, const SampleArgument& sample, const py::bytes& factors,
+                      const py::bytes& holders) {
+  const Words source_words(sources), tensor_words(tensors);
+  const state::Inventory all(view(inventory));
+  const std::vector<plan::Summand> summands = plan::replica_summands(all, view(holders));
+  std::vector<uint32_t> items;
+  for (const plan::Summand& summand : summands) items.push_back(summand.item);
+  const HashedItems found({all, source_words.values(), tensor_words.values(), view(ready)}, items, sample, factors);
+  uint64_t sum = 0;
+  std::vector<std::pair<uint32_t, uint64_t>> rest;
+  for (size_t i = 0; i < items.size(); ++i) {
+    sum += summands[i].factor * found.hashes[i];
+    if (found.hashes[i] == state::kNotHashed) rest.emplace_back(items[i], summands[i].factor);
+  }
+  return py::make_tuple(sum, rest);
+}
+
 template <auto make>
 py::bytes engine_table(const py::bytes& inventory, const py::buffer& rows, const py::bytes& sources,
                        const py::bytes& tensors, const py::bytes& ready) {
@@ -230,16 +290,12 @@ void bind_tensors(py::module_& module) {
                                              storage_bytes));
       },
       py::arg("table"), py::arg("with_cuda"), py::arg("lazy"), py::arg("storage_offsets"), py::arg("storage_bytes"));
-  module.def(
-      "replica_hashes",
-      [](const py::bytes& table, const py::bytes& boxes, uint32_t elements, const py::bytes& factors) {
-        const Words words(table), rows(boxes), factor_words(factors);
-        const std::span<const int64_t> signed_factors = factor_words.values();
-        const std::vector<uint64_t> unsigned_factors(signed_factors.begin(), signed_factors.end());
-        return bytes_of(
-            state::replica_hashes(state::TensorTable(words.values()), rows.values(), elements, unsigned_factors));
-      },
-      py::arg("table"), py::arg("boxes"), py::arg("elements"), py::arg("factors"));
+  module.def("offered_hashes", &offered_hashes, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
+             py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("offered"),
+             "a hash of each item, 0 for none; and the items that are to be hashed in Python");
+  module.def("replica_sum", &replica_sum, py::arg("inventory"), py::arg("sources"), py::arg("tensors"),
+             py::arg("ready"), py::arg("sample"), py::arg("factors"), py::arg("holders"),
+             "the sum of this rank's summands; item and factor of those that are to be added in Python");
   module.def("pack_inventory", &pack_inventory, py::arg("names"), py::arg("rows"), py::arg("node") = 0);
   module.def("write_table", &engine_table<&state::make_write_table>, py::arg("inventory"), py::arg("local_plan"),
              py::arg("sources"), py::arg("tensors"), py::arg("ready"));

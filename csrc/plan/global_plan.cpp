@@ -27,7 +27,8 @@ unsigned thread_count(std::span<const state::InventoryParts> inventories) {
 
 }  // namespace
 
-GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options)
+GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const PlanOptions& options,
+                       std::span<const std::span<const uint64_t>> hashes)
     : options_(options) {
   if (inventories.empty()) throw Error::invalid("a plan needs at least one rank");
   if (inventories.size() >= UINT32_MAX) throw Error::invalid("more than 4 billion ranks");
@@ -56,7 +57,9 @@ GlobalPlan::GlobalPlan(std::span<const state::InventoryParts> inventories, const
   }
 
   layout_ = merge(parsed, threads_);
-  assignment_ = assign(layout_, nodes_, options);
+  replicas_ = Replicas(layout_, hashes);
+  for (const Difference& difference : replicas_.differences()) options_.whole.emplace_back(key(difference.key));
+  assignment_ = assign(layout_, nodes_, options_);
   layout_.holders = {};
   layout_.first_holder = {};
   local_plans_ = LocalPlans(layout_, assignment_, this->ranks());
@@ -82,6 +85,11 @@ void GlobalPlan::local_plan(uint32_t rank, std::span<int64_t> words) const {
     at[3] = split == nullptr ? 0 : split->length;
     at += LocalPlans::kRowWords;
   });
+}
+
+std::vector<std::byte> GlobalPlan::holders(uint32_t rank) const {
+  if (rank >= ranks()) throw Error::invalid("no rank " + std::to_string(rank) + " in this plan");
+  return replicas_.holders(layout_, rank);
 }
 
 metadata::Catalog GlobalPlan::catalog(uint32_t node) const {

@@ -59,21 +59,28 @@ struct Box {
 
 }  // namespace
 
-std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const int64_t> boxes, uint32_t elements,
+std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const uint32_t> items, const Sample& sample,
                                      std::span<const uint64_t> factors) {
   std::vector<uint64_t> hashes;
-  while (!boxes.empty()) {
-    if (boxes.size() < 2 || boxes[0] < 0 || static_cast<size_t>(boxes[0]) >= tensors.size()) malformed_boxes();
-    const LocalTensor tensor = tensors[static_cast<size_t>(boxes[0])];
-    const size_t dims = tensor.shape.size();
-    if (boxes[1] != static_cast<int64_t>(dims) || boxes.size() - 2 < 2 * dims) malformed_boxes();
-    if (tensor.device != kHostDevice || tensor.dtype < 0) malformed_boxes();
-    const Box box{tensor, boxes.subspan(2, dims), boxes.subspan(2 + dims, dims)};
-    boxes = boxes.subspan(2 + 2 * dims);
+  hashes.reserve(items.size());
+  for (const uint32_t number : items) {
+    if (number >= state.inventory.size()) malformed_boxes();
+    const Item item = state.inventory[number];
+    const std::span<const int64_t> source = state.sources[number];
+    if (source[0] < 0 || item.kind == ItemKind::object) malformed_boxes();
+    const auto index = static_cast<size_t>(source[0]);
+    const LocalTensor tensor = state.tensors[index];
+    if (static_cast<uint8_t>(state.ready[index]) != kOnHost) {
+      hashes.push_back(kNotHashed);
+      continue;
+    }
+    const bool fits = tensor.shape.size() == item.size.size() && tensor.device == kHostDevice && tensor.dtype >= 0;
+    if (!fits) malformed_boxes();
+    const Box box{tensor, source.subspan(2), item.size};
 
     const int64_t item_bytes = format::dtypes()[static_cast<size_t>(tensor.dtype)].item_bytes;
     const int64_t integers = item_bytes == 16 ? 2 : 1, bytes = item_bytes / integers;
-    const int64_t total = box.count(), count = std::min<int64_t>(elements, total);
+    const int64_t total = box.count(), count = std::min<int64_t>(sample.count(item.bytes), total);
     if (static_cast<size_t>(count * integers) > factors.size()) malformed_boxes();
     const int64_t step = total / std::max<int64_t>(1, count), first = count > 1 ? step / 2 : 0;
     uint64_t hash = 0;
@@ -83,7 +90,7 @@ std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const
       value ^= value >> 31;
       hash += static_cast<uint64_t>(value) * factors[static_cast<size_t>(i)];
     }
-    hashes.push_back(hash);
+    hashes.push_back(hash == kNotHashed ? 1 : hash);
   }
   return hashes;
 }

@@ -1,4 +1,4 @@
-// Hashes of a few elements of tensors in host memory, by which ranks find out whether they hold the same.
+// Hashes of a few elements of boxes in host memory, by which ranks find out whether they hold the same.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,24 @@
 
 namespace vescale_ckpt::state {
 
-// `boxes`: rows of words, one behind another: tensor, dimensions n, n offsets in it, n sizes; none is empty.
-// `elements`: how many of each box are looked at, or all that it has: evenly from one to the next in C's order, so that
-// the hash does not depend on where and how they lie. `factors`: as many; twice as many where elements have 16 bytes.
+// How many elements of a box are looked at, or all that it has.
+struct Sample {
+  uint32_t of_small, of_large;
+  uint64_t large_bytes;  // of the smallest box that counts as large
+
+  uint32_t count(uint64_t bytes) const { return bytes >= large_bytes ? of_large : of_small; }
+};
+
+constexpr uint64_t kNotHashed = 0;
+
+// For each of the items, which are tensors with elements, a hash of its box; kNotHashed if the engine may not use its
+// memory. The elements lie evenly from one to the next in C's order, so that the hash does not depend on where and how
+// they lie. `factors`: as many as elements are looked at; twice as many where elements have 16 bytes.
 //
 // A hash is the sum of the factors, each times an element as a signed integer (of 16 bytes: two), whose upper bits are
-// first put on its lower ones; modulo 2^64. The memory of the tensors must be there. Throws Error (invalid) for rows
-// that do not fit the tensors.
-std::vector<uint64_t> replica_hashes(const TensorTable& tensors, std::span<const int64_t> boxes, uint32_t elements,
+// first put on its lower ones; modulo 2^64, and 1 in place of 0. Throws Error (invalid) for items that do not fit their
+// tensors.
+std::vector<uint64_t> replica_hashes(const StateTables& state, std::span<const uint32_t> items, const Sample& sample,
                                      std::span<const uint64_t> factors);
 
 }  // namespace vescale_ckpt::state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ import torch.distributed.checkpoint as dcp
 from rank_pool import run_ranks
 from states import random_tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageWriter
+from vescale_ckpt._engine import _C
 from vescale_ckpt._plan import replicas
-from vescale_ckpt._state.describe import Describer
+from vescale_ckpt._state.describe import Describer, Description
 
 MiB = 1 << 20
 
@@ -34,11 +35,11 @@ class _Log(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _state(values: dict[str, float]) -> dict[str, torch.Tensor]:
-    return {key: torch.full((4, MiB // 4), value) for key, value in values.items()}
+def _state(values: dict[str, float], elements: int) -> dict[str, torch.Tensor]:
+    return {key: torch.full((4, elements // 4), value) for key, value in values.items()}
 
 
-def _saves(path: str, how: str, differs: list[bool]) -> list[tuple[dict[str, list[float]], str]]:
+def _saves(path: str, how: str, differs: list[bool], elements: int = MiB) -> list[tuple[dict[str, list[float]], str]]:
     """Saves again and again; what was saved, and what rank 0 has said to it."""
     log = _Log()
     logger = logging.getLogger("vescale_ckpt")
@@ -50,7 +51,7 @@ def _saves(path: str, how: str, differs: list[bool]) -> list[tuple[dict[str, lis
         for number, differ in enumerate(differs):
             mine = float(number + differ * (dist.get_rank() + 1) * 100)
             name = f"own {how}"  # planners are kept from test to test
-            state: dict[str, Any] = {**_state({"same": number, name: mine, "other": number})}
+            state: dict[str, Any] = {**_state({"same": number, name: mine, "other": number}, elements)}
             if how == "DTensor":
                 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
                 state = {key: DTensor.from_local(value, mesh, [Replicate()]) for key, value in state.items()}
@@ -69,10 +70,11 @@ def _saves(path: str, how: str, differs: list[bool]) -> list[tuple[dict[str, lis
     return results
 
 
+@pytest.mark.parametrize("elements", [8, MiB], ids=["small", "large"])
 @pytest.mark.parametrize("how", ["save", "dcp.save", "DTensor", "safetensors"])
-def test_one_rank_is_saved_whole_and_a_warning_names_key_and_ranks(tmp_path: Path, how: str) -> None:
+def test_one_rank_is_saved_whole_and_a_warning_names_key_and_ranks(tmp_path: Path, how: str, elements: int) -> None:
     differs = {"save": [False, False, True, True, False], "DTensor": [True, False]}.get(how, [False, True])
-    told, _ = run_ranks(2, _saves, str(tmp_path), how, differs)
+    told, _ = run_ranks(2, _saves, str(tmp_path), how, differs, elements)
     warned = False
     for number, (differ, (values, text)) in enumerate(zip(differs, told, strict=True)):
         assert values["same"] == values["other"] == [number]
@@ -85,58 +87,147 @@ def test_one_rank_is_saved_whole_and_a_warning_names_key_and_ranks(tmp_path: Pat
         warned = warned or differ
 
 
-def _split(tensor: torch.Tensor, cuts: list[int], key: str = "a") -> list[int]:
-    """The sum over ranks, each of which holds `tensor` and writes the rows between two cuts."""
-    return [_part(tensor, start, stop, key) for start, stop in pairwise(cuts)]
+def _description(state: dict[str, Any]) -> Description:
+    return Describer().describe(state)[0]
 
 
-def _part(tensor: torch.Tensor, start: int, stop: int, key: str = "a") -> int:
-    description, _ = Describer().describe({key: tensor})
-    boxes = replicas.split_boxes(description, array("q", [0, 0, start, stop - start]).tobytes())
-    hashes, complete = boxes.hashes(description, True)
-    assert complete and len(hashes) == 1
-    return boxes.sum(hashes)
+def _in_python(patch: pytest.MonkeyPatch) -> None:
+    """Hashes in Python what the engine would hash, as it has to where tensors lie on devices."""
+    hashes, total = _C.offered_hashes, _C.replica_sum
+
+    def nothing_ready(tables: tuple[Any, ...]) -> tuple[Any, ...]:
+        inventory, sources, table, ready, *others = tables
+        return inventory, sources, table, bytes(len(ready)), *others
+
+    patch.setattr(_C, "offered_hashes", lambda *tables: hashes(*nothing_ready(tables)))
+    patch.setattr(_C, "replica_sum", lambda *tables: total(*nothing_ready(tables)))
 
 
-def _part_in_python(tensor: torch.Tensor, start: int, stop: int) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "ON_HOST", -1)
-        return _part(tensor, start, stop)
+def _plan(ranks: list[dict[str, Any]]) -> tuple[_C.GlobalPlan, list[Description]]:
+    described = [_description(state) for state in ranks]
+    hashes = [replicas.offered_hashes(description, True) for description in described]
+    return _C.GlobalPlan([one.inventory for one in described], "balanced", hashes=hashes), described
 
 
-def _sum(values: list[int]) -> int:
-    return sum(values) % (1 << 64)
+def _sum(plan: _C.GlobalPlan, ranks: list[dict[str, Any]]) -> int:
+    """Over all ranks, with what they hold at a later save."""
+    summands = [replicas.replica_sum(_description(state), plan.holders(rank), True) for rank, state in enumerate(ranks)]
+    assert all(complete for _, complete in summands)
+    return sum(summand for summand, _ in summands) % (1 << 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128,
                                    torch.int8, torch.bool, torch.float8_e4m3fn, torch.uint16], ids=str)  # fmt: skip
-def test_the_same_replicas_add_up_to_nothing_and_others_do_not(dtype: torch.dtype) -> None:
-    one, other = random_tensor((8, 30), dtype), random_tensor((8, 30), dtype)
-    assert _sum(_split(one, [0, 3, 8])) == _sum(_split(one, [0, 1, 2, 3, 7, 8])) == 0
-    assert _sum([_part(one, 0, 3), _part(other, 3, 8)]) != 0
-    other_way = [_part(one, 0, 3), _part_in_python(one, 3, 8)]
-    assert _sum(other_way) == 0
-    copy = torch.empty(30, 8, dtype=dtype).t().copy_(one) if dtype is not torch.float8_e4m3fn else one
-    assert _sum([_part(one, 0, 3), _part(copy, 3, 8)]) == 0  # however it lies
+@pytest.mark.parametrize("shape", [(), (1,), (8, 30), (1 << 11, 1 << 10)], ids=str)
+def test_the_same_replicas_add_up_to_nothing_and_others_do_not(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    one = torch.ones(shape).to(dtype) if not shape or shape == (1,) else random_tensor(shape, dtype)
+    other = torch.zeros(shape).to(dtype) if not shape or shape == (1,) else random_tensor(shape, dtype)
+    copy = one.clone() if dtype is torch.float8_e4m3fn or len(shape) < 2 else one.t().contiguous().t()
+    plan, _ = _plan([{"a": one}, {"a": copy}, {"a": one.clone()}])
+    assert plan.differences == []
+    assert _sum(plan, [{"a": one}, {"a": copy}, {"a": one}]) == 0
+    for rank in range(3):
+        state = [{"a": other if rank == number else one} for number in range(3)]
+        assert _sum(plan, state) != 0
+        found, _ = _plan(state)
+        assert found.differences == [("a", 0, max(1, rank))]
+    with pytest.MonkeyPatch.context() as patch:
+        _in_python(patch)
+        assert _sum(plan, [{"a": one}, {"a": copy}, {"a": one}]) == 0
+        _, (description, *_) = _plan([{"a": one}, {"a": one}])
+        in_python = replicas.offered_hashes(description, True)
+    assert in_python == replicas.offered_hashes(description, True) != bytes(8)
 
 
 def test_differences_that_are_easily_overlooked() -> None:
     value = torch.arange(1.0, 241, dtype=torch.float64).view(8, 30)
-    assert _sum([_part(value, 0, 3), _part(-value, 3, 8)]) != 0  # one bit each, the highest
-    a, b = value, value + 1
-    swapped = [_part(a, 0, 3, "a"), _part(b, 3, 8, "a"), _part(b, 0, 3, "b"), _part(a, 3, 8, "b")]
-    assert _sum(swapped) != 0
+    plan, _ = _plan([{"a": value, "b": value + 1}] * 2)
+    assert _sum(plan, [{"a": value, "b": value + 1}, {"a": -value, "b": value + 1}]) != 0  # one bit each, the highest
+    assert _sum(plan, [{"a": value, "b": value + 1}, {"a": value + 1, "b": value}]) != 0  # exchanged
     conjugated = torch.complex(value, value + 1).conj()
-    assert _sum([_part(conjugated, 0, 3), _part(conjugated.resolve_conj(), 3, 8)]) == 0
+    plan, _ = _plan([{"a": conjugated}, {"a": conjugated.resolve_conj()}])
+    assert plan.differences == []
+    assert _sum(plan, [{"a": conjugated}, {"a": conjugated.resolve_conj()}]) == 0
+    not_a_number = torch.tensor([float("nan")] * 9)
+    plan, _ = _plan([{"a": not_a_number}, {"a": not_a_number.clone()}])
+    assert plan.differences == [] and _sum(plan, [{"a": not_a_number}] * 2) == 0
+
+
+def test_only_what_several_ranks_hold_is_compared() -> None:
+    """Each rank has keys of its own, keys in another order, and a box that only two of three hold."""
+
+    def state(rank: int, value: float = 1.0) -> dict[str, Any]:
+        mine = {f"own {rank}": torch.full((3,), float(rank)), "all": torch.full((5,), value), "n": rank}
+        pair = {"two": torch.full((7,), value), "empty": torch.empty(0)} if rank != 1 else {}
+        return dict(reversed({**mine, **pair}.items())) if rank == 2 else {**mine, **pair}
+
+    plan, _ = _plan([state(0), state(1), state(2)])
+    assert plan.differences == []
+    assert _sum(plan, [state(0, 2.0), state(1, 2.0), state(2, 2.0)]) == 0
+    assert _sum(plan, [state(0), state(1), state(2, 2.0)]) != 0
+    plan, _ = _plan([state(0), state(1), state(2, 2.0)])
+    assert plan.differences == [("all", 0, 2), ("two", 0, 2)]
+    assert _sum(plan, [state(0), state(1), state(2, 3.0)]) == 0  # told once
+    assert _sum(plan, [state(0)]) == 0
+    assert plan.holders(1) == b""  # nothing is left to compare
+
+
+def test_what_a_rank_does_not_tell_is_not_compared() -> None:
+    described = [_description({"a": torch.ones(3), "b": torch.ones(3)}) for _ in range(2)]
+    other = _description({"a": torch.zeros(3), "b": torch.zeros(3)})
+    inventories = [one.inventory for one in [*described, other]]
+    hashes = [replicas.offered_hashes(one, True) for one in [*described, other]]
+    without_a = bytes(8) + hashes[2][8:]
+    assert _C.GlobalPlan(inventories, "balanced", hashes=[*hashes[:2], without_a]).differences == [("b", 0, 2)]
+    assert _C.GlobalPlan(inventories, "balanced", hashes=[*hashes[:2], b""]).differences == []
+    with pytest.raises(_C.EngineError, match="rank 2 has not as many hashes as items"):
+        _C.GlobalPlan(inventories, "balanced", hashes=[*hashes[:2], bytes(8)])
+    plan = _C.GlobalPlan(inventories, "balanced", hashes=hashes[:2] * 1 + [hashes[0]])
+    with pytest.raises(_C.EngineError, match="of another inventory"):
+        replicas.replica_sum(_description({"a": torch.ones(3)}), plan.holders(0), True)
 
 
 def test_what_cannot_be_looked_at_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    description, _ = Describer().describe({"a": torch.ones(8, 30)})
-    boxes = replicas.split_boxes(description, array("q", [0, 0, 0, 3]).tobytes())
+    plan, (description, _) = _plan([{"a": torch.ones(8, 30)}] * 2)
 
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("no")
 
     monkeypatch.setattr(replicas, "_elements", fails)
-    monkeypatch.setattr(replicas, "ON_HOST", -1)
-    assert boxes.hashes(description, True) == ([], True) and boxes.sum([]) == 0
+    _in_python(monkeypatch)
+    assert replicas.offered_hashes(description, True) == bytes(8)
+    assert replicas.replica_sum(description, plan.holders(0), True) == (0, True)
+
+
+def _is_elsewhere(*_: Any) -> bool:
+    return False
+
+
+def test_on_devices_only_large_boxes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"small": torch.ones(9), "large": torch.ones(MiB)}
+    plan, (description, _) = _plan([state] * 2)
+    everything = array("Q", replicas.offered_hashes(description, True))
+    assert 0 not in everything
+    _in_python(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(_is_elsewhere))
+    assert array("Q", replicas.offered_hashes(description, True)) == array("Q", [0, everything[1]])
+    assert array("Q", replicas.offered_hashes(description, False)) == array("Q", [0, 0])
+    assert replicas.replica_sum(description, plan.holders(0), True)[1]
+    assert replicas.replica_sum(description, plan.holders(0), False) == (0, False)
+
+
+def test_dtensors_that_the_whole_mesh_shards_offer_nothing() -> None:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        local = torch.ones(2, 3)
+        state = {
+            "sharded": DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=False),
+            "replicated": DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False),
+            "plain": local,
+            "n": 1,
+        }
+        hashes = array("Q", replicas.offered_hashes(_description(state), True))
+        assert [value != 0 for value in hashes] == [False, True, True, False]
+    finally:
+        dist.destroy_process_group()

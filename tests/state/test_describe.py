@@ -24,7 +24,7 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -220,7 +220,8 @@ def test_what_describes_itself_is_left_to_stock_planning(mesh: DeviceMesh) -> No
             return []
 
     class Local(torch.Tensor):
-        __create_chunk_list__ = Chunked.__create_chunk_list__
+        def __create_write_items__(self, key: str, value: Any) -> list[Any]:
+            return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)]
 
     local = torch.ones(2).as_subclass(Local)
     other = {
@@ -282,7 +283,10 @@ def from_local(mesh: DeviceMesh, local: torch.Tensor, *placements: Any) -> DTens
         (lambda mesh: torch.empty(3, dtype=torch.int4), "dtype torch.int4"),
         (lambda mesh: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "dtype torch.qint8"),
         (lambda mesh: from_local(mesh, torch.ones(17), Partial(), Replicate()), "partial sums"),
-        (lambda mesh: from_local(mesh, torch.ones(5), type("Ragged", (Shard,), {})(0), Replicate()), "is not known"),
+        (
+            lambda mesh: from_local(mesh, torch.ones(5), type("Ragged", (Replicate,), {})(), Replicate()),
+            r"give this rank a shard of shape \(17,\), but it holds \(5,\)",
+        ),
         (
             lambda mesh: from_local(mesh, torch.ones(6), Shard(0), Replicate()),
             r"give this rank a shard of shape \(5,\), but it holds \(6,\)",

@@ -100,8 +100,8 @@ class CollectivePlan:
             raise separate_directories(raised.path, sorted(getattr(raised, "failures", raised.ranks))) from None
 
     def _vote(self) -> tuple[bool, bool, int]:
-        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas of what it
-        splits; whether all ranks can use packed plans; and the number of the coordinator's token."""
+        """Agrees in one reduction. Returns whether all ranks have kept the same plan and have equal replicas;
+        whether all ranks can use packed plans; and the number of the coordinator's token."""
         local, steps = self._local, self._steps
         kept = local is not None and local.inventory is None and local.position == self._exchange.rank
         plan_id = local.plan_id if local is not None and kept else bytes(16)
@@ -140,10 +140,15 @@ class CollectivePlan:
             made = steps.take(lambda: planner.global_plan_of(_local_plans(gathered)))
             if made is not None:
                 planned, _ = made
-                answers = [pack(planned.plan_id, planned.plan.local_plan(rank)) for rank in range(self._exchange.size)]
+                answers = [
+                    pack(planned.plan_id, planned.plan.local_plan(rank), planned.plan.holders(rank))
+                    for rank in range(self._exchange.size)
+                ]
         steps.raise_together("plan")
-        plan_id, local_plan = unpack(self._exchange.scatter(answers, steps.phase("scatter plans")))
-        answer = PackedSavePlan([], plan_id=plan_id, position=self._exchange.rank, local_plan=local_plan)
+        plan_id, local_plan, holders = unpack(self._exchange.scatter(answers, steps.phase("scatter plans")))
+        answer = PackedSavePlan(
+            [], plan_id=plan_id, position=self._exchange.rank, local_plan=local_plan, holders=holders
+        )
         return planner.accept(description, answer), planned
 
 

@@ -23,6 +23,7 @@ from .._plan.read_plan import PackedReads
 from .._read.by_items import ItemTargets
 from .._read.match import check_all_there, mismatch, mismatches_on_index, not_all_there, wanted_elements
 from .._state import objects
+from .._state.chunks import carry_protocol, chunks_to_read, read_items, shard_at, tells_chunks
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener, place
 from .._state.per_rank import PerRank, Restoring
@@ -68,7 +69,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self.allow_cast = checked_flag("allow_cast", allow_cast)
         self._reads: PackedReads | None = None
-        self._flattener, self._describer = Flattener(), Describer()
+        self._flattener, self._describer = Flattener(), Describer(loading=True)
         self._kept_plan: _C.LoadPlan | None = None  # of the last load, and what it was for
         self._kept_for: tuple[str, bool] | None = None
 
@@ -89,7 +90,11 @@ class LoadPlanner(DefaultLoadPlanner):
             flat, mappings, _ = self._flattener.flatten(state_dict)
         if not self.flatten_state_dict or _needs_stock_set_up(flat):
             wrapped = {key: value for key, value in flat.items() if isinstance(value, PerRank)}
+            told = {key: value for key, value in flat.items() if tells_chunks(value, loading=True)}
             super().set_up_planner(state_dict, metadata, is_coordinator)
+            for key, value in told.items():  # DCP replaces tensors on the meta device by tensors that do not tell
+                if value is not self.state_dict[key]:
+                    carry_protocol(value, self.state_dict[key])
             for key, value in wrapped.items():  # DCP replaces objects that it does not know by None
                 self.state_dict[key] = value
                 place(state_dict, mappings.get(key, (key,)), value)
@@ -181,13 +186,17 @@ class LoadPlanner(DefaultLoadPlanner):
             # DCP's own readers would silently convert another dtype.
             if (found := mismatch(key, value, stored, hint)) is not None:
                 raise IncompatibleStateError(*found)
-            if is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
+            told = tells_chunks(value, loading=True)
+            if not told and is_plain_tensor(value) and (whole := _whole_item(key, stored)) is not None:
                 items.append(whole)
                 continue
-            with _on_the_host():
-                planned = create_default_local_load_plan({key: value}, self.metadata).items
             is_tensor = isinstance(stored, TensorStorageMetadata)
-            if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(value):
+            if told and isinstance(stored, TensorStorageMetadata):
+                planned = read_items(key, chunks_to_read(key, value), stored)
+            else:
+                with _on_the_host():
+                    planned = create_default_local_load_plan({key: value}, self.metadata).items
+            if is_tensor and sum(item.lengths.numel() for item in planned) != wanted_elements(key, value):
                 raise not_all_there(key)
             items.extend(planned)
         return LoadPlan(items)
@@ -202,10 +211,15 @@ class LoadPlanner(DefaultLoadPlanner):
         stock = (
             kind.lookup_tensor is LoadPlanner.lookup_tensor and kind.transform_tensor is LoadPlanner.transform_tensor
         )
-        if stock and is_plain_tensor(value) and value.shape == read_item.lengths:
+        whole = stock and is_plain_tensor(value) and value.shape == read_item.lengths
+        if whole and not tells_chunks(value, loading=True):
             return value  # type: ignore[no-any-return]  # a whole plain tensor: no lookup is needed
         resolved: torch.Tensor = super().resolve_tensor(read_item)
         return resolved
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        value: Any = self.state_dict[index.fqn]
+        return shard_at(value, index) if tells_chunks(value, loading=True) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """DCP's own readers call it for each item of an object. Unpickles without running code."""

@@ -6,10 +6,12 @@ import io
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,6 +27,7 @@ from .._plan.plan_cache import KeptLocalPlan, PlanCache, what_changed
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
 from .._ranks.node import node_of_this_process
 from .._state import objects
+from .._state.chunks import needs_fields, tells_chunks
 from .._state.describe import Describer, Description
 from .._state.flatten import Flattener
 from .._state.per_rank import this_rank, unwrapped
@@ -128,6 +131,7 @@ class SavePlanner(DefaultSavePlanner):
         """DCP calls it after `set_up_planner`, on each rank. The plan of this rank, packed if possible."""
         self._description = self.describe()
         if self._description is None:
+            self._refuse_fields()
             try:
                 plan = super().create_local_plan()
             except Exception:
@@ -140,7 +144,10 @@ class SavePlanner(DefaultSavePlanner):
                     key = item.index.fqn
                     raise CheckpointError(f"{key}: a jagged tensor has no shape of numbers: {_INSTEAD}", key=key)
             return plan
-        self.plan = self.local_plan(self._description)
+        local = self.local_plan(self._description)
+        if local.inventory is None:  # without a reduction over ranks, the coordinator needs what it would ask for
+            local = replace(local, replicas=self._offered_hashes(self._description))
+        self.plan = local
         return self.plan
 
     def _raise_with_key(self) -> None:
@@ -173,8 +180,11 @@ class SavePlanner(DefaultSavePlanner):
                 owned = words(planned.plan.local_plan(rank))[::PLAN_ROW]
                 answers.append(SavePlan([plan.items[item] for item in owned], planner_data=plan.planner_data))
             else:
-                local_plan = planned.plan.local_plan(rank) if fresh else None
-                answers.append(PackedSavePlan([], plan_id=planned.plan_id, position=rank, local_plan=local_plan))
+                answer = PackedSavePlan([], plan_id=planned.plan_id, position=rank)
+                if fresh:
+                    made = planned.plan
+                    answer = replace(answer, local_plan=made.local_plan(rank), holders=made.holders(rank))
+                answers.append(answer)
         self.global_plan = answers
         self.metadata = metadata_of_plan(planned)
         return SavePlans(answers, planned), self.metadata
@@ -199,7 +209,8 @@ class SavePlanner(DefaultSavePlanner):
                 else resolved
             )
         value: Any = self.state_dict.get(write_item.index.fqn)
-        if is_plain_tensor(value) and not self._overrides("lookup_object", "transform_object"):
+        looks_up = self._overrides("lookup_object", "transform_object") or tells_chunks(value, loading=False)
+        if is_plain_tensor(value) and not looks_up:
             return value  # type: ignore[no-any-return]  # a plain tensor: no lookup is needed
         return super().resolve_data(write_item)
 
@@ -227,16 +238,8 @@ class SavePlanner(DefaultSavePlanner):
         `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
         kept = self._cache.local_plan(description.inventory, self._paths, self._structure, self.is_coordinator)
         if kept is not None:
-            boxes = _split(kept, description)
-            hashes, all_of_them = boxes.hashes(description, on_devices)
-            return PackedSavePlan(
-                [],
-                plan_id=kept.plan_id,
-                position=kept.position,
-                replicas=boxes.table(hashes),
-                check=boxes.sum(hashes),
-                checked=all_of_them,
-            )
+            check, checked = replicas.replica_sum(description, kept.holders, on_devices)
+            return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position, check=check, checked=checked)
         return self.full_local_plan(description, on_devices)
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
@@ -249,8 +252,11 @@ class SavePlanner(DefaultSavePlanner):
             paths=_packed_paths(self._paths),
             structure=self._structure,
             digests=array("I", map(_C.crc32, contents)).tobytes(),
-            replicas=_hashes_of_large(description, on_devices) if this_rank()[1] > 1 else b"",
+            replicas=self._offered_hashes(description, on_devices),
         )
+
+    def _offered_hashes(self, description: Description, on_devices: bool = True) -> bytes:
+        return replicas.offered_hashes(description, on_devices) if this_rank()[1] > 1 else b""
 
     def global_plan_of(self, plans: Sequence[SavePlan], alone: bool = False) -> tuple[GlobalSavePlan, bool]:
         """The plan for all ranks, and whether it is new to them. Called on the coordinator, and on a rank that saves
@@ -259,8 +265,9 @@ class SavePlanner(DefaultSavePlanner):
             plan.plan_id if isinstance(plan, PackedSavePlan) and plan.position == rank else None
             for rank, plan in enumerate(plans)
         }
-        found = replicas.differing([plan.replicas for plan in plans if isinstance(plan, PackedSavePlan)])
-        if not found and len(named) == 1 and (name := named.pop()) is not None:
+        packed = [plan for plan in plans if isinstance(plan, PackedSavePlan)]
+        differ = all(plan.checked for plan in packed) and sum(plan.check for plan in packed) % (1 << 64) != 0
+        if not differ and len(named) == 1 and (name := named.pop()) is not None:
             kept = self._cache.global_plan(name)
             if kept is not None and len(kept.inventories) == len(plans):
                 self._cache.keep_global_plan(kept)
@@ -285,14 +292,12 @@ class SavePlanner(DefaultSavePlanner):
                     "saves with this planner. The next save plans afresh"
                 )
         replicas.warn_of_objects(_objects_of(plan) for plan in plans)
-        whole: list[str] = []
-        if found and len(plans) == sum(isinstance(plan, PackedSavePlan) for plan in plans):
-            keys = replicas.keys_of(found, inventories)
-            replicas.warn(keys)
-            whole += keys
-        pieces = all(isinstance(plan, PackedSavePlan) for plan in plans)  # plans of items hold whole tensors
+        pieces = len(packed) == len(plans)  # plans of items hold whole tensors
+        hashes = [plan.replicas for plan in packed] if pieces and len(plans) > 1 else []
         structure, keep = Structure.merged(structures), self.reuse_plans and not alone
-        planned = GlobalSavePlan(inventories, paths, structure, self.placement, whole, pieces, keep)
+        planned = GlobalSavePlan(inventories, paths, structure, self.placement, hashes, pieces, keep)
+        if found := {key: (one, other) for key, one, other in planned.plan.differences}:
+            replicas.warn(found)
         if keep:
             self._cache.keep_global_plan(planned)
         return planned, True
@@ -302,7 +307,7 @@ class SavePlanner(DefaultSavePlanner):
         made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
         kept: KeptLocalPlan | None
         if plan.local_plan is not None:
-            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for)
+            kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for, holders=plan.holders)
         else:
             kept = self._cache.local_plan(*made_for)
         if kept is None or (kept.plan_id, kept.position) != (plan.plan_id, plan.position):
@@ -325,6 +330,19 @@ class SavePlanner(DefaultSavePlanner):
         self._structure = structure.pack()
         if structure.lost:
             _warn_of_lost_keys(tuple(".".join(map(str, path)) for path in structure.lost[:_MOST_NAMED]))
+
+    def _refuse_fields(self) -> None:
+        """Raises `CheckpointError` for a tensor whose fields say what it is a part of, if torch's own planning, which a
+        value of the state or a subclass needs, does not know these fields."""
+        if hasattr(dcp, "CheckpointableTensor"):
+            return
+        for key, value in self.state_dict.items():
+            if needs_fields(value):
+                raise CheckpointError(
+                    f"{key}: this torch does not know CheckpointableTensor (2.14 does), and the planner, or "
+                    "another value of the state, needs its planning: save the other values separately",
+                    key=key,
+                )
 
     def forget_state(self) -> None:
         """Drops references to the state, which may be large: the planner outlives the save."""
@@ -350,18 +368,6 @@ def _warn_of_lost_keys(names: tuple[str, ...]) -> None:
         "load into: %s",
         ", ".join(names),
     )
-
-
-def _split(kept: KeptLocalPlan, description: Description) -> replicas.ReplicaBoxes:
-    """The boxes that several ranks hold and the plan splits. Made again if tensors have moved in memory."""
-    if not kept.split or kept.split[0].sources != description.sources:
-        kept.split[:] = [replicas.split_boxes(description, kept.local_plan)]
-    return kept.split[0]
-
-
-def _hashes_of_large(description: Description, on_devices: bool) -> bytes:
-    boxes = replicas.large_boxes(description)
-    return boxes.table(boxes.hashes(description, on_devices)[0])
 
 
 def _packed_paths(paths: dict[str, Any] | None) -> bytes:

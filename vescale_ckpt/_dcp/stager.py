@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +21,7 @@ from .._engine.gc import gc_paused
 from .._engine.rows import int_table
 from .._engine.tensor_checks import as_host_tensor, is_plain_tensor
 from .._engine.wrapper_tensors import any_wrapper, map_inner
+from .._state.chunks import Chunks, chunks_to_write, tells_chunks, write_items
 from .._state.tensor_table import NOT_READY, device_number, ready_tensors, tensor_table
 from .._state.watch import Watch, changed_meanwhile, local_parts, tensors_of
 from .._write import snapshot_budget
@@ -26,6 +29,28 @@ from .._write.host_batches import new_snapshot, write_table
 from ..errors import CheckpointError
 
 _Path = tuple[Any, ...]  # of a tensor in a state
+
+
+class StagedChunks(torch.Tensor):
+    """The copy of a tensor that tells its chunks itself. What it told is kept: its methods may hold the tensors that
+    were copied, and processes of `dcp.async_save` get tensors without the attributes of instances."""
+
+    told: Chunks
+
+    @classmethod
+    def of(cls, told: Chunks) -> StagedChunks:
+        staged = torch.empty(0, device="cpu").as_subclass(cls)
+        staged.told = told
+        return staged
+
+    def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
+        return write_items(key, self.told)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, tensor in zip(self.told.chunks, self.told.tensors, strict=True):
+            if chunk.offset == index.offset:
+                return tensor
+        raise ValueError(f"{index.fqn}: expected the offset of a chunk, got {index.offset}")
 
 
 class Stager(AsyncStager):
@@ -59,7 +84,15 @@ class Stager(AsyncStager):
         watched = [(number, tensor) for number, value in values.items() for tensor in tensors_of(value)]
         watch = Watch([tensor for _, tensor in watched])
         known: dict[int, Any] = {}  # the copy of each tensor, as memo for the deep copy of the containers
-        parts = {number: local_parts(value) for number, value in values.items()}
+        told = {
+            number: chunks
+            for number, value in values.items()
+            if tells_chunks(value, loading=False)
+            and (chunks := chunks_to_write(_text(keys[number]), value)) is not None
+        }
+        parts = {
+            number: told[number].tensors if number in told else local_parts(value) for number, value in values.items()
+        }
         found = [part for of_value in parts.values() for part in of_value]
         flags = iter(ready_tensors(found, tensor_table(found)))
         ready: list[int] = []
@@ -92,7 +125,12 @@ class Stager(AsyncStager):
         if changed := watch.changed():
             raise changed_meanwhile(_text(keys[watched[changed[0]][0]]))
         for number, of_value in parts.items():
-            known[number] = _like(values[number], [next(staged) for _ in of_value])
+            copies = [next(staged) for _ in of_value]
+            known[number] = (
+                StagedChunks.of(told[number]._replace(tensors=copies))
+                if number in told
+                else _like(values[number], copies)
+            )
         return copy.deepcopy(state_dict, known)
 
     def synchronize_staging(self) -> None:

@@ -19,6 +19,8 @@ Inventory = bytes | InventoryParts  #: packed items, whole or in parts
 MOST_BYTES = 1 << 62
 #: Bytes, for an option of the engine that should not limit anything: pieces of tensors, files, memory.
 NO_LIMIT = MOST_BYTES
+#: Planning makes no piece of a box that is smaller.
+LEAST_PIECE_BYTES = 1 << 20
 
 
 def words(table: bytes) -> memoryview:

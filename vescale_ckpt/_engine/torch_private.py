@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from . import _C
@@ -45,6 +46,7 @@ __all__ = [
     "StorageInfo",
     "Store",
     "StridedShard",
+    "box_of_layout",
     "bump_versions",
     "clone_of",
     "dtensor_layouts",
@@ -99,6 +101,12 @@ def dtensor_layouts(dtensors: list[DTensor], last: list[DTensorLayout] | None = 
         return list(map(_AS_LAYOUT, map(_SPEC, dtensors)))
     except AttributeError:
         return [DTensorLayout(dtensor.placements, dtensor.device_mesh, dtensor.shape) for dtensor in dtensors]
+
+
+def box_of_layout(layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and size of what this rank holds of a DTensor, as the DTensor itself tells DCP, for any placements."""
+    size, offset = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.placements)
+    return tuple(offset), tuple(size)
 
 
 def local_tensors(dtensors: Sequence[DTensor]) -> list[torch.Tensor]:

@@ -212,7 +212,9 @@ def _check_entry(key: Any, stored: Any) -> None:
 
 
 def _check_chunks(key: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
+        if type(chunk.offsets) is tuple and type(chunk.sizes) is tuple:  # Megatron-FSDP's, saved by stock DCP
+            chunks[number] = chunk = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         if type(chunk.offsets) is not torch.Size or type(chunk.sizes) is not torch.Size:
             raise UntrustedCheckpointError(f"{key}: metadata gives a chunk without offset or shape", key=key)
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):

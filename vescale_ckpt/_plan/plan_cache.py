@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from .._engine import _C
-from .replicas import ReplicaBoxes
 from .save_plan import ExportParts, GlobalSavePlan
 
 MOST_PLANS = 4  # one for each form of state that is saved in turn with one planner
@@ -25,8 +24,7 @@ class KeptLocalPlan:
     paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
     structure: str  #: `Structure.pack`: what the paths leave out
     coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
-    #: the boxes that this rank writes pieces of; empty until first asked for
-    split: list[ReplicaBoxes] = field(default_factory=list, compare=False)
+    holders: bytes = b""  #: which boxes other ranks hold, too: `_C.GlobalPlan.holders`
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
 

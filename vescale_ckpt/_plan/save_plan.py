@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, dtype_code
-from .._engine.rows import LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, words
+from .._engine.rows import LEAST_PIECE_BYTES, LOCATION_ROW, NO_LIMIT, OBJECT, PLAN_ROW, SHARD, TENSOR, Inventory, words
 from .._engine.torch_private import StorageInfo
 from .._state.describe import Description
 from .._state.inventory_rows import packed_row
@@ -68,10 +68,11 @@ class PackedSavePlan(SavePlan):
     paths: bytes = b""  #: to the coordinator: DCP's planner_data, packed
     structure: str = ""  #: to the coordinator: `Structure.pack`, what the paths leave out
     digests: bytes = b""  #: to the coordinator: a checksum of each object, in the order of the inventory
-    replicas: bytes = b""  #: to the coordinator: `ReplicaBoxes.table` of the boxes that are split, or may be
-    check: int = 0  #: to the coordinator: `ReplicaBoxes.sum`, if this is only an id
-    checked: bool = True  #: whether `check` covers all boxes that are split
+    replicas: bytes = b""  #: to the coordinator: `replicas.offered_hashes`
+    check: int = 0  #: to the coordinator: `replicas.replica_sum`, if this is only an id
+    checked: bool = True  #: whether `check` has all boxes that are compared
     local_plan: bytes | None = None  #: from the coordinator: the local plan; None: the kept one
+    holders: bytes = b""  #: from the coordinator, with the local plan: `_C.GlobalPlan.holders`
 
 
 class GlobalSavePlan:
@@ -79,7 +80,7 @@ class GlobalSavePlan:
 
     Args:
         inventories, paths: of each rank.
-        whole: keys of which one rank writes all.
+        hashes: of each rank's boxes, to compare replicas (`replicas.offered_hashes`); empty: they are not compared.
         pieces: whether large tensors are written in pieces, by several ranks.
         kept: whether the coordinator keeps the plan for later saves.
 
@@ -92,16 +93,16 @@ class GlobalSavePlan:
         paths: Sequence[bytes] = (),
         structure: str = "",
         placement: Placement = "lowest_rank",
-        whole: Sequence[str] = (),
+        hashes: Sequence[bytes] = (),
         pieces: bool = False,
         kept: bool = False,
     ) -> None:
         self.inventories = inventories
         self.paths = paths
         self.structure = structure
-        options = {} if pieces else {"least_piece_bytes": NO_LIMIT}
+        least = LEAST_PIECE_BYTES if pieces else NO_LIMIT
         try:
-            self.plan = _C.GlobalPlan(inventories, placement, whole=list(whole), **options)
+            self.plan = _C.GlobalPlan(inventories, placement, least, hashes=list(hashes))
         except _C.EngineError as error:
             raise CheckpointError(str(error)) from None
         # Random, no hash of the inputs: equal inputs may be planned differently, and local plans must be of one plan.

@@ -144,7 +144,7 @@ class ItemLoad:
         in_metadata = self._contents.metadata.state_dict_metadata
         for key, value in self.planner.state_dict.items():
             stored = in_metadata.get(key)
-            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(value):
+            if isinstance(stored, TensorStorageMetadata) and planned.get(key, 0) != wanted_elements(key, value):
                 raise not_all_there(key)
 
     # --- Objects

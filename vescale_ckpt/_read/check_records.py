@@ -244,7 +244,9 @@ def _check_archive(record: Record, path: str, of_tensor: bool, report: VerifyRep
         kind.append(Damage(record.key, path, record.offset, str(error)))
         return False
     report.unverified_bytes += unverified
-    if not harmless and of_tensor and not is_wrapper and record.crc >= 0:  # this package writes all records with a CRC-32 in one form
+    if (
+        not harmless and of_tensor and not is_wrapper and record.crc >= 0
+    ):  # this package writes all records with a CRC-32 in one form
         harmless = "what is around its values is not as it was written"
     if harmless:
         report.harmless.append(Damage(record.key, path, record.offset, f"{record.key}: {harmless}"))

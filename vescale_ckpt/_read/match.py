@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.distributed.tensor import DTensor
 
 from .._engine import _C
+from .._state.chunks import chunks_to_read, tells_chunks, whole_shape
 from .._state.describe import Description
 from ..errors import CorruptCheckpointError, IncompatibleStateError, Mismatch
 
@@ -24,7 +26,7 @@ def mismatch(key: str, value: Any, stored: STORAGE_TYPES, cast_hint: str) -> Mis
         return Mismatch(key, *(("an object", "a tensor") if stored_tensor else ("a tensor", "an object")))
     if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor):
         try:
-            shape, dtype = value.size(), stored.properties.dtype
+            shape, dtype = whole_shape(value), stored.properties.dtype
         except Exception:  # of a nested tensor, say
             return Mismatch(key, f"a {type(value).__name__} without a shape", f"shape {tuple(stored.size)}")
         if shape != stored.size:
@@ -67,8 +69,10 @@ def not_all_there(key: str) -> CorruptCheckpointError:
     )
 
 
-def wanted_elements(value: Any) -> int:
+def wanted_elements(key: str, value: Any) -> int:
     """The number of elements that this rank holds of a tensor, all of which a load must fill."""
+    if tells_chunks(value, loading=True):
+        return sum(math.prod(chunk.size) for chunk in chunks_to_read(key, value).chunks)
     if isinstance(value, DTensor):
         mesh_member = value.device_mesh.get_coordinate() is not None
         return value.to_local().numel() if mesh_member else 0

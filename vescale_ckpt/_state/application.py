@@ -227,8 +227,8 @@ class _OptimizerPart(_Part):
 
 
 def _with_own_settings(form: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's form whose settings are in tensors of their own. Groups may share one (`lr=torch.tensor(...)`), and
-    are given new ones by `load_state_dict`."""
+    """An optimizer's form whose settings are in tensors of their own. Groups may share one (`lr=torch.tensor(...)`),
+    and are given new ones by `load_state_dict`."""
     groups = [
         {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in form["param_groups"]

@@ -30,6 +30,7 @@ class Description:
 
     inventory: bytes  #: an item for each box of a tensor and each object, in the order of the keys
     names: list[str]  #: the key of each item
+    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
     sources: bytes  #: for each item 64-bit integers: tensor, dimensions n, n offsets in it; an object: -1, 0
     tensors: list[torch.Tensor]  #: on this rank; `table` is valid as long as these live unchanged
     table: bytes  #: `tensor_table` of them
@@ -93,14 +94,16 @@ class Description:
 class Describer:
     """Describes states, and reuses the inventory of the call before if the state has not changed its form.
 
-    Not thread-safe. Holds no tensor between calls. Its pickle is empty.
+    Not thread-safe. Holds no tensor between calls. Its pickle is empty. `loading`: describes what a load reads, which
+    tensors may tell otherwise than what a save writes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loading: bool = False) -> None:
+        self._loading = loading
         self._last: tuple[LocalState, Items] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_last": None}
+        return {"_loading": self._loading, "_last": None}
 
     @gc_paused()
     def describe(
@@ -114,7 +117,7 @@ class Describer:
         """
         values = list(flat.values())
         last_state, last_items = self._last or (None, None)
-        state, reads, versions = look(list(flat), values, node, last_state)
+        state, reads, versions = look(list(flat), values, node, last_state, self._loading)
         if last_state is not None and last_items is not None and state.like(last_state):
             items = last_items
         else:
@@ -125,17 +128,18 @@ class Describer:
         description = Description(
             items.inventory,
             items.names,
+            items.offered,
             items.sources,
             state.tensors,
             state.table,
             reads.ready,
             {state.keys[position]: values[position] for position in items.objects},
             {state.keys[position]: values[position] for position in items.other},
-            dict(enumerate([values[position] for position in state.groups.dtensors], len(state.groups.plain))),
+            dict(state.wrappers),
             reads.storages,
             reads.storage_bytes,
             reads.versions + versions,
         )
-        state.tensors = []  # else the describer would keep a model in memory
+        state.tensors, state.wrappers = [], []  # else the describer would keep a model in memory
         self._last = state, items
         return description, same

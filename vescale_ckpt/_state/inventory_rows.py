@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .._engine import _C
+from .._engine import _C, torch_private
 from .._engine.dtypes import dtype_code
 from .._engine.rows import OBJECT, SHARD, TENSOR
 from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
 from ..errors import CheckpointError
-from .local_state import LocalState, describes_itself
-from .shard_boxes import ShardBox, boxes_at, local_shape
+from .local_state import LocalState
+from .shard_boxes import ShardBox, are_known, boxes_at, local_shape
 
 _REQUIRES_GRAD, _UNCUT = 1, 2  # flags (csrc/state/inventory.h)
 
@@ -31,6 +31,7 @@ class Items:
     sources: bytes
     objects: list[int]  #: positions in the state of values that are no tensors
     other: list[int]  #: positions of values without items
+    offered: bytes  #: for each item, whether other ranks may hold the same box, as far as is known; empty: all
 
 
 def make_items(state: LocalState, object_bytes: Mapping[str, int]) -> Items:
@@ -50,7 +51,7 @@ def _of_tensors(state: LocalState, object_bytes: Mapping[str, int]) -> Items | N
         return None
     inventory, sources = packed
     weighted = _C.inventory_of_tensors(*tensors, weights, state.node) if any(weights) else None
-    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [])
+    return Items(inventory if weighted is None else weighted[0], inventory, keys, sources, objects, [], b"")
 
 
 class _Making:
@@ -59,12 +60,13 @@ class _Making:
         self.object_bytes = object_bytes
         self.other = list(state.groups.other)
         self.meshes: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
-        self.rows: dict[Any, list[tuple[bytes, bytes]]] = {}  # by traits: layers repeat
+        self.rows: dict[Any, tuple[list[tuple[bytes, bytes]], bool]] = {}  # by traits: layers repeat
+        self.alone = bytearray(len(state.keys))  # by position: 1 if no two ranks of a DTensor's mesh hold the same box
         # By position, for the order of the keys: rows of the inventory, each with its row of the table of sources.
         self.items: list[list[tuple[bytes, bytes]]] = [[] for _ in state.keys]
         self._add_plain()
         self._add_dtensors()
-        self._add_sharded()
+        self._add_chunked()
         self._add_wrapper_subclasses()
         item = packed_row(OBJECT, 0, False, 0, ShardBox((), (), ()), ()), _source(-1, _offsets(()))
         for position in state.groups.objects:
@@ -85,6 +87,9 @@ class _Making:
             sources,
             self.state.groups.objects,
             sorted(self.other),
+            bytes([1 - alone for alone, of_key in zip(self.alone, items, strict=True) for _ in of_key])
+            if 1 in self.alone
+            else b"",
         )
 
     def _weighted(self, name: str, row: bytes) -> bytes:
@@ -109,9 +114,6 @@ class _Making:
         for index, (position, layout) in enumerate(zip(state.groups.dtensors, state.layouts, strict=True)):
             number = first + index
             tensor = state.tensors[number]
-            if describes_itself(state.local_types[index]):
-                self.other.append(position)
-                continue
             requires_grad = bool(state.requires_grad[number])
             mesh_shape, coordinate = self._mesh(layout)
             if coordinate is None:
@@ -121,10 +123,10 @@ class _Making:
             traits = (*placing, tensor.dtype, tensor.shape, requires_grad, uncut)
             found = self.rows.get(traits)
             if found is None:
-                found = self.rows[traits] = self._boxes(
-                    state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut
-                )
-            self.items[position] = [(row, _source(number, offsets)) for row, offsets in found]
+                boxes = self._boxes(state.keys[position], layout, mesh_shape, coordinate, tensor, requires_grad, uncut)
+                found = self.rows[traits] = boxes, _is_sharded_by_all(layout, mesh_shape)
+            boxes, self.alone[position] = found
+            self.items[position] = [(row, _source(number, offsets)) for row, offsets in boxes]
 
     def _mesh(self, layout: DTensorLayout) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         mesh = self.meshes.get(id(layout.mesh))
@@ -146,7 +148,7 @@ class _Making:
     ) -> list[tuple[bytes, bytes]]:
         code = dtype_code(tensor.dtype, key)
         try:
-            found = boxes_at(layout, mesh_shape, coordinate)
+            found = _boxes_of(layout, mesh_shape, coordinate)
         except CheckpointError as error:
             raise CheckpointError(f"{key}: {error}", key=key) from error
         if local_shape(found) != tuple(tensor.shape):
@@ -160,12 +162,15 @@ class _Making:
             (packed_row(SHARD, *flagged, box, layout.shape, uncut=uncut), _offsets(box.local_offset)) for box in found
         ]
 
-    def _add_sharded(self) -> None:
+    def _add_chunked(self) -> None:
         state = self.state
         number = len(state.groups.plain) + len(state.groups.dtensors)
-        for position, (shape, requires_grad, boxes) in zip(state.groups.sharded, state.shards, strict=True):
-            key = state.keys[position]
-            for offset, size in boxes:
+        for position, told in zip(state.groups.chunked, state.chunks, strict=True):
+            if told is None:
+                self.other.append(position)
+                continue
+            key, (shape, chunks) = state.keys[position], told
+            for kind, requires_grad, offset, size in chunks:
                 tensor = state.tensors[number]
                 if tuple(tensor.shape) != size:
                     raise CheckpointError(
@@ -174,7 +179,7 @@ class _Making:
                     )
                 origin = (0,) * len(shape)
                 code = dtype_code(tensor.dtype, key)
-                row = packed_row(SHARD, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
+                row = packed_row(kind, code, requires_grad, tensor.itemsize, ShardBox(offset, size, origin), shape)
                 self.items[position].append((row, _source(number, _offsets(origin))))
                 number += 1
 
@@ -189,6 +194,17 @@ class _Making:
             facts = dtype_code(tensor.dtype, key), bool(state.requires_grad[first_flag + index]), tensor.itemsize
             row = packed_row(TENSOR, *facts, ShardBox(origin, shape, origin), shape, uncut=True)
             self.items[position] = [(row, _source(first + index, _offsets(origin)))]
+
+
+def _is_sharded_by_all(layout: DTensorLayout, mesh_shape: tuple[int, ...]) -> bool:
+    return not any(size > 1 and of.is_replicate() for of, size in zip(layout.placements, mesh_shape, strict=True))
+
+
+def _boxes_of(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
+    if are_known(layout.placements):
+        return boxes_at(layout, mesh_shape, coordinate)
+    offset, size = torch_private.box_of_layout(layout)
+    return (ShardBox(offset, size, (0,) * len(size)),)
 
 
 def packed_row(

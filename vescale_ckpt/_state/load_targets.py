@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from .._engine import torch_private
 from .._engine.tensor_checks import is_plain_tensor, reach
 from .._engine.wrapper_tensors import is_wrapper, map_inner
+from .chunks import carry_protocol, chunks_to_read, tells_chunks
 from .tensor_table import NOT_READY, PLAIN_TYPES, read_tensors
 
 
@@ -34,7 +35,7 @@ def with_memory(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                     _allocate(shard.tensor)
         elif isinstance(value, torch.Tensor):
             if value.is_meta:
-                place = _place(value)
+                place = _place(key, value)
                 new[key] = of_place[place] if place in of_place else _real(value)
                 if place is not None:
                     of_place[place] = new[key]
@@ -61,18 +62,18 @@ def tied(missing: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
         return {}
     kept: dict[Any, str] = {}
     for key, value in values.items():
-        if key not in absent and (place := _place(value)) is not None:
+        if key not in absent and (place := _place(key, value)) is not None:
             kept.setdefault(place, key)
-    places = {key: _place(values.get(key)) for key in absent}
+    places = {key: _place(key, values.get(key)) for key in absent}
     return {key: kept[place] for key, place in places.items() if place in kept}
 
 
-def _place(value: Any) -> Any:
+def _place(key: str, value: Any) -> Any:
     """A value that is equal for tensors of the same elements of one storage, also on the meta device. None for values
     without a storage."""
-    layout: Any = None
+    layout: Any = repr(chunks_to_read(key, value)[:2]) if tells_chunks(value, loading=True) else None
     if type(value) is DTensor:
-        layout = value.placements, value.shape
+        layout = layout, value.placements, value.shape
         value = torch_private.local_tensors([value])[0]
     if not is_plain_tensor(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return None
@@ -95,6 +96,7 @@ def _real(value: torch.Tensor) -> torch.Tensor:
         real = _empty(value, "cpu")
     if isinstance(value, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=value.requires_grad)
+    carry_protocol(value, real)
     return real
 
 

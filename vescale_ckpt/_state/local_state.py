@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,18 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from .._engine import _C, torch_private
+from .._engine.rows import SHARD
 from .._engine.torch_private import DTensorLayout
 from .._engine.wrapper_tensors import is_wrapper_type
+from .chunks import (
+    Chunk,
+    Chunks,
+    chunks_to_read,
+    chunks_to_write,
+    describes_itself,
+    locals_with_own_chunks,
+    with_own_chunks,
+)
 from .tensor_table import PLAIN_TYPES, TensorReads, read_tensors
 
 
@@ -22,20 +33,29 @@ class Groups:
 
     plain: list[int] = field(default_factory=list)
     dtensors: list[int] = field(default_factory=list)
-    sharded: list[int] = field(default_factory=list)
+    chunked: list[int] = field(default_factory=list)  #: tensors that list their chunks
     wrapper_subclasses: list[int] = field(default_factory=list)  #: tensors that consist of inner tensors
     objects: list[int] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)  #: of all these groups
 
     @classmethod
-    def of(cls, keys: list[str], types: list[type]) -> Groups:
+    def of(cls, keys: list[str], types: list[type], own: Collection[int] = ()) -> Groups:
+        """`own`: the positions of the tensors that tell their chunks themselves, whatever their types say."""
         kinds = set(types)
-        if kinds.issubset(PLAIN_TYPES) and set(map(type, keys)) <= {str}:
-            return cls(plain=list(range(len(keys))))
+        if not own and kinds.issubset(PLAIN_TYPES) and set(map(type, keys)) <= {str}:
+            every = list(range(len(keys)))
+            return cls(plain=every, tensors=every)
         groups = cls()
         where = {kind: groups._group(kind) for kind in kinds}
         for position, (key, kind) in enumerate(zip(keys, types, strict=True)):
-            (where[kind] if type(key) is str else groups.other).append(position)
+            named = type(key) is str
+            if named and issubclass(kind, torch.Tensor):
+                groups.tensors.append(position)
+            if position in own:
+                groups.chunked.append(position)
+            else:
+                (where[kind] if named else groups.other).append(position)
         return groups
 
     def _group(self, kind: type) -> list[int]:
@@ -44,7 +64,7 @@ class Groups:
         if kind is DTensor:
             return self.dtensors
         if kind is ShardedTensor:
-            return self.sharded
+            return self.chunked
         if is_wrapper_type(kind) and not describes_itself(kind):
             return self.wrapper_subclasses
         if issubclass(kind, torch.Tensor) or describes_itself(kind):
@@ -56,19 +76,22 @@ class Groups:
 class LocalState:
     """A state's keys and traits, and the tensors on this rank.
 
-    `tensors` has the plain tensors first, then the local tensors of DTensors, then the shards of ShardedTensors, then
-    wrapper subclasses. Each group is in the order of the keys.
+    `tensors` has the plain tensors first, then the local tensors of DTensors, then the chunks of tensors that list
+    them, then wrapper subclasses. Each group is in the order of the keys.
     """
 
     keys: list[str]
     types: list[type]
-    groups: Groups
+    by_type: Groups
+    own: list[int]  #: positions of the tensors that tell their chunks themselves
+    groups: Groups  #: `by_type`, but for `own`
     node: int
     layouts: list[DTensorLayout]
-    local_types: list[type]
-    shards: list[Any]
+    local_types: list[type]  #: of the local tensors of DTensors
+    chunks: list[tuple[tuple[int, ...], list[Chunk]] | None]  #: shape and chunks; None: more than chunks of one tensor
     requires_grad: bytes  #: of the plain tensors, then of the DTensors, then of wrapper subclasses: 1 or 0
     tensors: list[torch.Tensor]
+    wrappers: list[tuple[int, DTensor]]  #: DTensors, each with the number of a tensor that holds it
     table: bytes
 
     def like(self, other: LocalState) -> bool:
@@ -79,36 +102,53 @@ class LocalState:
             and self.requires_grad == other.requires_grad
             and self.local_types == other.local_types
             and (self.layouts is other.layouts or self.layouts == other.layouts)
-            and self.shards == other.shards
+            and self.chunks == other.chunks
             and _C.same_shapes(self.table, other.table)
         )
 
 
 def look(
-    keys: list[str], values: list[Any], node: int, last: LocalState | None
+    keys: list[str], values: list[Any], node: int, last: LocalState | None, loading: bool = False
 ) -> tuple[LocalState, TensorReads, array[int]]:
-    """Reads a state. `last`: the state before, of which equal parts are reused. Also returns all that was read of the
-    tensors, and the version counters of the DTensors."""
+    """Reads a state. `last`: the state before, of which equal parts are reused. `loading`: asks tensors for what a load
+    reads. Also returns all that was read of the tensors, and the version counters of `wrappers`."""
     types = list(map(type, values))
-    known = last is not None and keys == last.keys and types == last.types
-    groups = last.groups if last is not None and known else Groups.of(keys, types)
+    known = last if last is not None and keys == last.keys and types == last.types else None
+    groups = by_type = known.by_type if known is not None else Groups.of(keys, types)
+    local = torch_private.local_tensors(_at(values, by_type.dtensors))
+    if own := _with_own_chunks(values, by_type, local, loading):
+        groups = known.groups if known is not None and own == known.own else Groups.of(keys, types, frozenset(own))
+        local = torch_private.local_tensors(_at(values, groups.dtensors))
     plain, dtensors = _at(values, groups.plain), _at(values, groups.dtensors)
-    shards = [_Shards(values[position]) for position in groups.sharded]
-    local = torch_private.local_tensors(dtensors)
-    wrappers = _at(values, groups.wrapper_subclasses)
-    tensors = [*plain, *local, *(tensor for value in shards for tensor in value.tensors), *wrappers]
+    ask = chunks_to_read if loading else chunks_to_write
+    chunked = [
+        _of_shards(values[position]) if type(values[position]) is ShardedTensor and position not in own
+        else ask(keys[position], values[position])
+        for position in groups.chunked
+    ]  # fmt: skip
+    tensors, wrappers = [*plain, *local], list(enumerate(dtensors, len(plain)))
+    for position, chunks in zip(groups.chunked, chunked, strict=True):
+        if chunks is not None:
+            if isinstance(values[position], DTensor):
+                wrappers += [(len(tensors) + number, values[position]) for number in range(len(chunks.tensors))]
+            tensors += chunks.tensors
+    first_subclass = len(tensors)
+    tensors += _at(values, groups.wrapper_subclasses)
     reads = read_tensors(tensors)
-    versions, requires_grad = torch_private.tensor_facts(dtensors)
+    versions, requires_grad = torch_private.tensor_facts([dtensor for _, dtensor in wrappers])
     state = LocalState(
         keys,
         types,
+        by_type,
+        own,
         groups,
         node,
         torch_private.dtensor_layouts(dtensors, None if last is None else last.layouts),
         list(map(type, local)),
-        [value.traits for value in shards],
-        reads.requires_grad[: len(plain)] + requires_grad + reads.requires_grad[len(tensors) - len(wrappers) :],
+        [None if chunks is None else (chunks.shape, chunks.chunks) for chunks in chunked],
+        reads.requires_grad[: len(plain)] + requires_grad[: len(dtensors)] + reads.requires_grad[first_subclass:],
         tensors,
+        wrappers,
         reads.table,
     )
     return state, reads, versions
@@ -118,17 +158,20 @@ def _at(values: list[Any], positions: list[int]) -> list[Any]:
     return values if len(positions) == len(values) else [values[position] for position in positions]
 
 
-class _Shards:
+def _with_own_chunks(values: list[Any], groups: Groups, local: list[torch.Tensor], loading: bool) -> list[int]:
+    """The positions of the tensors that tell their chunks themselves, rising."""
+    found = {groups.tensors[number] for number in with_own_chunks(_at(values, groups.tensors), loading)}
+    found.update(groups.dtensors[number] for number in locals_with_own_chunks(local, loading))
+    return sorted(found)
+
+
+def _of_shards(value: ShardedTensor) -> Chunks:
     """A ShardedTensor's local shards."""
-
-    def __init__(self, value: ShardedTensor) -> None:
-        shards = value.local_shards()
-        metadata = value.metadata()
-        self.tensors = [shard.tensor for shard in shards]
-        boxes = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
-        self.traits = tuple(metadata.size), bool(metadata.tensor_properties.requires_grad), boxes
-
-
-def describes_itself(kind: type) -> bool:
-    """Whether values of a type tell DCP what to write or read of them."""
-    return hasattr(kind, "__create_write_items__") or hasattr(kind, "__create_chunk_list__")
+    shards, metadata = value.local_shards(), value.metadata()
+    requires_grad = bool(metadata.tensor_properties.requires_grad)
+    boxes = [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in shards]
+    return Chunks(
+        tuple(metadata.size),
+        [Chunk(SHARD, requires_grad, offset, size) for offset, size in boxes],
+        [shard.tensor for shard in shards],
+    )

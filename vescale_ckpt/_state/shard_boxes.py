@@ -36,14 +36,15 @@ class _Cut(NamedTuple):
     factor: int = 1
 
 
+_KNOWN = (Replicate, Shard, torch_private.StridedShard)
 _Run = tuple[int, int]  # start in the whole dimension, length > 0
 
 
 def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[ShardBox, ...]:
     """The boxes that the local tensor of the rank at `coordinate` of the mesh consists of.
 
-    A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for unknown
-    placements.
+    A local tensor without elements is one box without elements. Raises `CheckpointError` for `Partial` and for
+    placements that are not `are_known`.
     """
     cuts: list[list[_Cut]] = [[] for _ in layout.shape]
     for mesh_dim in _mesh_dims_in_order(layout):
@@ -56,6 +57,11 @@ def boxes_at(layout: DTensorLayout, mesh_shape: tuple[int, ...], coordinate: tup
             raise CheckpointError(f"a tensor of shape {tuple(layout.shape)} cannot be sharded by {placement}")
         cuts[dim].append(_Cut(mesh_shape[mesh_dim], coordinate[mesh_dim], factor))
     return _boxes(tuple(layout.shape), tuple(map(tuple, cuts)))
+
+
+def are_known(placements: Iterable[Placement]) -> bool:
+    """Whether `boxes_at` knows all placements. It refuses `Partial`."""
+    return all(type(placement) in _KNOWN or placement.is_partial() for placement in placements)
 
 
 def local_shape(found: Sequence[ShardBox]) -> tuple[int, ...]:

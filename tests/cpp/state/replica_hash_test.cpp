@@ -29,35 +29,63 @@ struct Matrix {
     return {address(rows),    code_of("int16"), kHostDevice, 2, 4, 6, 6, 1,
             address(columns), code_of("int16"), kHostDevice, 2, 4, 6, 1, 4};
   }
-  std::vector<uint64_t> hashes(const Words& boxes, uint32_t elements = 8) const {
-    const Words words = table();
-    return replica_hashes(TensorTable(words), boxes, elements, kFactors);
+  // A box of each row: tensor, offset[2], size[2].
+  std::vector<uint64_t> hashes(const std::vector<Words>& boxes, uint32_t elements = 8, uint8_t ready = kOnHost) const {
+    InventoryBuilder builder;
+    Words sources, words = table();
+    for (const Words& box : boxes) {
+      const std::span<const int64_t> all = box;
+      const Words shape = {100, 100};
+      Item item{"a",
+                ItemKind::shard,
+                static_cast<uint8_t>(code_of("int16")),
+                0,
+                0,
+                shape,
+                all.subspan(1, 2),
+                all.subspan(3, 2)};
+      item.bytes = static_cast<uint64_t>(2 * box[3] * box[4]);
+      builder.add(item);
+      sources.insert(sources.end(), {box[0], 2, box[1], box[2]});
+    }
+    const std::vector<std::byte> packed = builder.pack();
+    const Inventory inventory{packed};
+    std::vector<uint32_t> items(boxes.size());
+    std::iota(items.begin(), items.end(), 0u);
+    const std::vector<std::byte> flags(2, std::byte{ready});
+    return replica_hashes({inventory, sources, words, flags}, items, {elements, 2, 30}, kFactors);
   }
 };
 
 TEST(ReplicaHash, IsTheSameHoweverElementsLie) {
   const Matrix matrix;
-  const auto whole = matrix.hashes({0, 2, 0, 0, 4, 6, 1, 2, 0, 0, 4, 6});
+  const auto whole = matrix.hashes({{0, 0, 0, 4, 6}, {1, 0, 0, 4, 6}});
   EXPECT_EQ(whole[0], whole[1]);
-  const auto box = matrix.hashes({0, 2, 1, 2, 3, 2, 1, 2, 1, 2, 3, 2});
+  const auto box = matrix.hashes({{0, 1, 2, 3, 2}, {1, 1, 2, 3, 2}});
   EXPECT_EQ(box[0], box[1]);
   EXPECT_NE(box[0], whole[0]);
 }
 
 TEST(ReplicaHash, AddsElementsTimesFactors) {
   const Matrix matrix;  // elements 3, 4 of row 1: 4 and 5
-  EXPECT_EQ(matrix.hashes({0, 2, 1, 3, 1, 2}), (std::vector<uint64_t>{4 * 3 + 5 * 5}));
-  EXPECT_EQ(matrix.hashes({0, 2, 0, 0, 4, 6}, 1).size(), 1u);
+  EXPECT_EQ(matrix.hashes({{0, 1, 3, 1, 2}}), (std::vector<uint64_t>{4 * 3 + 5 * 5}));
+  EXPECT_EQ(matrix.hashes({{0, 1, 3, 1, 2}}, 1), (std::vector<uint64_t>{4 * 3}));
+  // 48 bytes are a large box, of which two elements count: those at 6 and 18
+  EXPECT_EQ(matrix.hashes({{0, 0, 0, 4, 6}}), (std::vector<uint64_t>{1 * 3 + 13 * 5}));
+  EXPECT_EQ(matrix.hashes({{0, 0, 5, 1, 1}}), (std::vector<uint64_t>{1}));  // 0 would be no hash
 }
 
-TEST(ReplicaHash, RefusesRowsThatDoNotFit) {
+TEST(ReplicaHash, LeavesOutWhatTheEngineMayNotRead) {
   const Matrix matrix;
-  for (const Words& boxes : {Words{0}, Words{2, 2, 0, 0, 1, 1}, Words{-1, 2, 0, 0, 1, 1}, Words{0, 1, 0, 1},
-                             Words{0, 2, 0, 0, 1}, Words{0, 2, 0, 0, 5, 1}, Words{0, 2, -1, 0, 1, 1},
-                             Words{0, 2, 3, 0, 2, 1}, Words{0, 2, 0, 0, 0, 1}, Words{0, 2, INT64_MAX, 0, 2, 1}}) {
-    EXPECT_THROW(matrix.hashes(boxes), Error);
-  }
-  EXPECT_THROW(matrix.hashes({0, 2, 0, 0, 4, 6}, 9), Error);  // more than there are factors
+  EXPECT_EQ(matrix.hashes({{0, 0, 0, 4, 6}}, 8, kNotReady), (std::vector<uint64_t>{kNotHashed}));
+  EXPECT_EQ(matrix.hashes({{0, 0, 0, 4, 6}}, 8, kOnDevice), (std::vector<uint64_t>{kNotHashed}));
+}
+
+TEST(ReplicaHash, RefusesItemsThatDoNotFit) {
+  const Matrix matrix;
+  EXPECT_THROW(matrix.hashes({{0, 0, 0, 5, 1}}), Error);
+  EXPECT_THROW(matrix.hashes({{0, 3, 0, 2, 1}}), Error);
+  EXPECT_THROW(matrix.hashes({{0, 0, 0, 2, 5}}, 9), Error);  // more than there are factors
 }
 
 }  // namespace

@@ -1,0 +1,375 @@
+"""Tensors that tell which chunks of a tensor they hold: by DCP's methods on the instance, or as a CheckpointableTensor.
+
+Placements and shapes say something else of all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
+from vescale_ckpt._state.describe import Describer
+from vescale_ckpt._state.load_targets import with_memory
+
+FULL = torch.arange(27.0).view(9, 3)
+knows_fields = hasattr(dcp, "CheckpointableTensor")
+
+# Two chunks in one tensor, the last rows first, with a row of padding between them and behind them.
+CHUNKS = {4: (0, 5), 0: (6, 4)}  # by first row of the whole tensor: first row here, and rows
+
+
+def held(zeros: bool) -> torch.Tensor:
+    local = torch.full((11, 3), -1.0)
+    for start, (at, rows) in CHUNKS.items():
+        local[at : at + rows] = 0 if zeros else FULL[start : start + rows]
+    return local
+
+
+def with_fields(zeros: bool = False) -> torch.Tensor:
+    value: Any = held(zeros)
+    value.global_shape = (9, 3)
+    value.global_offsets = tuple((start, 0) for start in CHUNKS)
+    value.local_offsets = tuple((at, 0) for at, _ in CHUNKS.values())
+    value.local_sizes = tuple((rows, 3) for _, rows in CHUNKS.values())
+    return value  # type: ignore[no-any-return]
+
+
+def trained_with_fields(zeros: bool = False) -> torch.Tensor:
+    fields = with_fields(zeros)
+    value = torch.nn.Parameter(fields)
+    vars(value).update(vars(fields))
+    return value
+
+
+def chunk_list() -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([rows, 3])) for start, (_, rows) in CHUNKS.items()]
+
+
+def items(key: str, value: torch.Tensor) -> list[WriteItem]:
+    properties = TensorProperties(dtype=value.dtype)
+    return [
+        WriteItem(
+            MetadataIndex(key, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, torch.Size([9, 3])),
+        )
+        for chunk in chunk_list()
+    ]
+
+
+def with_methods(zeros: bool = False, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """A DTensor whose local tensor has the methods, as Megatron-FSDP makes them; a plain tensor of another value."""
+    mesh = mesh or DeviceMesh("cpu", [0])
+    value = DTensor.from_local(held(zeros), mesh, [Shard(0)], run_check=False, shape=FULL.shape, stride=FULL.stride())
+    local: Any = value._local_tensor
+
+    def shard(index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        at, rows = CHUNKS[index.offset[0]]
+        return local[at : at + rows]  # type: ignore[no-any-return]
+
+    local.__create_write_items__ = items
+    local.__create_chunk_list__ = chunk_list
+    local.__get_tensor_shard__ = shard
+    return value
+
+
+KINDS: dict[str, Callable[..., torch.Tensor]] = {
+    "fields": with_fields,
+    "trained": trained_with_fields,
+    "methods": with_methods,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def save(how: str, path: Path, state: dict[str, Any]) -> None:
+    if how in ("ours", "safetensors"):
+        options: dict[str, Any] = {"format": "safetensors"} if how == "safetensors" else {}
+        vescale_ckpt.save(path, state, **options)
+    elif how == "async":
+        vescale_ckpt.save(path, state, async_checkpoint=True).result()
+    elif how == "staged":
+        dcp.save(Stager().stage(state), storage_writer=StorageWriter(path), planner=SavePlanner())
+    elif how == "dcp.save":
+        dcp.save(state, storage_writer=StorageWriter(path), planner=SavePlanner())
+    else:
+        dcp.save(state, storage_writer=FileSystemWriter(path), planner=DefaultSavePlanner())
+
+
+def load(how: str, path: Path, state: dict[str, Any]) -> None:
+    if how == "ours":
+        vescale_ckpt.load(path, state)
+    elif how == "dcp.load":
+        dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner())
+    elif how == "our reader":
+        dcp.load(state, storage_reader=StorageReader(path), planner=DefaultLoadPlanner())
+    elif how == "our planner":
+        dcp.load(state, storage_reader=FileSystemReader(path), planner=LoadPlanner())
+    else:
+        dcp.load(state, storage_reader=FileSystemReader(path), planner=DefaultLoadPlanner())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["ours", "async", "safetensors", "dcp.save", "staged", "stock"])
+def test_a_save_stores_what_the_tensor_tells(checkpoint: Path, kind: str, how: str) -> None:
+    if how == "stock" and kind != "methods" and not knows_fields:
+        pytest.skip("this torch has no CheckpointableTensor")
+    objects = {} if how == "safetensors" else {"n": 5}
+    save(how, checkpoint, {"a": KINDS[kind](), "b": torch.ones(2), **objects})
+    whole = {"a": torch.zeros(9, 3)}
+    load("ours", checkpoint, whole)
+    assert torch.equal(whole["a"], FULL)
+    if how != "safetensors":
+        load("stock", checkpoint, whole := {"a": torch.zeros(9, 3)})
+        assert torch.equal(whole["a"], FULL)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saved_by", ["ours", "safetensors", "stock"])
+@pytest.mark.parametrize("how", ["ours", "dcp.load", "our reader", "our planner"])
+def test_a_load_fills_what_the_tensor_tells(checkpoint: Path, kind: str, saved_by: str, how: str) -> None:
+    if how == "our reader" and kind != "methods" and not knows_fields:
+        pytest.skip("this torch has no CheckpointableTensor")
+    if how == "our planner" and saved_by == "safetensors":
+        pytest.skip("stock reads DCP's checkpoints")
+    save(saved_by, checkpoint, {"a": FULL, "b": torch.ones(2)})
+    target = KINDS[kind](zeros=True)
+    load(how, checkpoint, {"a": target})
+    local = target._local_tensor if isinstance(target, DTensor) else target
+    assert torch.equal(local, held(zeros=False))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_two_that_tell(checkpoint: Path, kind: str) -> None:
+    state = {"a": KINDS[kind](), "b": torch.ones(2)}
+    for path in (checkpoint / "1", checkpoint / "2"):  # the second with a kept plan
+        save("ours", path, state)
+        target = KINDS[kind](zeros=True)
+        vescale_ckpt.load(path, {"a": target})
+        local = target._local_tensor if isinstance(target, DTensor) else target
+        assert torch.equal(local, held(zeros=False))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_answer_that_changes_gives_another_plan(checkpoint: Path) -> None:
+    value: Any = torch.arange(6.0)
+    planner = SavePlanner()
+    for number, starts in enumerate([None, (0, 3), (3, 0), None]):
+        if starts is None:
+            for name in [name for name in vars(value) if name.startswith(("global", "local"))]:
+                delattr(value, name)
+        else:
+            value.global_shape, value.global_offsets = (6,), tuple((start,) for start in starts)
+            value.local_offsets, value.local_sizes = ((0,), (3,)), ((3,), (3,))
+        vescale_ckpt.save(checkpoint / str(number), {"a": value}, planner=planner)
+        expected = torch.arange(6.0) if starts != (3, 0) else torch.tensor([3.0, 4, 5, 0, 1, 2])
+        assert torch.equal(vescale_ckpt.load(checkpoint / str(number))["a"], expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_load_may_be_told_other_chunks_than_a_save(checkpoint: Path) -> None:
+    value: Any = torch.arange(4.0)
+    value.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+    vescale_ckpt.save(checkpoint, {"a": value})
+    assert torch.equal(vescale_ckpt.load(checkpoint)["a"], value)
+    vescale_ckpt.load(checkpoint, {"a": (target := torch.zeros(4))})
+    assert torch.equal(target, value)
+
+
+def _lies(**fields: Any) -> torch.Tensor:
+    value: Any = with_fields()
+    for name, field in fields.items():
+        setattr(value, name, field)
+    return value  # type: ignore[no-any-return]
+
+
+def _methods(**methods: Any) -> torch.Tensor:
+    value = with_methods()
+    assert isinstance(value, DTensor)
+    for name, method in methods.items():
+        setattr(value._local_tensor, name, method)
+    return value
+
+
+def _raises(*_: object) -> Any:
+    raise KeyError("no such part")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: _lies(global_offsets=((4, 0),)), "zip"),
+        (lambda: _lies(local_offsets=((0, 0), (8, 0))), r"expected a chunk within \(11, 3\), got \(4, 3\) at \(8, 0\)"),
+        (lambda: _lies(global_offsets=((5, 0), (0, 0))), r"expected a chunk of a tensor of shape \(9, 3\)"),
+        (lambda: _lies(global_shape=(9,)), "zip"),
+        (lambda: _methods(__create_write_items__=_raises), "no such part"),
+        (lambda: _methods(__get_tensor_shard__=lambda index: torch.ones(1, 3)), "expected a tensor of shape"),
+        (lambda: _methods(__get_tensor_shard__=lambda index: torch.ones(5, 3).half()), "torch.float16"),
+    ],
+    ids=["lengths", "outside its memory", "outside the tensor", "dims", "raises", "shape", "dtype"],
+)
+def test_what_cannot_be_so_is_refused_by_name(checkpoint: Path, make: Callable[[], torch.Tensor], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^the\.key: it does not tell .*{reason}"):
+        vescale_ckpt.save(checkpoint, {"the": {"key": make()}})
+
+
+@pytest.mark.skipif(knows_fields, reason="this torch's own planning knows CheckpointableTensor")
+def test_what_torch_plans_is_refused_where_torch_does_not_know_the_fields(checkpoint: Path) -> None:
+    class Own(SavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            return super().create_local_plan()
+
+    with pytest.raises(CheckpointError, match=r"^a: this torch does not know CheckpointableTensor"):
+        vescale_ckpt.save(checkpoint, {"a": with_fields()}, planner=Own())
+    assert not (checkpoint / ".metadata").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["fields", "trained"])
+@pytest.mark.parametrize("how", ["ours", "dcp.load"])
+def test_targets_without_memory(checkpoint: Path, kind: str, how: str) -> None:
+    save("ours", checkpoint, {"a": FULL})
+    value = KINDS[kind]()
+    meta = value.detach().to("meta")
+    vars(meta).update(vars(value))
+    state = {"a": meta}
+    load(how, checkpoint, state)
+    for at, rows in CHUNKS.values():
+        start = next(start for start, chunk in CHUNKS.items() if chunk == (at, rows))
+        assert torch.equal(state["a"][at : at + rows], FULL[start : start + rows])
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_for_a_dtensor_whose_local_tensor_tells() -> None:
+    value = DTensor.from_local(torch.empty(9, 3, device="meta"), DeviceMesh("cpu", [0]), [Shard(0)], run_check=False)
+    local: Any = value._local_tensor
+    local.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([9, 3]))]
+    real = with_memory({"a": value})["a"]
+    assert isinstance(real, DTensor) and real._local_tensor.is_cpu
+    assert real._local_tensor.__create_chunk_list__ is local.__create_chunk_list__
+
+
+# --- Several ranks, as Megatron-FSDP shards: uneven, and mesh dimensions that cut in another order than from the left
+
+ROWS = [4, 3, 0, 6]  # by position among the ranks; placements give 4, 3, 4, 2 rows (13 of them)
+WHOLE = torch.arange(39.0).view(13, 3)
+
+
+def _uneven(mesh: DeviceMesh, zeros: bool = False) -> DTensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    position = coordinate[1] * 2 + coordinate[0]
+    start, rows = sum(ROWS[:position]), ROWS[position]
+    chunk = ChunkStorageMetadata((start, 0), (rows, 3))  # type: ignore[arg-type]  # tuples, as Megatron-FSDP makes them
+    local: Any = WHOLE[start : start + rows].clone()
+
+    def items(key: str, tensor: DTensor) -> list[WriteItem]:
+        if tensor.to_local().numel() == 0:
+            return []
+        properties = TensorProperties.create_from_tensor(tensor.to_local())
+        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.size())
+        return [WriteItem(type=WriteItemType.SHARD, index=MetadataIndex(key, chunk.offsets), tensor_data=data)]
+
+    if zeros:
+        local.zero_()
+    value = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False, shape=WHOLE.shape, stride=(3, 1))
+    value._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+    value._local_tensor.__create_write_items__ = items  # type: ignore[attr-defined]
+    return value
+
+
+def _half(zeros: bool = False) -> torch.Tensor:
+    """A CheckpointableTensor of which each node of two ranks holds a half, and both of its ranks the same."""
+    start, rows = [(5, 8), (0, 5)][dist.get_rank() // 2]
+    value: Any = torch.zeros(rows, 3) if zeros else WHOLE[start : start + rows].clone()
+    value.global_shape, value.global_offsets = (13, 3), ((start, 0),)
+    value.local_offsets, value.local_sizes = ((0, 0),), ((rows, 3),)
+    return value  # type: ignore[no-any-return]
+
+
+def _over_ranks(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def state(zeros: bool = False) -> dict[str, Any]:
+        halves = {"half": _half(zeros)}
+        return {"uneven": _uneven(mesh, zeros), **halves, "b": torch.ones(2)}
+
+    def check(loaded: dict[str, Any]) -> None:
+        for key, expected in state().items():
+            mine, wanted = (
+                value._local_tensor if isinstance(value, DTensor) else value for value in (loaded[key], expected)
+            )
+            assert torch.equal(mine, wanted), key
+
+    for how in ("ours", "safetensors", "dcp.save", "stock"):
+        target = Path(path) / how
+        mine = state()
+        if how == "stock" and not knows_fields:
+            mine["half"] = WHOLE
+        save(how, target, mine)
+        readers = ["ours", "dcp.load"] if how == "safetensors" else ["ours", "dcp.load", "stock"]
+        for reader in readers:
+            whole: dict[str, Any] = {"uneven": torch.zeros(13, 3), "half": torch.zeros(13, 3), "b": torch.zeros(2)}
+            whole["uneven"] = distribute_tensor(whole["uneven"], mesh, [Replicate(), Shard(1)], src_data_rank=None)
+            load(reader, target, whole)
+            assert torch.equal(whole["uneven"].full_tensor(), WHOLE), (how, reader)
+            assert torch.equal(whole["half"], WHOLE), (how, reader)
+            if reader != "stock" or knows_fields:
+                load(reader, target, same := state(zeros=True))
+                check(same)
+
+
+def test_ranks_tell_uneven_chunks_in_an_order_of_their_own(tmp_path: Path) -> None:
+    run_ranks(4, _over_ranks, str(tmp_path))
+
+
+# --- Placements that are not known here
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_own_placement_is_what_the_dtensor_tells_of_it() -> None:
+    own = type("Own", (Shard,), {})(0)
+    local = torch.arange(6.0).view(3, 2)
+    value = DTensor.from_local(local, DeviceMesh("cpu", [0]), [own], run_check=False)
+    description, _ = Describer().describe({"a": value})
+    ((*_, shape, offset, size),) = description.items
+    assert (shape, offset, size) == ((3, 2), (0, 0), (3, 2))
+
+
+def test_chunks_of_every_order_add_up(checkpoint: Path) -> None:
+    starts = [0, 2, 3]
+    for number, order in enumerate(itertools.permutations(range(3))):
+        rows = [(starts[i], [2, 1, 4][i]) for i in order]
+        value: Any = torch.cat([FULL[start : start + count] for start, count in rows])
+        value.global_shape, value.global_offsets = (7, 3), tuple((start, 0) for start, _ in rows)
+        at = [sum(count for _, count in rows[:i]) for i in range(3)]
+        value.local_offsets, value.local_sizes = tuple((a, 0) for a in at), tuple((count, 3) for _, count in rows)
+        vescale_ckpt.save(checkpoint / str(number), {"a": value})
+        assert torch.equal(vescale_ckpt.load(checkpoint / str(number))["a"], FULL[:7])

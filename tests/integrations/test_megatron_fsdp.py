@@ -1,0 +1,82 @@
+"""Megatron-FSDP's uneven DTensors, whose local tensors tell DCP which rows they are: placements say other rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_pool import run_ranks
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import vescale_ckpt
+from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+
+pytest.importorskip("megatron_fsdp", reason="megatron-fsdp")
+pytestmark = pytest.mark.slow  # its import takes longer than the test
+
+WHOLE = torch.arange(65.0).view(13, 5)
+ROWS = {"strided": [4, 3, 2, 4], "shard order": [5, 1, 0, 7], "hybrid": [3, 4, 1, 5]}
+
+
+def _sharded(mesh: DeviceMesh, zeros: bool = False) -> dict[str, DTensor]:
+    """Cut first by the last dimension of the mesh, as tensor parallelism comes before FSDP."""
+    made = {}
+    (i, j) = mesh.get_coordinate()  # type: ignore[misc]
+    for name, rows in ROWS.items():
+        position = 2 * j + i
+        start = sum(rows[:position])
+        local = WHOLE[start : start + rows[position]].clone()
+        first = _StridedShard(0, split_factor=2) if name == "strided" else Shard(0)
+        made[name] = DTensor.from_local(
+            local.zero_() if zeros else local,
+            mesh,
+            [first, Shard(0)],
+            run_check=False,
+            shape=WHOLE.shape,
+            stride=(5, 1),
+        )
+    return made
+
+
+def _job(path: str) -> None:
+    from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor as preprocess
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh._shard_order = [1, 0]  # type: ignore[attr-defined]  # the package's own attribute
+    full = {name: WHOLE for name in ROWS}
+    saves: dict[str, Any] = {
+        "ours": lambda to, state: vescale_ckpt.save(to, state),
+        "dcp.save": lambda to, state: dcp.save(state, storage_writer=StorageWriter(to), planner=SavePlanner()),
+        "safetensors": lambda to, state: vescale_ckpt.save(to, state, format="safetensors"),
+        "stock": lambda to, state: dcp.save(state, storage_writer=FileSystemWriter(to)),
+    }
+    loads: dict[str, Any] = {
+        "ours": lambda of, state: vescale_ckpt.load(of, state),
+        "dcp.load": lambda of, state: dcp.load(state, storage_reader=StorageReader(of), planner=LoadPlanner()),
+        "stock": lambda of, state: dcp.load(state, storage_reader=FileSystemReader(of)),
+    }
+    for saved_by, save in saves.items():
+        target = Path(path) / saved_by
+        save(target, preprocess(_sharded(mesh)))
+        for loaded_by, load in loads.items():
+            if (saved_by, loaded_by) == ("safetensors", "stock"):
+                continue
+            resharded = {
+                name: distribute_tensor(torch.zeros_like(value), mesh, [Replicate(), Shard(1)], src_data_rank=None)
+                for name, value in full.items()
+            }
+            load(target, resharded)
+            load(target, again := preprocess(_sharded(mesh, zeros=True)))
+            for name, value in _sharded(mesh).items():
+                assert torch.equal(resharded[name].full_tensor(), WHOLE), (saved_by, loaded_by, name)
+                assert torch.equal(again[name]._local_tensor, value._local_tensor), (saved_by, loaded_by, name)
+
+
+def test_uneven_dtensors_are_stored_as_they_tell(tmp_path: Path) -> None:
+    run_ranks(4, _job, str(tmp_path))

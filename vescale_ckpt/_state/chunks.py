@@ -1,0 +1,234 @@
+"""Asks tensors which chunks of a whole tensor they hold, for saves and loads of every kind, as stock DCP asks them.
+
+Stock DCP asks each value: a method of its protocol (`__create_write_items__` on a save, `__create_chunk_list__` on a
+load), of the type or set on the instance, answers before placements do. A DTensor passes the question to its local
+tensor. Without such a method the four fields of torch's `CheckpointableTensor` answer; torch before 2.14 does not know
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
+
+from .._engine import _C, torch_private
+from .._engine.rows import SHARD, TENSOR
+from .._engine.wrapper_tensors import is_wrapper, type_name
+from ..errors import CheckpointError
+from .tensor_table import narrowed
+
+_WRITE, _READ, _SHARD = "__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_OF_DTENSORS = (DTensor.__create_write_items__, DTensor.__create_chunk_list__)  # they say what placements say
+_KINDS = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
+
+
+class Chunk(NamedTuple):
+    """A chunk of a whole tensor."""
+
+    kind: int  #: TENSOR or SHARD
+    requires_grad: bool
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+class Chunks(NamedTuple):
+    """What this rank holds of a tensor."""
+
+    shape: tuple[int, ...]  #: of the whole tensor
+    chunks: list[Chunk]
+    tensors: list[torch.Tensor]  #: on this rank, one of the size of each chunk
+
+
+def describes_itself(kind: type) -> bool:
+    """Whether values of a type tell DCP what to write or read of them."""
+    return hasattr(kind, _WRITE) or hasattr(kind, _READ)
+
+
+def with_own_chunks(tensors: list[Any], loading: bool) -> list[int]:
+    """The positions of the tensors that tell their chunks themselves. `tensors` are of any type; a DTensor whose local
+    tensor tells them is not among them."""
+    found = _C.with_attributes(tensors, (_asks(loading), _FIELDS[0]), _OF_DTENSORS)
+    return [number for number in found if hasattr(tensors[number], _asks(loading)) or has_fields(tensors[number])]
+
+
+def locals_with_own_chunks(local_tensors: list[torch.Tensor], loading: bool) -> list[int]:
+    """The positions of the local tensors that answer for their DTensors."""
+    return _C.with_attributes(local_tensors, (_asks(loading),), ())
+
+
+def tells_chunks(value: Any, loading: bool) -> bool:
+    """Whether a value tells its chunks itself, or its local tensor does."""
+    if type(value) is DTensor and locals_with_own_chunks(torch_private.local_tensors([value]), loading):
+        return True
+    return isinstance(value, torch.Tensor) and bool(with_own_chunks([value], loading))
+
+
+def has_fields(value: Any) -> bool:
+    """Whether a value is what torch calls a `CheckpointableTensor`."""
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _FIELDS)
+
+
+def needs_fields(value: Any) -> bool:
+    """Whether only these fields tell what a save writes of a value."""
+    return has_fields(value) and not hasattr(value, _WRITE)
+
+
+def whole_shape(value: torch.Tensor) -> torch.Size:
+    """The shape of the whole tensor that a value is a part of."""
+    return torch.Size(value.global_shape) if has_fields(value) else value.size()  # type: ignore[attr-defined]
+
+
+def chunks_to_write(key: str, value: Any) -> Chunks | None:
+    """The chunks that a value tells for a save. None if it tells more than chunks of one tensor.
+
+    Raises `CheckpointError` with the key if it cannot tell them, or if they are not the tensors that it holds.
+    """
+    return _told(key, value, _chunks_to_write)
+
+
+def chunks_to_read(key: str, value: Any) -> Chunks:
+    """The same for a load."""
+    found = _told(key, value, _chunks_to_read)
+    assert found is not None
+    return found
+
+
+def _told(key: str, value: Any, ask: Callable[[str, Any], Chunks | None]) -> Chunks | None:
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return Chunks(tuple(value.size()), [], [])
+    try:
+        found = ask(key, value)
+        if found is not None:
+            for chunk, tensor in zip(found.chunks, found.tensors, strict=True):
+                _check(chunk, tensor, found.shape)
+        return found
+    except Exception as error:  # the code of a value may raise anything
+        raise CheckpointError(f"{key}: it does not tell which chunks of a tensor it holds: {error}", key=key) from error
+
+
+def _chunks_to_write(key: str, value: Any) -> Chunks | None:
+    if not hasattr(value, _WRITE):
+        return _chunks_of_fields(value)
+    items: list[WriteItem] = value.__create_write_items__(key, value)
+    found = Chunks(tuple(value.size()), [], [])
+    for item in items:
+        data = item.tensor_data
+        if data is None or item.index.fqn != key:
+            return None
+        found = found._replace(shape=tuple(data.size))
+        chunk = Chunk(
+            _KINDS[item.type], data.properties.requires_grad, tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        )
+        tensor = shard_at(value, item.index)
+        if tensor.dtype != data.properties.dtype:
+            raise ValueError(f"expected a chunk of {data.properties.dtype}, got {tensor.dtype}")
+        found.chunks.append(chunk)
+        found.tensors.append(tensor)
+    if len({tuple(item.tensor_data.size) for item in items if item.tensor_data is not None}) > 1:
+        raise ValueError("expected one shape of the whole tensor, got several")
+    return found
+
+
+def _chunks_to_read(key: str, value: Any) -> Chunks:
+    if not hasattr(value, _READ):
+        return _chunks_of_fields(value)
+    found = Chunks(tuple(whole_shape(value)), [], [])
+    for number, told in enumerate(value.__create_chunk_list__()):
+        offset = torch.Size(told.offsets)
+        found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(told.sizes)))
+        found.tensors.append(shard_at(value, MetadataIndex(key, offset, number)))
+    return found
+
+
+def _chunks_of_fields(value: Any) -> Chunks:
+    found = Chunks(tuple(value.global_shape), [], [])
+    for offset, size, local_offset in zip(value.global_offsets, value.local_sizes, value.local_offsets, strict=True):
+        found.chunks.append(Chunk(SHARD, value.requires_grad, tuple(offset), tuple(size)))
+        found.tensors.append(_narrowed(value, local_offset, size))
+    return found
+
+
+def write_items(key: str, told: Chunks) -> list[WriteItem]:
+    """The same chunks as DCP's items."""
+    size = torch.Size(told.shape)
+    kinds = {kind: of_dcp for of_dcp, kind in _KINDS.items()}
+    return [
+        WriteItem(
+            index=MetadataIndex(key, torch.Size(chunk.offset)),
+            type=kinds[chunk.kind],
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)),
+                properties=TensorProperties(dtype=tensor.dtype, requires_grad=chunk.requires_grad),
+                size=size,
+            ),
+        )
+        for chunk, tensor in zip(told.chunks, told.tensors, strict=True)
+    ]
+
+
+def read_items(key: str, told: Chunks, stored: TensorStorageMetadata) -> list[ReadItem]:
+    """DCP's items that read the chunks from a checkpoint."""
+    wanted = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)) for chunk in told.chunks]
+    return create_read_items_for_chunk_list(key, stored, wanted)
+
+
+def carry_protocol(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Lets `target`, a copy of `source` in other memory, answer as it does."""
+    sources, targets = [source], [target]
+    if isinstance(source, DTensor) and isinstance(target, DTensor):
+        sources += torch_private.local_tensors([source])
+        targets += torch_private.local_tensors([target])
+    for one, other in zip(sources, targets, strict=True):
+        for name in (_WRITE, _READ, _SHARD, *_FIELDS):
+            if name in vars(one):
+                setattr(other, name, vars(one)[name])
+
+
+def shard_at(value: Any, index: MetadataIndex) -> torch.Tensor:
+    """The tensor on this rank that holds the chunk at the index's offset of a value. Raises ValueError if none does."""
+    if isinstance(value, DTensor):
+        (local,) = torch_private.local_tensors([value])
+        if not _C.with_attributes([value, local], (_SHARD,), (DTensor.__get_tensor_shard__,)):
+            return local
+    if hasattr(value, _SHARD) or not has_fields(value):
+        with torch.no_grad():
+            return find_tensor_shard(value, index)
+    for offset, size, local_offset in zip(value.global_offsets, value.local_sizes, value.local_offsets, strict=True):
+        if tuple(offset) == index.offset:
+            return _narrowed(value, local_offset, size)
+    raise ValueError(f"expected a chunk at {index.offset}, got those at {value.global_offsets}")
+
+
+@torch.no_grad()
+def _narrowed(value: torch.Tensor, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    for start, length, whole in zip(offset, size, value.shape, strict=True):
+        if not 0 <= start <= start + length <= whole:
+            raise ValueError(f"expected a chunk within {tuple(value.shape)}, got {tuple(size)} at {tuple(offset)}")
+    return narrowed(value, offset, size)
+
+
+def _check(chunk: Chunk, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if is_wrapper(tensor):  # its chunk might be cut, as none of its class can be
+        raise ValueError(f"expected plain tensors as its chunks, got a {type_name(tensor)}")
+    for start, length, whole in zip(chunk.offset, chunk.size, shape, strict=True):
+        if not 0 <= start <= start + length <= whole:
+            raise ValueError(f"expected a chunk of a tensor of shape {shape}, got {chunk.size} at {chunk.offset}")
+    if tuple(tensor.shape) != chunk.size:
+        raise ValueError(f"expected a tensor of shape {chunk.size} at {chunk.offset}, got one of {tuple(tensor.shape)}")
+
+
+def _asks(loading: bool) -> str:
+    return _READ if loading else _WRITE
