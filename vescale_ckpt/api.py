@@ -36,7 +36,7 @@ from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup
 from ._ranks.store_thread import GRACE_SECONDS
-from ._state.application import check_is_mapping, saved_form
+from ._state.application import check_is_mapping, saved_form, trained_tensors
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import device_number
 from ._storage.directory import checkpoint_path
@@ -117,7 +117,8 @@ def save(
             save, give `path` itself.
         frozen: with `base`: tensors of the state (parameters that do not require grad) that nothing changes except by
             operations that raise torch's version counter. While counter and storage are those of an earlier save of
-            this process, they are not even read. docs/guarantees.md tells what leaves the counter as it is.
+            this process, they are not even read. docs/guarantees.md tells what leaves the counter as it is. Other names
+            of trained tensors (`state_dict().values()`, `.data`) must not be among them.
 
     Returns a handle; without `async_checkpoint` it is finished. If any rank fails, all ranks raise `CheckpointError`
     within bounded time, and nothing is committed. `SaveFailedError` names the rank and its cause.
@@ -149,10 +150,13 @@ def save(
         raise ValueError(f"base: a model in format={format!r} cannot name the files of another")
     if frozen is not None and base is None:
         raise ValueError("frozen: only a save with base= can leave tensors unread")
-    unchanged = None if frozen is None else FrozenTensors(frozen, _frozen.of(process_group))
     older = None if base is None else checkpoint_path(checked_path("base", base))
     directory = checkpoint_path(path)  # absolute: the working directory may change later
     guard = gate if gate is None or isinstance(gate, Gate) else Gate(gate)
+    unchanged = None
+    if frozen is not None:
+        trained = trained_tensors(state, () if guard is None else guard.optimizers)
+        unchanged = FrozenTensors(frozen, _frozen.of(process_group), trained)
     queue = BackgroundQueue.of(process_group)
     timeline = Timeline("save", directory, f"saving to {os.fspath(path)}")
     with queue.lock, timeline.here():

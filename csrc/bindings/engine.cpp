@@ -27,6 +27,7 @@
 #include "read/reader.h"
 #include "read/table.h"
 #include "write/block_hashes.h"
+#include "write/samples.h"
 #include "write/table.h"
 #include "write/writer.h"
 
@@ -113,6 +114,10 @@ py::bytes write_tensors(write::FileWriter& writer, const py::buffer& buffer) {
     placed = writer.write(write::parse_write_table(table.values()));
   }
   return places(writer, placed);
+}
+
+py::bytes sample_hashes(const py::buffer& table, const py::buffer& devices, uint32_t elements) {
+  return bytes_of(write::sample_hashes(Table(table).values(), Table(devices).values(), elements));
 }
 
 py::bytes body_bytes(const py::buffer& buffer) {
@@ -309,6 +314,8 @@ void bind_engine(py::module_& module) {
       .def("cancel", &write::FileWriter::cancel, "from any thread")
       .def("stats", [](const write::FileWriter& writer) { return stats_dict(writer.stats()); });
 
+  module.def("sample_hashes", &sample_hashes, py::arg("table"), py::arg("devices"), py::arg("elements"),
+             "a hash of a few elements of each tensor of a table to write");
   module.def("body_bytes", &body_bytes, "bytes of each tensor of a table to write");
   module.def("hash_tensors", &hash_tensors, py::arg("table"), py::arg("key"), py::arg("options"),
              "of each tensor of a table to write: the hashes of its blocks, and its CRC-32");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import random
@@ -798,6 +799,48 @@ def test_frozen_needs_a_base_and_tensors_that_do_not_train(tmp_path: Path) -> No
         saved(tmp_path / "a", {"model": model}, tmp_path / "a", frozen=model.parameters())
     with pytest.raises(TypeError, match="tensors are wanted"):
         saved(tmp_path / "a", {"model": model}, tmp_path / "a", frozen=[model])
+
+
+def _by_data(weight: torch.Tensor) -> None:
+    weight.data[:] = 7
+
+
+def _by_numpy_like(weight: torch.Tensor) -> None:
+    torch.frombuffer((ctypes.c_float * weight.numel()).from_address(weight.data_ptr()), dtype=torch.float32).fill_(7)
+
+
+@pytest.mark.parametrize("change", [_by_data, _by_numpy_like])
+def test_changes_that_torch_does_not_count_are_refused_in_frozen_tensors(
+    tmp_path: Path, change: Callable[[torch.Tensor], None]
+) -> None:
+    model = _model()
+    saved(tmp_path / "a", {"model": model}, tmp_path / "a", frozen=_frozen(model))
+    change(model[0].weight)
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight: frozen= names it, but its values have changed"):
+        saved(tmp_path / "b", {"model": model}, tmp_path / "a", frozen=_frozen(model))
+
+
+def _aliases(model: torch.nn.Module) -> list[torch.Tensor]:
+    return list(model.state_dict().values())
+
+
+def _data(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [value.data for value in model.parameters()]
+
+
+@pytest.mark.parametrize("of_trained", [_aliases, _data])
+@pytest.mark.parametrize("state_of", ["module", "optimizer", "tensors"])
+def test_other_names_of_trained_tensors_are_no_frozen_ones(
+    tmp_path: Path, of_trained: Callable[[torch.nn.Module], list[torch.Tensor]], state_of: str
+) -> None:
+    model = _model()
+    state: dict[str, Any] = {
+        "module": {"model": model},
+        "optimizer": {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters())},
+        "tensors": {"model": dict(model.named_parameters())},
+    }[state_of]
+    with pytest.raises(ValueError, match=r"frozen: a tensor among them is the memory of .*, which requires grad"):
+        saved(tmp_path / "a", state, tmp_path / "a", frozen=of_trained(model))
 
 
 def _frozen_shards(root: str) -> list[int]:

@@ -243,3 +243,33 @@ def _offloaded(path: str) -> bool:
 
 def test_parameters_that_are_offloaded_to_the_host(checkpoint: Path) -> None:
     assert run_ranks(2, _offloaded, str(checkpoint)) == [True, True]
+
+
+def _averaged_behind_a_gate(directory: Path, collective: str) -> str:
+    weight = nn.Parameter(torch.full((SIZE,), 1.0 + dist.get_rank()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {f"weight of {dist.get_rank()}": weight}
+    counter = weight._version
+    with late_copies() as begin:
+        handle = vescale_ckpt.save(directory, state, async_checkpoint=True, gate=optimizer)
+        if collective == "all_reduce":
+            dist.all_reduce(weight.data)
+        elif collective == "broadcast":
+            dist.broadcast(weight.detach(), src=1)
+        else:
+            dist.scatter(weight.detach(), [torch.zeros(SIZE), torch.zeros(SIZE)] if dist.get_rank() == 0 else None)
+        assert weight._version == counter, "torch tells of it: another test"
+        begin.set()
+        try:
+            handle.result(BOUND)
+        except CheckpointError as error:
+            return str(error)
+    return "committed"
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "scatter"])
+def test_a_collective_into_weights_behind_a_gate_fails_the_save(checkpoint: Path, collective: str) -> None:
+    """gloo writes to the tensors and raises no version counter."""
+    for text in run_ranks(2, _averaged_behind_a_gate, checkpoint, collective):
+        assert "was changed while it was copied" in text and "weight of" in text
+    assert not (checkpoint / ".metadata").exists()

@@ -9,7 +9,7 @@ its state and given it by these methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from typing import Any
@@ -41,6 +41,21 @@ def saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     parts = _find(state)
     return with_forms(state, {part.path: part.form() for part in parts})
+
+
+def trained_tensors(state: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> dict[str, torch.Tensor]:
+    """By name the tensors of the modules and optimizers in `state`, of `optimizers`, and those in `state` itself: what
+    training may change."""
+    found: dict[str, torch.Tensor] = {}
+    parts = _find(state)
+    for part in parts:
+        if isinstance(part, _ModulePart):
+            found.update({part.prefix + name: tensor for name, tensor in part.value.named_parameters()})
+    for optimizer in (*optimizers, *(part.value for part in parts if isinstance(part, _OptimizerPart))):
+        for number, tensor in enumerate(tensor for group in optimizer.param_groups for tensor in group["params"]):
+            found.setdefault(f"parameter {number} of a {type(optimizer).__name__}", tensor)
+    values, _ = flatten(with_forms(state, {part.path: {} for part in parts}))
+    return {**found, **{key: value for key, value in values.items() if isinstance(value, torch.Tensor)}}
 
 
 def check_is_mapping(state: object, function: str) -> None:

@@ -7,7 +7,7 @@ normalization, `.data` and numpy change memory and leave it. So only tensors cou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._engine.rows import PLAN_ROW, words
 from .._engine.torch_private import storage_identity, versions
 from .._plan.save_plan import PackedItems
+from .._state.shared_memory import sharing_memory
 from .._state.tensor_table import NOT_READY
 from .._state.watch import local_parts, tensors_of
+from ..errors import CheckpointError
+from .samples import samples_of
 
 
 class Content(NamedTuple):
@@ -30,6 +33,7 @@ class Content(NamedTuple):
 class _Remembered(NamedTuple):
     storage: StorageWeakRef
     versions: tuple[int, ...]  # of all named tensors in that storage
+    sample: int  # of its elements; 0: none was taken
     content: Content
 
 
@@ -40,13 +44,13 @@ class FrozenContents:
         self._lock = threading.Lock()
         self._known: dict[tuple[int, bytes, bytes], _Remembered] = {}
 
-    def find(self, storage: int, seed: bytes, place: bytes, versions: tuple[int, ...]) -> Content | None:
-        """The content of a box of a storage with that identity, unless the storage is gone or a version differs."""
+    def find(self, storage: int, seed: bytes, place: bytes, versions: tuple[int, ...]) -> _Remembered | None:
+        """What is known of a box of a storage with that identity, unless the storage is gone or a version differs."""
         with self._lock:
             found = self._known.get((storage, seed, place))
         if found is None or found.versions != versions or _is_gone(found.storage):
             return None
-        return found.content
+        return found
 
     def remember(self, storage: int, seed: bytes, place: bytes, found: _Remembered) -> None:
         with self._lock:
@@ -61,22 +65,29 @@ class FrozenTensors:
     """The tensors that the caller of one save names. Made before the save describes the state, so that a change in
     between counts as one that came later.
 
-    Raises TypeError for what is no tensor, ValueError for a tensor that training may change.
+    `trained`: other tensors of the state, by name. Raises TypeError for what is no tensor, ValueError for a tensor that
+    training may change: it requires grad, or is the memory of a trained tensor that does (`.data`, `state_dict()`).
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], contents: FrozenContents) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], contents: FrozenContents, trained: Mapping[str, torch.Tensor]
+    ) -> None:
         self._contents = contents
         self._versions: dict[int, tuple[int, ...]] = {}  # by the identity of the storage
         self._storages: dict[int, StorageWeakRef] = {}
-        self._unread: dict[int, tuple[int, bytes]] = {}  # by row: storage and place of boxes that the save has to read
+        # By row: storage, place and sample of boxes that the save has to read.
+        self._unread: dict[int, tuple[int, bytes, int]] = {}
+        named: list[torch.Tensor] = []
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"frozen: tensors are wanted, not {type(tensor).__name__}")
             if tensor.requires_grad:
                 raise ValueError("frozen: a tensor that requires grad is among them: training changes it")
             for part in local_parts(tensor):
+                named.append(part)
                 self._add(part, versions(tensors_of(tensor)))
         contents.forget_dead()
+        _refuse_trained(named, trained)
 
     def _add(self, part: torch.Tensor, counters: Sequence[int]) -> None:
         try:
@@ -88,7 +99,8 @@ class FrozenTensors:
         self._storages[identity] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def contents(self, items: PackedItems, seed: bytes) -> dict[int, Content]:
-        """By row of a rank's part what is remembered of it."""
+        """By row of a rank's part what is remembered of it. Raises `CheckpointError` that names a tensor of which some
+        elements have changed: nothing is known of the others then."""
         if not self._versions:
             return {}
         description, plan = items.description, words(items.local_plan)
@@ -101,21 +113,47 @@ class FrozenTensors:
                     rows.append(row)
                     storages.append(identity)
         found: dict[int, Content] = {}
-        for row, storage, place in zip(rows, storages, table_rows(items.copy_table(rows)[0]), strict=True):
+        table, devices = items.copy_table(rows)
+        for row, storage, place, sample in zip(
+            rows, storages, table_rows(table), samples_of(table, devices), strict=True
+        ):
             counters = self._versions[storage]
-            content = self._contents.find(storage, seed, place.tobytes(), counters) if -1 not in counters else None
-            if content is not None:
-                found[row] = content
+            known = self._contents.find(storage, seed, place.tobytes(), counters) if -1 not in counters else None
+            if known is None:
+                self._unread[row] = storage, place.tobytes(), sample
+            elif known.sample == sample:
+                found[row] = known.content
             else:
-                self._unread[row] = storage, place.tobytes()
+                key = description.names[plan[row * PLAN_ROW]]
+                raise CheckpointError(
+                    f"{key}: frozen= names it, but its values have changed since an earlier save, and nothing has raised "
+                    "torch's version counter. Name only tensors that nothing changes: not those of state_dict() or "
+                    ".data of what is trained",
+                    key=key,
+                )
         return found
 
     def was_read(self, row: int, seed: bytes, content: Content) -> None:
         """Notes what a row holds that `contents` did not know."""
         if row in self._unread:
-            storage, place = self._unread[row]
-            found = _Remembered(self._storages[storage], self._versions[storage], content)
+            storage, place, sample = self._unread[row]
+            found = _Remembered(self._storages[storage], self._versions[storage], sample, content)
             self._contents.remember(storage, seed, place, found)
+
+
+def _refuse_trained(named: list[torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
+    parts: dict[tuple[str, int], torch.Tensor] = {("", number): part for number, part in enumerate(named)}
+    for name, tensor in trained.items():
+        if tensor.requires_grad:
+            parts.update({(name, number): part for number, part in enumerate(local_parts(tensor))})
+    # Others may lie between each other without sharing an element.
+    parts = {name: part for name, part in parts.items() if part.layout is torch.strided and part.is_contiguous()}
+    for group in sharing_memory(parts):
+        names = [name for name, _ in group if name]
+        if names and len(names) < len(group):
+            raise ValueError(
+                f"frozen: a tensor among them is the memory of {names[0]}, which requires grad: training changes it"
+            )
 
 
 def _is_gone(storage: StorageWeakRef) -> bool:

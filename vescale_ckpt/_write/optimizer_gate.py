@@ -131,12 +131,15 @@ class GatedCopy:
         """Raises `CheckpointError` that names a tensor that was changed since `rows`. Releases the tensors."""
         watch, self._watch = self._watch, Watch([])
         if changed := watch.changed():
-            key = self._names[changed[0]]
-            raise CheckpointError(
-                f"{key} was changed while it was copied, or its memory was, by something else than a step of the "
-                "optimizer that is the save's gate: nothing is committed",
-                key=key,
-            )
+            raise changed_behind_gate(self._names[changed[0]])
+
+
+def changed_behind_gate(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{key} was changed while it was copied, or its memory was, by something else than a step of the optimizer that "
+        "is the save's gate: nothing is committed",
+        key=key,
+    )
 
 
 def wait_until_copied(phase: str, timeout: float) -> None:

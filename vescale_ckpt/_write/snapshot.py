@@ -19,8 +19,9 @@ from .._state.tensor_table import NOT_READY
 from ..reports import SaveStats
 from . import snapshot_budget
 from .host_batches import converted, new_snapshot, write_rows, write_table
-from .optimizer_gate import Gate, GatedCopy
+from .optimizer_gate import Gate, GatedCopy, changed_behind_gate
 from .rank_save import RankSave
+from .samples import samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class StagedPlan:
         self._written: list[tuple[Sequence[int], _C.Snapshot]] = []  # of these, until the save has read them
         self._guarded_rows: Sequence[int] = []
         self._archives: dict[int, bytes] = {}  # by row: the records of wrapper subclasses
+        self._samples = memoryview(b"").cast("Q")  # of these rows, when the constructor returned
         self._placed = dict(save.unread(items))  # by row: offset, length and CRC-32
         self._early_bytes = 0
         with self._save:
@@ -143,22 +145,25 @@ class StagedPlan:
         waiting = set(guarded)
         at_once = [row for row in where_they_are if row not in waiting] if guarded else where_they_are
         if at_once:
-            snapshot = self._copy_where_they_are(items, at_once)
+            snapshot = self._copy_where_they_are(items, at_once, *_table_of(items, at_once))
             with self._named_errors(at_once):
                 snapshot.copy()
         if guarded:
             assert self._gate is not None
             self._gate.close(self.staged)
-            self._guarded = self._copy_where_they_are(items, guarded)
+            table, devices = _table_of(items, guarded)
+            self._samples = samples_of(table, devices)
+            self._guarded = self._copy_where_they_are(items, guarded, table, devices)
             self._guarded_rows = guarded
         items.check_unchanged()
         if self._guarded is not None:
             with self._named_errors(self._guarded_rows):
                 self._guarded.start()
 
-    def _copy_where_they_are(self, items: PackedItems, rows: Sequence[int]) -> _C.Snapshot:
-        """An unfilled snapshot of rows in host memory or on CUDA devices."""
-        table, devices = (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
+    def _copy_where_they_are(
+        self, items: PackedItems, rows: Sequence[int], table: bytes, devices: bytes
+    ) -> _C.Snapshot:
+        """An unfilled snapshot of rows in host memory or on CUDA devices, of which `table` and `devices` are."""
         with self._named_errors(rows):
             snapshot = new_snapshot(table, devices, self._budget, self._threads)
         if early := rows[: snapshot.first]:
@@ -195,7 +200,20 @@ class StagedPlan:
             with self._named_errors(self._guarded_rows):
                 self._guarded.wait(None)
             self._gate.check_unchanged()
+            self._check_samples()
             self.staged.set_result(None)
+
+    def _check_samples(self) -> None:
+        """Raises `CheckpointError` if the copy of a tensor behind a gate is not what the tensor was when `save` returned:
+        collectives, for one, change tensors and raise no counter."""
+        assert self._guarded is not None
+        first = self._guarded.first
+        before, copied = self._samples[first:], samples_of(self._guarded.table())
+        if before == copied:
+            return
+        for number, (was, of_copy) in enumerate(zip(before, copied, strict=True)):
+            if was not in (0, of_copy):
+                raise changed_behind_gate(self._key_of(self._guarded_rows)(first + number))
 
     def _named_errors(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         return named_errors(self._key_of(rows), self._save.options.path)
@@ -217,3 +235,8 @@ class StagedPlan:
 
     def _key_of(self, rows: Sequence[int]) -> Callable[[int], str]:
         return lambda row: self._names[self._local_plan[rows[row] * PLAN_ROW]]
+
+
+def _table_of(items: PackedItems, rows: Sequence[int]) -> tuple[bytes, bytes]:
+    """The engine's table of rows where they are, and their devices; empty if all are in host memory."""
+    return (items.write_table(rows), b"") if items.description.all_ready else items.copy_table(rows)
