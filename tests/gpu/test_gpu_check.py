@@ -328,7 +328,7 @@ def test_the_toolkit_is_that_of_the_nvcc_at_hand(
 
 def test_checks_of_the_runtime_alone_run_without_the_engine(tmp_path: Path) -> None:
     """Against the tests' own library, which says nothing of CUDA."""
-    fake_cuda._loaded()
+    fake_cuda.load_runtime()
     library = ROOT / "build" / "fake_cuda" / "libcudart.so.13"
     paths = os.pathsep.join([str(SCRIPTS), str(ROOT)])
     figures: dict[str, Any] = {}
