@@ -831,11 +831,11 @@ def test_a_sound_checkpoint_that_a_load_called_damaged_stays(checkpoint: Path, m
             patch.setattr(api, "load", disturbed)
             assert fresh.restore(blank(small_state(0))) == 2
         fresh.save(4, small_state(4))
-        assert fresh.steps() == [3, 4]
+        assert fresh.steps() == [2, 3, 4]
         damage(checkpoint / "step-4")
-        assert fresh.restore(blank(small_state(0))) == 3
+        assert fresh.restore(blank(small_state(0))) == 2
         fresh.save(5, small_state(5))
-        assert fresh.steps() == [3, 5], "what a verification finds damaged, too, is removed"
+        assert fresh.steps() == [2, 3, 5], "what a verification finds damaged, too, is removed"
 
 
 def test_if_none_is_good_the_last_error_is_raised(checkpoint: Path) -> None:

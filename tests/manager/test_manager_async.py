@@ -90,11 +90,11 @@ def test_what_a_save_supersedes_goes_when_it_is_durable(checkpoint: Path) -> Non
 def test_no_save_waits_for_files_to_be_removed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clean_up, go_on, order = manager.clean_up, threading.Event(), []
 
-    def slow(root: str, retention: Any, step: int, damaged: Any) -> None:
+    def slow(root: str, retention: Any, step: int, *of_loads: Any) -> Any:
         if step == 1:
             assert go_on.wait(BOUND)
         order.append(step)
-        return clean_up(root, retention, step, damaged)
+        return clean_up(root, retention, step, *of_loads)
 
     monkeypatch.setattr(manager, "clean_up", slow)
     with CheckpointManager(checkpoint, max_to_keep=1) as saver:

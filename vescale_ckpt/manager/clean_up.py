@@ -15,7 +15,13 @@ from .retention import Kept, Retention
 logger = logging.getLogger(__name__)
 
 
-def clean_up(root: str, retention: Retention, saved: int, doubted: AbstractSet[int]) -> frozenset[int]:
+def clean_up(
+    root: str,
+    retention: Retention,
+    saved: int,
+    doubted: AbstractSet[int] = frozenset(),
+    spared: AbstractSet[int] = frozenset(),
+) -> frozenset[int]:
     """Removes checkpoints that retention does not keep. A checkpoint in use stays, and at least one sound one stays.
 
     A checkpoint that is damaged does not count as kept: retention chooses again without it. It is removed if a whole
@@ -26,10 +32,13 @@ def clean_up(root: str, retention: Retention, saved: int, doubted: AbstractSet[i
         saved: the step that has just been saved. It always stays.
         doubted: steps that a load found damaged. They do not count as kept, unless verifying them finds all sound.
 
-    Returns the steps of `doubted` that are sound.
+        spared: steps that stay whatever retention says.
+
+    Returns the steps of `doubted` that are sound. They stay, too: training went on from an older step because of a load
+    that failed for another reason.
     """
     surplus, sound = _to_remove(root, retention, saved, doubted)
-    step_directories.remove(root, sorted(surplus))
+    step_directories.remove(root, sorted(surplus - sound - spared))
     step_directories.remove_leftovers(root)
     return sound
 

@@ -121,6 +121,7 @@ class CheckpointManager:
         self._signal = None if save_on_signal is None else SignalFlag(save_on_signal)
         self._running: RunningSave | None = None  # the last save that was begun, until `wait` has returned its outcome
         self._damaged: frozenset[str] = frozenset()  # paths of checkpoints that `restore` found damaged
+        self._spared: frozenset[str] = frozenset()  # of those that `restore` could not load, and that may be sound
         self._found_damage = False  # since the last save that wrote everything
         self._tier = None if self.remote is None else RemoteTier(self.remote, self.directory)
         self._branches = BranchTracker(self.directory, self._tier)  # used on the coordinator only
@@ -292,14 +293,18 @@ class CheckpointManager:
 
         def committed() -> None:
             self._damaged -= {running.path}
+            self._spared -= {running.path}
             if was_full:
                 self._found_damage = False
             if running.is_coordinator:
-                doubted = {
-                    step for step in complete_steps(self.directory) if path_of(self.directory, step) in self._damaged
+                paths = {step: path_of(self.directory, step) for step in complete_steps(self.directory)}
+                doubted = {step for step, path in paths.items() if path in self._damaged}
+                spared = {step for step, path in paths.items() if path in self._spared}
+                sound = {
+                    paths[step] for step in clean_up(self.directory, self.retention, running.step, doubted, spared)
                 }
-                sound = clean_up(self.directory, self.retention, running.step, doubted)
-                self._damaged -= {path_of(self.directory, step) for step in sound}
+                self._damaged -= sound
+                self._spared |= sound
                 if self._uploads is not None:
                     self._uploads.begin()
 
@@ -476,8 +481,11 @@ class CheckpointManager:
                     roots = [self.directory]
                 elif number not in _UNREADABLE_NOW:
                     raise
+                else:
+                    self._spared |= {path}
                 failure = error
             else:
+                self._spared -= {path}
                 return found
             level = logging.WARNING if self._is_coordinator() else logging.DEBUG
             logger.log(level, "the checkpoint of step %d is passed over, for an older one: %s", found, failure)
