@@ -14,6 +14,7 @@ from damage import blank, data_files, flip, same
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._convert.copy import copy
+from vescale_ckpt._native.names import MARK_NAME
 from vescale_ckpt.cli import main
 
 State = dict[str, Any]
@@ -49,6 +50,14 @@ def test_a_copy_is_self_contained(run: Path, tmp_path: Path) -> None:
     assert stats.reused_tensors == 1, "it can be a base"
     assert main(["copy", str(copied.parent / "next"), str(copied), "--overwrite"]) == 2, "its file is named"
     assert loads(copied.parent / "next", 3) and loads(copied, 2)
+
+
+def test_a_folder_whose_mark_was_dropped_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "other", lora(9))
+    (run / "step-0" / MARK_NAME).unlink()
+    with pytest.raises(CheckpointError, match="name its files"):
+        copy(tmp_path / "other", run / "step-0", overwrite=True)
+    assert loads(run / "step-2", 2)
 
 
 def test_a_copy_of_what_is_damaged_names_the_file(run: Path, tmp_path: Path) -> None:
