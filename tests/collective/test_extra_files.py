@@ -7,6 +7,7 @@ import random
 import time
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rank_pool import run_ranks
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
 from vescale_ckpt._engine import _C
+from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt.cli import main
 
 
@@ -131,6 +133,35 @@ def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:
     _C.clear_faults()
     assert loaded(tmp_path) == (1, files(1))
     assert (tmp_path / "meta.pt").read_bytes() == files(1)["meta.pt"]
+
+
+def test_a_commit_that_was_done_and_reported_as_failed_has_no_copies_of_the_one_before(tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
+    commit = Directory.commit
+
+    def answer_lost(directory: Directory, name: str, content: bytes, overwrite: bool) -> None:
+        commit(directory, name, content, overwrite)
+        raise OSError(errno.EIO, "the answer was lost")
+
+    with mock.patch.object(Directory, "commit", answer_lost), pytest.raises(CheckpointError):
+        vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
+    assert loaded(tmp_path) == (2, files(2))
+    assert not (tmp_path / "meta.pt").exists() and not (tmp_path / "config.json").exists()
+    assert main(["repair", str(tmp_path)]) == 0
+    assert (tmp_path / "meta.pt").read_bytes() == files(2)["meta.pt"]
+
+
+@pytest.mark.parametrize("before", range(4))
+def test_copies_are_those_of_the_checkpoint_if_the_folder_cannot_be_synced(tmp_path: Path, before: int) -> None:
+    """One of these syncs is that behind the rename of `.metadata`."""
+    vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
+    _C.inject_fault("sync_directory", errno.EIO, before)
+    with pytest.raises(CheckpointError):
+        vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
+    _C.clear_faults()
+    now, found = loaded(tmp_path)
+    assert found == files(now)
+    assert all((tmp_path / name).read_bytes() == found[name] for name in found if (tmp_path / name).exists())
 
 
 def test_a_copy_that_cannot_be_written_is_only_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

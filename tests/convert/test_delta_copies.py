@@ -14,6 +14,7 @@ from damage import blank, data_files, flip, same
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._convert.copy import copy
+from vescale_ckpt._native.names import DELTA_NAME, MARK_NAME
 from vescale_ckpt.cli import main
 
 State = dict[str, Any]
@@ -49,6 +50,26 @@ def test_a_copy_is_self_contained(run: Path, tmp_path: Path) -> None:
     assert stats.reused_tensors == 1, "it can be a base"
     assert main(["copy", str(copied.parent / "next"), str(copied), "--overwrite"]) == 2, "its file is named"
     assert loads(copied.parent / "next", 3) and loads(copied, 2)
+
+
+def test_the_copy_of_a_delta_save_can_be_replaced(run: Path, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "whole", lora(9))
+    for source, step in [(run / "step-2", 2), (run / "step-2", 2), (run / "step-1", 1), (tmp_path / "whole", 9)]:
+        copy(source, tmp_path / "copy", overwrite=True)
+        assert loads(tmp_path / "copy", step) and vescale_ckpt.verify(tmp_path / "copy").ok
+    assert not (tmp_path / "copy" / DELTA_NAME).exists()
+    copy(run / "step-2", tmp_path / "copy", overwrite=True)
+    (tmp_path / "copy" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt"):
+        copy(run / "step-1", tmp_path / "copy", overwrite=True)
+
+
+def test_a_folder_whose_mark_was_dropped_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    vescale_ckpt.save(tmp_path / "other", lora(9))
+    (run / "step-0" / MARK_NAME).unlink()
+    with pytest.raises(CheckpointError, match="name its files"):
+        copy(tmp_path / "other", run / "step-0", overwrite=True)
+    assert loads(run / "step-2", 2)
 
 
 def test_a_copy_of_what_is_damaged_names_the_file(run: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import gc
 import json
+import math
 import os
 import select
 import shutil
@@ -164,6 +165,17 @@ def test_the_best_stay_and_the_newest(checkpoint: Path, mode: Any, kept: list[in
     assert saver.steps() == kept
     assert saver.metrics(kept[0])["score"] == pytest.approx(scores[kept[0]])
     assert saver.metrics(6) == {}
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("max", [2, 3, 5]), ("min", [1, 4, 5])])
+def test_an_infinite_metric_is_better_or_worse_than_all_others(checkpoint: Path, mode: Any, kept: list[int]) -> None:
+    scores = {1: -math.inf, 2: math.inf, 3: 0.5, 4: 0.25, 5: math.nan}
+    with CheckpointManager(checkpoint, max_to_keep=2, best="score", best_mode=mode) as saver:
+        for step, score in scores.items():
+            saver.save(step, small_state(step), metrics={"score": score})
+        saver.wait()
+        assert saver.steps() == kept
+        assert saver.metrics(kept[0])["score"] == scores[kept[0]]
 
 
 def test_checkpoints_without_the_metric_go_first(checkpoint: Path) -> None:

@@ -143,6 +143,18 @@ def test_a_step_that_is_being_read_stays_whole(tmp_path: Path) -> None:
     assert step_directories.remove_leftovers(str(tmp_path)) == [0] and not steps_on_disk(tmp_path)
 
 
+def test_clean_ups_keep_files_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(4), max_to_keep=2)
+    for path in tmp_path.glob(f"step-*/{MARK_NAME}"):
+        path.unlink()
+    assert step_directories.remove_leftovers(str(tmp_path), dry_run=True) == []
+    assert step_directories.remove_leftovers(str(tmp_path)) == []
+    assert loads(tmp_path, 2, lora(2)) and (tmp_path / "step-0" / MARK_NAME).exists()
+    (tmp_path / "step-0" / MARK_NAME).unlink()
+    save_steps(tmp_path, range(4, 5), max_to_keep=1)
+    assert loads(tmp_path, 4, lora(4))
+
+
 def test_without_locks_a_young_mark_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 

@@ -95,6 +95,14 @@ def test_a_step_that_is_saved_again_keeps_what_others_name(url: str) -> None:
     assert not [name for name in names(f"{url}/step-0") if ".user." in name or ".remover." in name]
 
 
+def test_objects_are_kept_where_a_tool_dropped_the_mark(url: str) -> None:
+    for step in range(2):
+        vescale_ckpt.save(f"{url}/step-{step}", lora(step), base=f"{url}/step-0")
+    directory_at(f"{url}/step-0").remove(MARK_NAME)
+    vescale_ckpt.save(f"{url}/step-0", lora(7, 1))
+    assert loads(f"{url}/step-0", lora(7, 1)) and loads(f"{url}/step-1", lora(1))
+
+
 def test_a_checkpoint_of_a_store_has_its_base_there(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}/run"
     vescale_ckpt.save(tmp_path / "step-0", lora(0), base=tmp_path / "step-0")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vescale_ckpt.manager import step_metrics
@@ -26,6 +27,7 @@ rules = st.builds(
 
 @settings(deadline=None)
 @given(checkpoints, rules)
+@example([Kept(1, -math.inf), Kept(2), Kept(3)], Retention(1, best="loss", best_mode="max"))
 def test_what_is_kept(found: list[Kept], rule: Retention) -> None:
     surplus = rule.surplus(found)
     assert surplus == sorted(set(surplus)) and set(surplus) <= {kept.step for kept in found}
@@ -44,11 +46,8 @@ def is_better(a: Kept, b: Kept, rule: Retention) -> bool:
     if rule.best is not None:
         known = [kept.metric is not None and not math.isnan(kept.metric) for kept in (a, b)]
         if known[0] != known[1]:
-            # The worst there is and none at all are equal.
-            worst = -math.inf if rule.best_mode == "max" else math.inf
-            if worst not in (a.metric, b.metric):
-                return known[0]
-        elif known[0] and a.metric != b.metric:
+            return known[0]
+        if known[0] and a.metric != b.metric:
             assert a.metric is not None and b.metric is not None
             return (a.metric > b.metric) == (rule.best_mode == "max")
     return a.step > b.step
@@ -60,6 +59,13 @@ def test_what_was_saved_last_stays_whatever_its_step(in_order: list[int], most: 
     found = [Kept(step, order=at) for at, step in enumerate(in_order)]
     stay = set(in_order) - set(Retention(most).surplus(found))
     assert stay == {*in_order[-most:], max(in_order)}
+
+
+def test_infinities_are_stored_as_they_are_and_nan_is_not(tmp_path: Path) -> None:
+    step_metrics.write(str(tmp_path), 1, {"a": math.inf, "b": -math.inf, "c": math.nan, "d": 1e300})
+    json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)  # only what JSON knows
+    (tmp_path / ".metadata").write_bytes(b"of the later save")
+    assert step_metrics.read(str(tmp_path)) == {"a": math.inf, "b": -math.inf, "d": 1e300}
 
 
 def test_metrics_that_cannot_be_written_leave_none_of_an_earlier_save(

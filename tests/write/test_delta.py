@@ -470,6 +470,21 @@ def test_clean_ups_keep_what_checkpoints_beside_name(tmp_path: Path) -> None:
     assert not data_files(first) and not (first / MARK_NAME).exists()
 
 
+def test_files_are_kept_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
+    chain(tmp_path / "run", 2)
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns(MARK_NAME))
+    first, second = copied / "step-0", copied / "step-1"
+    file = data_files(first)[0]
+    assert commit.remove_leftovers(str(first), {file.name}, dry_run=True) == [] and not (first / MARK_NAME).exists()
+    vescale_ckpt.save(first, lora(7))
+    assert file.exists() and same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
+    assert (first / MARK_NAME).exists(), "the next clean-up is told"
+    (second / METADATA_NAME).unlink()
+    commit.remove_leftovers(str(first))
+    assert data_files(first) != [file] and not file.exists()
+
+
 def test_metadata_that_cannot_be_read_keeps_all(tmp_path: Path) -> None:
     first, second = chain(tmp_path, 2)
     os.truncate(second / METADATA_NAME, 40)

@@ -20,6 +20,7 @@ from .._dcp.lazy_metadata import LazyMetadata
 from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.gc import gc_paused
+from .._hf.contents import ATTEMPTS, ExportedMeanwhileError
 from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest
@@ -129,6 +130,9 @@ class CollectiveLoad:
 
     def into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         """Fills `state`."""
+        return self._while_exported(lambda: self._into(state, rename, allow_cast))
+
+    def _into(self, state: MutableMapping[str, Any], rename: Rename | None, allow_cast: bool) -> LoadReport:
         loading = _StateLoad(state, renaming(rename), rename is None)
         try:
             metadata, contents = self._metadata()
@@ -165,6 +169,17 @@ class CollectiveLoad:
 
     def all(self) -> dict[str, Any]:
         """Loads the whole checkpoint into new tensors and objects, nested as they were saved."""
+        return self._while_exported(self._all)
+
+    def _while_exported(self, load: Callable[[], _Result]) -> _Result:
+        """What `load` returns. All ranks call it again if exports have replaced what one of them was reading: they
+        raise the same error then."""
+        for _ in range(ATTEMPTS - 1):
+            with suppress(ExportedMeanwhileError):
+                return load()
+        return load()
+
+    def _all(self) -> dict[str, Any]:
         metadata, contents = self._metadata()
         extra = self._extra_keys(contents)
         planner, _ = self._plan(lambda: _plan_all(metadata, contents, self._selection, extra))

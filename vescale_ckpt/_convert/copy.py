@@ -205,9 +205,9 @@ class _FolderCopy:
         except CheckpointError as error:
             raise CheckpointError(f"{path} is not replaced: {error}", path=path) from None
         replaced, others = names_to_copy(path, of_checkpoint)
-        both = {*self._names, *of_checkpoint}
+        expected = {*self._names, *of_checkpoint, INDEX_NAME, DELTA_NAME}
         others = [name for name in others if is_folder(os.path.join(path, name))]
-        others += [name for name in replaced if name not in both and not is_metadata_file(name) and name != INDEX_NAME]
+        others += [name for name in replaced if name not in expected and not is_metadata_file(name)]
         if others:
             raise CheckpointError(f"{path} holds {min(others)}, too, and is not replaced: remove it first", path=path)
 

@@ -18,6 +18,7 @@ from torch.futures import Future
 from .. import settings
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
+from .._hf.contents import ExportedMeanwhileError, was_exported_since
 from .._native import metadata_file
 from .._native.names import metadata_name
 from .._observe import timeline
@@ -243,7 +244,8 @@ class StorageReader(DcpStorageReader):
         return future
 
     def read(self, plan: LoadPlan, planner: LoadPlanner, broadcast: BroadcastLoad | None) -> None:
-        """Reads the items of a plan. With `broadcast` ranks read for each other."""
+        """Reads the items of a plan. With `broadcast` ranks read for each other. Raises `ExportedMeanwhileError` if it
+        failed because exports replaced what was planned on."""
         if self.contents is None or not self._is_set_up:
             raise CheckpointError("read_data was called before set_up_storage_reader")
         options = ReadOptions(
@@ -273,6 +275,14 @@ class StorageReader(DcpStorageReader):
             if measured is not None:
                 self.last_stats = measured.with_times(stats)
                 measured.end(self.last_stats)
+        except CheckpointError as error:
+            if self.contents.safetensors and was_exported_since(self.path, self.contents.save_id):
+                raise ExportedMeanwhileError(
+                    f"{error}. {self.path} is not what it was when the load began: load it again when exports into it "
+                    "are done",
+                    path=self.path,
+                ) from error
+            raise
         finally:
             self._unlock()
 

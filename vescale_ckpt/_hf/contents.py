@@ -6,8 +6,8 @@ boxes in several files, whose offsets torch's `HuggingFaceStorageWriter` writes 
 are untrusted. Links may lead out of the directory, as in snapshots of a hub; names may not.
 
 The contents are names, record locations and a CRC-32 of each file's header. One rank can read all headers for the
-others, and a file that is not the planned one is detected when it is read. There is no lock: this package removes no
-such files, and a file that is replaced while it is read is read to its end as it was.
+others, and a file that is not the planned one is detected when it is read. There is no lock: exports replace files
+while others read them, and who has planned on the files before reads again.
 """
 
 from __future__ import annotations
@@ -57,10 +57,14 @@ SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 _USUAL_INDEX = "model" + INDEX_SUFFIX
 
 _MOST_JSON_BYTES = 100_000_000  # of an index: the format's limit for headers
-_ATTEMPTS = 5  # to read the headers of a directory while exports into it commit
+ATTEMPTS = 5  #: to read a directory while exports into it commit
 _OPENERS = 8  # threads that read headers: they are small, and most of the time is latency
 
 OnError = Callable[[CheckpointError], None]
+
+
+class ExportedMeanwhileError(CheckpointError):
+    """Exports have replaced the model of a folder while it was read. Nothing is damaged."""
 
 
 def mark(path: str) -> str:
@@ -71,6 +75,14 @@ def mark(path: str) -> str:
     names = sorted(name for name in directory_at(path).names() if name.endswith(SUFFIXES))
     sizes = [directory_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
     return json.dumps([names, sizes])
+
+
+def was_exported_since(path: str, save_id: str) -> bool:
+    """Whether a checkpoint is not the one any more whose contents had that id, or cannot be read any more."""
+    try:
+        return SafetensorsContents.read(path, verify=False).save_id != save_id
+    except CheckpointError:
+        return True
 
 
 @dataclass(frozen=True)
@@ -96,13 +108,13 @@ class SafetensorsContents:
                 raise CheckpointError(advice, path=path)
             root, name = os.path.split(path)
             return _Reading(root, verify, on_error).contents([name], None)
-        for attempts_left in range(_ATTEMPTS - 1, -1, -1):
+        for _ in range(ATTEMPTS):
             stamp = _stamp(path)
             errors: list[CheckpointError] = []
             try:
                 found = cls._read_directory(path, verify, None if on_error is None else errors.append)
             except CheckpointError:
-                if _stamp(path) == stamp or not attempts_left:
+                if _stamp(path) == stamp:
                     raise
                 continue
             if _stamp(path) == stamp:
@@ -110,7 +122,7 @@ class SafetensorsContents:
                     assert on_error is not None
                     on_error(error)
                 return found
-        raise CheckpointError(f"{path}: exports into it follow each other faster than it can be read", path=path)
+        raise ExportedMeanwhileError(f"{path}: exports into it follow each other faster than it can be read", path=path)
 
     @classmethod
     def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:

@@ -62,10 +62,11 @@ def remove_leftovers(
     and those of `superseded`, which the metadata before the last commit named.
 
     Files of a save under way, in another process or rank, are locked and stay. If a metadata file cannot be read,
-    nothing is removed: it may name any file. The same holds for checkpoints beside the directory, if it has the mark of
-    delta saves. With `only_rank`, only that rank's files. Failures are logged, not raised: a leftover does no harm.
-    `dry_run`: removes nothing, and returns what would be removed. In an object store, which has no locks, files of
-    saves that died are those that nobody has written for a day; if `superseded` names any, only these are removed.
+    nothing is removed: it may name any file. The same holds for checkpoints beside the directory, if any of them or the
+    directory's mark is of a delta save. With `only_rank`, only that rank's files. Failures are logged, not raised: a
+    leftover does no harm. `dry_run`: removes nothing, and returns what would be removed. In an object store, which has
+    no locks, files of saves that died are those that nobody has written for a day; if `superseded` names any, only
+    these are removed.
     """
     try:
         storage = directory_at(directory)
@@ -81,9 +82,8 @@ def remove_leftovers(
         named = named_by_any(directory) if candidates else set()
         left = [name for name in candidates if name not in named]
         is_marked = storage.has(MARK_NAME) if only_superseded else MARK_NAME in found
-        # In an object store nobody can be kept from leaving a mark now.
-        looks = is_marked or (storage.is_remote and left)
-        with needed_beside(directory) if looks else nullcontext(set[str]()) as needed:
+        looks = is_marked or left
+        with needed_beside(directory, dry_run=dry_run) if looks else nullcontext(set[str]()) as needed:
             if needed is None:
                 left = [name for name in left if names.is_temporary_file(name)]
             elif needed:

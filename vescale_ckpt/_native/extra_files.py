@@ -85,8 +85,19 @@ class ExtraFiles:
         if self._withdrawn:
             storage.sync()
 
-    def put_back(self) -> None:
-        """Writes what was removed: the save has failed. Errors are logged."""
+    def put_back(self, metadata: bytes) -> None:
+        """Writes what was removed, after a commit of `metadata` that failed. Errors are logged. A step that was
+        reported as failed may have been done: beside the new metadata, and where it cannot be read, nothing is
+        written."""
+        found: bytes | None = None
+        try:
+            found = directory_at(self._path).read(names.metadata_name(self._metadata_rank))
+        except FileNotFoundError:
+            pass
+        except (OSError, CheckpointError):
+            return
+        if found == metadata:
+            return
         for name, content in self._withdrawn.items():
             _write(self._path, name, content)
 

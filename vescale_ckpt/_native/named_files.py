@@ -1,8 +1,9 @@
 """Finds the data files that metadata names: that of a directory, and that of the checkpoints beside it.
 
 A delta save names data files of older checkpoints. Before it commits, each of their directories has a mark, an empty
-file. Without a mark nobody looks for such names. With a mark, the metadata of the directories beside it decides which
-files are needed. A delta save keeps the marks locked while it runs.
+file. The metadata of the directories beside it decides which files are needed. A delta save keeps the marks locked
+while it runs. A mark that is missing may have been left out by a tool that copied the directory: then the tables of
+delta saves beside it tell whether anybody looks at metadata.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 
 from .._engine import _C
 from .._storage import leftovers
-from .._storage.directory import directory_at
+from .._storage.directory import Directory, directory_at
 from .._storage.siblings import folder_above, in_sibling
 from ..errors import CheckpointError
 from . import metadata_file, names
 from .metadata_file import has_metadata
-from .names import MARK_NAME
+from .names import DELTA_NAME, MARK_NAME
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
@@ -57,29 +58,49 @@ def named_beside(directory: str) -> set[str]:
 
 
 @contextlib.contextmanager
-def needed_beside(directory: str) -> Iterator[set[str] | None]:
-    """A context that gives `named_beside`, for a directory that has a mark, and in an object store for any. While it
-    lasts, no delta save begins to refer to the directory. None: the files of the directory must stay, because a delta
-    save that runs may name any of them, or because metadata cannot be read."""
+def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str] | None]:
+    """A context that gives `named_beside`. While it lasts, no delta save begins to refer to the directory, if it has a
+    mark or is in an object store. None: the files of the directory must stay, because a delta save that runs may name
+    any of them, or because metadata cannot be read. A mark that is missing and needed is put back, unless `dry_run`."""
     with contextlib.ExitStack() as held:
         needed = None
-        with contextlib.suppress(CheckpointError, OSError):
+        with contextlib.suppress(CheckpointError, OSError, _C.EngineError):
             storage = directory_at(directory)
-            if held.enter_context(storage.unused(MARK_NAME, leftovers.SAVE_GRACE)):
-                needed = named_beside(directory) if storage.has(MARK_NAME) else set()
+            found = set[str]() if storage.has(MARK_NAME) else _named_without_mark(storage)
+            if found and not dry_run:
+                storage.keep_mark(MARK_NAME)
+            if not (storage.is_remote or storage.has(MARK_NAME)):
+                needed = found
+            elif held.enter_context(storage.unused(MARK_NAME, leftovers.SAVE_GRACE)):
+                # In an object store a mark may have come until the remover's note was written.
+                needed = named_beside(directory) if storage.has(MARK_NAME) else found
         yield needed
+
+
+def _named_without_mark(storage: Directory) -> set[str]:
+    """`named_beside` for a directory that has no mark. A delta save leaves a table, and one look for it costs less than
+    to read metadata."""
+    if storage.is_remote and has_metadata(storage.path, None) and not storage.has(DELTA_NAME):
+        return set()  # it was no base: there a look is a request, and most jobs save without base=
+    above, own = folder_above(storage.path)
+    try:
+        folders = directory_at(above).folders()
+    except PermissionError:  # then the mark alone tells
+        return set()
+    if any(folder != own and directory_at(os.path.join(above, folder)).has(DELTA_NAME) for folder in folders):
+        return named_beside(storage.path)
+    return set()
 
 
 def check_replaceable(path: str) -> None:
     """Raises `CheckpointError` if a folder must not be replaced, because checkpoints beside it name files in it."""
-    if directory_at(path).has(MARK_NAME):
-        with needed_beside(path) as needed:
-            if needed != set():
-                raise CheckpointError(
-                    f"{path} is not replaced: checkpoints beside it name its files (saves with base=), or a save is "
-                    "running that may",
-                    path=path,
-                )
+    with needed_beside(path) as needed:
+        if needed != set():
+            raise CheckpointError(
+                f"{path} is not replaced: checkpoints beside it name its files (saves with base=), or a save is "
+                "running that may",
+                path=path,
+            )
 
 
 def _named_files(directory: str, rank: int | None) -> set[str]:

@@ -209,7 +209,7 @@ class NativeSave(RankSave):
                 extra.withdraw()
                 commit.commit(path, self.metadata_rank, content, index, delta, self.options.overwrite)
         except BaseException:
-            extra.put_back()
+            extra.put_back(content)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
             self._remove_leftovers()
             raise

@@ -64,15 +64,13 @@ class Retention:
             if checkpoint.step not in kept and not self.keeps_for_good(checkpoint.step)
         )
 
-    def _rank(self, checkpoint: Kept) -> tuple[float, int]:
+    def _rank(self, checkpoint: Kept) -> tuple[bool, float, int]:
         """A better checkpoint has a greater rank. Of equal metrics the newer one wins. A checkpoint without a metric,
-        or with NaN, ranks below all others."""
-        if self.best is None:
-            return 0.0, _order(checkpoint)
+        or with NaN, ranks below all others. An infinity is a metric as any other number."""
         metric = checkpoint.metric
-        if metric is None or math.isnan(metric):
-            return -math.inf, _order(checkpoint)
-        return (metric if self.best_mode == "max" else -metric), _order(checkpoint)
+        if self.best is None or metric is None or math.isnan(metric):
+            return False, 0.0, _order(checkpoint)
+        return True, (metric if self.best_mode == "max" else -metric), _order(checkpoint)
 
 
 def _order(checkpoint: Kept) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from .._engine import _C
 from .._native import names, steps
@@ -35,7 +35,7 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     for step in which:
         path = steps.path_of(root, step)
         # None: the file system has no locks. A load that is running loses its files then, and raises.
-        with exclusive(path) as unused, _needed(path) as needed:
+        with exclusive(path) as unused, needed_beside(path) as needed:
             if unused is False or needed is None:
                 continue
             if _strip(path, needed) if needed else _set_aside(root, step):
@@ -69,7 +69,7 @@ def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[in
         old = _age(path) > SAVE_GRACE
         if not old and not _tells_if_in_use(path):
             continue
-        with exclusive(path) as unused, _needed(path) as needed:
+        with exclusive(path) as unused, needed_beside(path, dry_run=dry_run) as needed:
             # Checked again under the lock: a save may have committed in the meantime.
             removable = (unused or (unused is None and old)) and _is_leftover(path) and needed == set()
             if removable and (dry_run or _set_aside(root, step)):
@@ -91,17 +91,10 @@ def is_marked(path: str) -> bool:
     return directory_at(path).has(names.MARK_NAME)
 
 
-def _needed(path: str) -> AbstractContextManager[set[str] | None]:
-    """A context that gives the data files of a directory that checkpoints beside it name; None if it is not known, or a
-    save is running that may name any."""
-    looks = directory_at(path).is_remote or is_marked(path)  # in an object store a mark may come at any time
-    return needed_beside(path) if looks else nullcontext(set[str]())
-
-
 def _strip_again(path: str) -> None:
     """Removes from a directory without `.metadata` what is not needed any more, and what an interrupted `_strip` has
     left."""
-    with exclusive(path) as unused, _needed(path) as needed:
+    with exclusive(path) as unused, needed_beside(path) as needed:
         if unused is not False and needed and not has_metadata(path, None):
             _strip(path, needed)
 

@@ -33,7 +33,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
     if not metrics:
         storage.remove(FILE_NAME)
         return
-    values = {name: value if math.isfinite(value) else None for name, value in as_numbers(metrics).items()}
+    values = {name: _as_json(value) for name, value in as_numbers(metrics).items()}
     record = {"step": step, "metrics": values, "replaces": metadata_mark(directory)}
     try:
         storage.write(FILE_NAME, json.dumps(record, indent=1).encode())
@@ -43,6 +43,13 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
         raise
 
 
+def _as_json(value: float) -> float | str | None:
+    """NaN is no value. JSON has no infinities: they are texts, which `float` reads."""
+    if math.isnan(value):
+        return None
+    return str(value) if math.isinf(value) else value
+
+
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics as floats. Tensors and arrays of one element are converted. Raises TypeError or ValueError for a
     value that is no number."""
@@ -50,7 +57,7 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read(directory: str) -> dict[str, float]:
-    """The metrics of the checkpoint in a directory, without those that are missing, damaged or not finite. Raises
+    """The metrics of the checkpoint in a directory, without those that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store does not give them: without them the best checkpoint might be removed."""
     try:
         record = json.loads(directory_at(directory).read(FILE_NAME))
