@@ -7,6 +7,7 @@ from . import reports as reports
 from . import safetensors as safetensors
 from . import settings as settings
 from ._collective.handle import SaveHandle as SaveHandle
+from ._convert.check import verify as verify
 from ._convert.run import ConvertReport as ConvertReport
 from ._convert.run import convert as convert
 from ._dcp.load_planner import LoadPlanner as LoadPlanner
@@ -15,7 +16,6 @@ from ._dcp.stager import Stager as Stager
 from ._dcp.storage_reader import StorageReader as StorageReader
 from ._dcp.storage_writer import StorageWriter as StorageWriter
 from ._inspect.info import inspect as inspect
-from ._read.verify import verify as verify
 from ._state.per_rank import PerRank as PerRank
 from ._state.random_state import RandomState as RandomState
 from ._storage.object_clients import register_store as register_store

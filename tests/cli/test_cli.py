@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -12,12 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
 from vescale_ckpt import cli
+from vescale_ckpt._inspect.diff import ValueDifference, compare, diff
 from vescale_ckpt._native import metadata_file
 from vescale_ckpt._storage import locks
 from vescale_ckpt.cli import argparse_front, output, typer_front
@@ -194,8 +197,6 @@ def test_diff_of_special_values(tmp_path: Path) -> None:
     large = torch.tensor([2**62, 2**62 + 1])
     vescale_ckpt.save(tmp_path / "a", {"x": a, "large": large, "empty": torch.ones(0, 3)})
     vescale_ckpt.save(tmp_path / "b", {"x": b, "large": large + torch.tensor([0, 1]), "empty": torch.ones(0, 3)})
-    from vescale_ckpt._inspect.diff import diff
-
     found = {value.key: value for value in diff(tmp_path / "a", tmp_path / "b", with_values=True).values}
     assert found.keys() == {"x", "large"} and found["large"].different == 1
     assert (found["x"].different, found["x"].max_abs, found["x"].not_finite_a, found["x"].not_finite_b) == (
@@ -204,6 +205,51 @@ def test_diff_of_special_values(tmp_path: Path) -> None:
         3,
         2,
     )
+
+
+_NAN, _NEGATIVE_NAN = np.array([0x7FC00000, 0xFFC00000], dtype=np.uint32).view(np.float32)
+
+# What is stored in both, and whether values and whether bits are equal.
+_PAIRS: dict[str, tuple[Any, Any, bool, bool]] = {
+    "complex": (torch.tensor([complex(1, math.nan)]), torch.tensor([complex(2, math.nan)]), False, False),
+    "the same complex": (torch.tensor([complex(1, math.nan)]), torch.tensor([complex(1, math.nan)]), True, True),
+    "zeros": (torch.tensor([0.0]), torch.tensor([-0.0]), True, False),
+    "NaN": (torch.from_numpy(np.array([_NAN])), torch.from_numpy(np.array([_NEGATIVE_NAN])), True, False),
+    "no elements": (torch.ones(0), torch.ones(0), True, True),
+    "wrapped": ((torch.tensor([1.0, math.nan]),), (torch.tensor([1.0, math.nan]),), True, True),
+    "shapes of arrays": (np.ones(3), np.ones(1), False, False),
+    "dtypes of arrays": (np.ones(3), np.ones(3, np.float32), False, False),
+    "parts in arrays": (np.array([complex(1, math.nan)]), np.array([complex(2, math.nan)]), False, False),
+    "zeros in arrays": (np.zeros(2), -np.zeros(2), True, False),
+    "NaN in arrays": (np.array([_NAN]), np.array([_NEGATIVE_NAN]), True, False),
+    "numbers of numpy": (np.float64(1), 1.0, False, False),
+    "bool": ((True,), (1,), False, False),
+    "keys": (({True: 2},), ({1: 2},), False, False),
+    "float": (0.0, -0.0, True, False),
+    "the same float": (math.nan, math.nan, True, True),
+    "complex number": (complex(1, math.nan), complex(2, math.nan), False, False),
+    "tuples": ((1, "a"), (1, "a"), True, True),
+}
+
+
+@pytest.mark.parametrize("name", _PAIRS)
+def test_diff_says_whether_values_and_bits_are_equal(tmp_path: Path, capsys: Any, name: str) -> None:
+    one, other, values, bits = _PAIRS[name]
+    vescale_ckpt.save(tmp_path / "a", {"x": one})
+    vescale_ckpt.save(tmp_path / "b", {"x": other})
+    assert run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--values")[0] == (0 if values else 1)
+    assert run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--bits")[0] == (0 if bits else 1)
+
+
+def test_diff_of_integers_that_other_dtypes_round() -> None:
+    for a, b in [
+        (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2.0**53] * 2, dtype=torch.float64)),
+        (torch.tensor([2**53, 2**53 + 1]), torch.tensor([2**53] * 2, dtype=torch.uint64)),
+        (torch.tensor([2**63 + 2048, 1], dtype=torch.uint64), torch.tensor([2.0**63 + 2048, 2.0], dtype=torch.float64)),
+    ]:
+        result = ValueDifference("x")
+        compare(result, a, b)
+        assert result.different == 1
 
 
 def test_stats_of_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

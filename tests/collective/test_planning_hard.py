@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from cost import least_cpu_seconds
 from rank_pool import RankDiedError, run_ranks
 from states import assert_same
-from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, replicated, save
+from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, plans_made, replicated, save
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -71,6 +71,26 @@ def _groups_with_one_coordinator(way: str, directory: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_groups_with_one_coordinator(tmp_path: Path, way: str) -> None:
     run_ranks(3, _groups_with_one_coordinator, way, str(tmp_path), timeout=BOUND)
+
+
+def _nested_groups(way: str, directory: str) -> list[int]:
+    """One planner for all ranks, and for groups of some of them: with another coordinator, and with the same."""
+    groups = [dist.new_group(members) for members in ([0, 1, 2], [1, 2], [0, 1])]
+    planner = SavePlanner()
+    made = plans_made(planner)
+    for k, group in enumerate(groups * 2):
+        if dist.get_rank(group) >= 0:
+            state = {**{f"object {number}": number + k for number in range(6)}, "weight": torch.full((7,), float(k))}
+            save(way, f"{directory}/{k}", state, planner, group)
+            assert_same(load(f"{directory}/{k}", state, group), state)
+        dist.barrier()
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_planner_for_groups_within_groups(tmp_path: Path, way: str) -> None:
+    made = run_ranks(3, _nested_groups, way, str(tmp_path), timeout=BOUND)
+    assert made == [[3, 2], [2], []]  # each group's second save uses its first plan
 
 
 def _many_forms(way: str, directory: str) -> None:

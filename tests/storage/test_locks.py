@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import vescale_ckpt
+from vescale_ckpt import CheckpointError
 from vescale_ckpt._storage import locks
 
 
@@ -37,3 +45,26 @@ def test_threads_lock_while_a_save_looks_for_locks_of_failed_ones(tmp_path: Path
             thread.join()
         sys.setswitchinterval(interval)
     assert not list(locks._held)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE], ids=os.strerror)
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_a_file_that_cannot_be_opened_to_lock_it_is_not_called_removed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: int, format: str
+) -> None:
+    tried: list[str] = []
+    real = os.open
+
+    def failing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags == os.O_RDONLY | os.O_CLOEXEC and os.fspath(path).startswith(str(checkpoint)):
+            tried.append(path)
+            raise OSError(error, os.strerror(error), path)
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(CheckpointError) as told:
+        vescale_ckpt.save(checkpoint, {"weight": torch.ones(3)}, format=format)
+    removed = error == errno.ESTALE  # another machine removed the file, and the next attempt takes another name
+    assert ("was removed while it was written" in str(told.value)) == removed
+    assert os.strerror(error) in str(told.value) and str(checkpoint) in str(told.value)
+    assert (len(tried), getattr(told.value, "errno", None)) == ((3, None) if removed else (1, error))

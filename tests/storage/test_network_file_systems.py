@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._native.names import is_data_file
-from vescale_ckpt._storage import locks, mounts
+from vescale_ckpt._storage import directory, locks, mounts
 from vescale_ckpt._storage.directory import directory_at
 
 State = dict[str, Any]
@@ -52,6 +53,41 @@ def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None
         yield
     finally:
         _C.clear_faults()
+
+
+# --- Reads that would block
+
+
+class _WouldBlock(io.FileIO):
+    """A file whose reads say so after the first bytes."""
+
+    first = 0
+
+    def read(self, size: int | None = -1, /) -> Any:
+        piece = super().read(min(self.first, size) if size is not None and size >= 0 else self.first)
+        self.first -= len(piece or b"")
+        return piece or None
+
+    def readall(self) -> Any:
+        return self.read()
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_a_read_that_would_block_is_an_error_by_name(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    vescale_ckpt.save(checkpoint, state(1))
+    (checkpoint / ".metadata.index").unlink()  # the engine reads that
+    monkeypatch.setattr(_WouldBlock, "first", first)
+
+    def opened(descriptor: int, mode: str, buffering: int = -1) -> Any:
+        file = _WouldBlock(descriptor, mode)
+        return file if buffering == 0 else io.BufferedReader(file)
+
+    monkeypatch.setattr(directory, "open", opened, raising=False)
+    with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata: .*Resource temporarily unavailable") as told:
+        vescale_ckpt.load(checkpoint, state(-1))
+    assert told.value.errno == errno.EAGAIN
 
 
 # --- Errors that come at close

@@ -53,6 +53,7 @@ class CollectivePlan:
     def describe(self, state: dict[str, Any], storage_meta: StorageMeta | None) -> None:
         with counted(self._exchange.rank, self._exchange.size):
             self._planner.set_up_planner(state, storage_meta, self._exchange.is_coordinator)
+        self._planner.ranks = self._exchange.ranks
         self._describe()
 
     def leave_out(self, keys: Collection[str]) -> None:

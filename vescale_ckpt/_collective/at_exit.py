@@ -78,7 +78,8 @@ def _status() -> int:
         status = 1
     if status:
         text = "an asynchronous save has" if unseen == 1 else f"{unseen} asynchronous saves have"
-        logger.error("%s failed, and nobody asked: status 0 of this process becomes %d", text, status)
+        # What the process ends with is not known here: it may have failed already.
+        logger.error("%s failed, and nobody asked: if this process ends with status 0, that becomes %d", text, status)
     return status
 
 

@@ -229,6 +229,7 @@ class CollectiveSave(ABC):
         def plan() -> bytes:
             with counted(exchange.rank, exchange.size):
                 planner.set_up_planner(values, writer.storage_meta(), exchange.is_coordinator)
+                planner.ranks = exchange.ranks
                 return packed(writer.prepare_local_plan(planner.create_local_plan()))
 
         def plan_all(others: list[bytes]) -> list[bytes]:

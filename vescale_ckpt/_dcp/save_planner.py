@@ -21,7 +21,7 @@ from .._engine import _C
 from .._engine.gc import gc_paused
 from .._engine.rows import PLAN_ROW, Inventory, words
 from .._engine.tensor_checks import holds_any, is_plain_tensor
-from .._engine.torch_private import flatten_sharded_tensors
+from .._engine.torch_private import flatten_sharded_tensors, ranks_of_dcp_save
 from .._plan import replicas
 from .._plan.plan_cache import KeptLocalPlan, PlanCache, what_changed
 from .._plan.save_plan import NOT_KEPT, GlobalSavePlan, PackedItems, PackedSavePlan, SavePlans, pack_items
@@ -92,11 +92,13 @@ class SavePlanner(DefaultSavePlanner):
         self._cache = PlanCache()
         self._description: Description | None = None
         self._structure = ""  # of the state, packed: kinds of keys and empty mappings
+        #: Of the save's group, as the default group numbers them. Set after `set_up_planner`, except by DCP.
+        self.ranks: tuple[int, ...] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # `dcp.async_save` with a process pickles the planner for every save: leave out its caches.
         made_by_a_save = ("plan", "global_plan", "metadata", "state_dict", "mappings")
-        caches = ("_flattener", "_describer", "_cache", "_description", "_structure")
+        caches = ("_flattener", "_describer", "_cache", "_description", "_structure", "ranks")
         return {name: value for name, value in self.__dict__.items() if name not in made_by_a_save + caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,6 +127,7 @@ class SavePlanner(DefaultSavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
+        self.ranks = ranks_of_dcp_save()
 
     @gc_paused()
     def create_local_plan(self) -> SavePlan:
@@ -236,11 +239,17 @@ class SavePlanner(DefaultSavePlanner):
         """What this rank sends to the coordinator: its inventory, or the name of the plan that it has kept for it.
 
         `on_devices`: whether replicas on devices are compared, too. That waits for the device."""
-        kept = self._cache.local_plan(description.inventory, self._paths, self._structure, self.is_coordinator)
+        kept = self._cache.local_plan(*self._made_for(description))
         if kept is not None:
             check, checked = replicas.replica_sum(description, kept.holders, on_devices)
             return PackedSavePlan([], plan_id=kept.plan_id, position=kept.position, check=check, checked=checked)
         return self.full_local_plan(description, on_devices)
+
+    def _made_for(
+        self, description: Description
+    ) -> tuple[bytes, dict[str, Any] | None, str, bool, tuple[int, ...] | None]:
+        """What a local plan depends on. The coordinator of another group does not have the global plan."""
+        return description.inventory, self._paths, self._structure, self.is_coordinator, self.ranks
 
     def full_local_plan(self, description: Description, on_devices: bool = True) -> PackedSavePlan:
         if (last := self._cache.last_inventory) is not None:
@@ -304,7 +313,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def accept(self, description: Description, plan: PackedSavePlan) -> PackedItems:
         """This rank's local plan, given the coordinator's answer."""
-        made_for = (description.inventory, self._paths, self._structure, self.is_coordinator)
+        made_for = self._made_for(description)
         kept: KeptLocalPlan | None
         if plan.local_plan is not None:
             kept = KeptLocalPlan(plan.plan_id, plan.position, plan.local_plan, *made_for, holders=plan.holders)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from functools import cache, partial
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import _weights_only_unpickler
 from torch.autograd.graph import increment_version
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint import _version, state_dict_saver
 from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.tensor import DTensor, Placement
@@ -56,6 +59,7 @@ __all__ = [
     "flattens_as_torch_2_3",
     "local_tensors",
     "new_store_client",
+    "ranks_of_dcp_save",
     "set_element",
     "sharded_tensor_over",
     "storage_identity",
@@ -240,6 +244,23 @@ def clone_of(store: Any) -> Store:
     """The same store by a new connection."""
     clone: Store = store.clone()
     return clone
+
+
+def ranks_of_dcp_save() -> tuple[int, ...] | None:
+    """The ranks, as the default group numbers them, of the `dcp.save` whose planner calls this. DCP does not tell
+    planners the process group, and only the frame of its function knows it. (): one rank alone. None: no such frame is
+    found."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "local_step" and frame.f_globals is vars(state_dict_saver):
+            wrapper = frame.f_locals.get("distW")
+            if not isinstance(wrapper, _DistWrapper):
+                return None
+            if not wrapper.use_dist or wrapper.get_world_size() == 1:
+                return ()
+            return tuple(dist.get_process_group_ranks(wrapper.group or dist.group.WORLD))
+        frame = frame.f_back
+    return None
 
 
 def weights_only_globals() -> dict[str, Any]:

@@ -1,11 +1,18 @@
-"""Compares two checkpoints of any format: keys, shapes, dtypes, and the values if asked for."""
+"""Compares two checkpoints of any format: keys, shapes, dtypes, and the values or their bits if asked for.
+
+Values are equal if they are the same numbers: -0.0 is 0.0, and NaN is NaN whatever its bits. The real and the imaginary
+part of a complex number count separately. Bits are equal if nothing differs at all.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +26,7 @@ from .boxes import as_numbers, values
 
 @dataclass
 class ValueDifference:
-    """How the values of one tensor differ. NaN at the same place in both counts as equal."""
+    """How the values of one tensor differ, or their bits."""
 
     key: str
     elements: int = 0
@@ -57,24 +64,32 @@ def diff(
     b: str | os.PathLike[str],
     *,
     with_values: bool = False,
+    bits: bool = False,
     keys: str | Iterable[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diff:
     """Compares two checkpoints, whose formats may differ. Memory is bounded; data is verified while it is read.
 
     Args:
-        with_values: compares values too, also of tensors that differ in dtype alone.
+        with_values: compares values too, also of tensors that differ in dtype alone. Objects are equal if their types
+            are, and the values of numbers, arrays and tensors in containers; other objects say it themselves.
+        bits: compares bits in place of values, except those of tensors that differ in dtype.
         keys: which keys: names, prefixes up to a dot, or `fnmatch` patterns; with `!` before it, all but these.
         progress: called with the bytes compared so far and in total.
 
     Raises `MissingKeysError` for `keys` that match nothing in both, and the errors of reading.
     """
     with closing(open_source(checkpoint_path(a))) as first, closing(open_source(checkpoint_path(b))) as second:
-        return _diff(first, second, with_values, Selection(keys), progress)
+        return _diff(first, second, with_values or bits, bits, Selection(keys), progress)
 
 
 def _diff(
-    a: Source, b: Source, with_values: bool, selection: Selection, progress: Callable[[int, int], None] | None
+    a: Source,
+    b: Source,
+    with_values: bool,
+    bits: bool,
+    selection: Selection,
+    progress: Callable[[int, int], None] | None,
 ) -> Diff:
     every = dict.fromkeys((*a.tensors, *a.object_names, *b.tensors, *b.object_names))
     if missing := selection.without_match(list(every)):
@@ -98,9 +113,11 @@ def _diff(
     tensors = [key for key in common if _same_shape(a.tensors.get(key), b.tensors.get(key))]
     found = {key: ValueDifference(key) for key in tensors}
     for key, (one, other) in values([a, b], tensors, progress):
-        compare(found[key], one, other)
+        compare(found[key], one, other, bits)
     result.values = [difference for difference in found.values() if not difference.equal]
-    result.objects = _differing_objects(a, b, [key for key in common if key not in a.tensors | b.tensors])
+    objects = [key for key in common if key not in a.tensors | b.tensors]
+    ours, theirs = a.objects(objects), b.objects(objects)
+    result.objects = [key for key in objects if not same(ours[key], theirs[key], bits)]
     result.compared, result.compared_bytes = len(tensors), sum(a.tensors[key].bytes for key in tensors)
     return result
 
@@ -116,7 +133,7 @@ def _same_shape(a: TensorInfo | None, b: TensorInfo | None) -> bool:
     return a is not None and b is not None and a.shape == b.shape
 
 
-def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor) -> None:
+def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor, bits: bool = False) -> None:
     """Adds the comparison of two flat tensors of equally many elements."""
     result.elements += a.numel()
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)) and not a.dtype.is_floating_point:
@@ -125,20 +142,17 @@ def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor) -> None:
         one, other = as_numbers(a), as_numbers(b)
     except TypeError:
         result.unknown = True
-        rows = a.view(torch.uint8).view(a.numel(), -1) != b.view(torch.uint8).view(b.numel(), -1)
-        result.different += int(rows.any(1).sum())
+        result.different += int(_other_bits(a, b).sum())
         return
     finite_a, finite_b = torch.isfinite(one), torch.isfinite(other)
     result.not_finite_a += int((~finite_a).sum())
     result.not_finite_b += int((~finite_b).sum())
-    # int64 and uint64 beyond 2**53 are not exact in float64: whether they are equal is asked of the values themselves.
-    same = a == b if a.dtype == b.dtype and not a.dtype.is_floating_point and not a.is_complex() else one == other
-    differs = ~(same | (torch.isnan(one) & torch.isnan(other)))
+    differs = _other_bits(a, b) if bits and a.dtype == b.dtype else ~_same_numbers(a, b, one, other)
     count = int(differs.sum())
     if count == 0:
         return
     result.different += count
-    where = differs & finite_a & finite_b
+    where = differs & finite_a & finite_b & (one != other)
     if bool(where.any()):
         one, other = one[where], other[where]
         apart = (one - other).abs()
@@ -146,20 +160,70 @@ def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor) -> None:
         result.max_rel = max(result.max_rel, float((apart / torch.maximum(one.abs(), other.abs())).max()))
 
 
-def _differing_objects(a: Source, b: Source, keys: list[str]) -> list[str]:
-    ours, theirs = a.objects(keys), b.objects(keys)
-    return [key for key in keys if not _same(ours[key], theirs[key])]
+def _other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Which elements differ in a bit."""
+    if a.itemsize != b.itemsize:
+        return torch.ones(a.numel(), dtype=torch.bool)
+    return (a.view(torch.uint8).view(-1, a.itemsize) != b.view(torch.uint8).view(-1, b.itemsize)).any(1)
 
 
-def _same(a: object, b: object) -> bool:
-    """Whether two objects are equal, as far as they say so themselves."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+def _same_numbers(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements of `a` and `b` are the same numbers. `one`, `other`: `as_numbers` of them."""
+    if one.is_complex() or other.is_complex():
+        parts = [torch.view_as_real(values.to(torch.complex128)) for values in (one, other)]
+        return ((parts[0] == parts[1]) | (parts[0].isnan() & parts[1].isnan())).all(-1)
+    if a.dtype == b.dtype and not a.dtype.is_floating_point:
+        return a == b
+    same = (one == other) | (one.isnan() & other.isnan())
+    if not {a.dtype, b.dtype}.isdisjoint({torch.int64, torch.uint64}):  # beyond 2**53 they are not exact in float64
+        fits = one.abs() < 2**63
+        same &= ~fits | (a.to(torch.int64) == b.to(torch.int64))
+    return same
+
+
+def same(a: object, b: object, bits: bool = False) -> bool:
+    """Whether two objects are equal: their types, and their values or bits; others as far as they say so themselves."""
+    if type(a) is not type(b):
+        return False
     try:
-        return bool(a == b) or (a != a and b != b)
-    except Exception:  # arrays of numpy, say, compare element by element
-        return bool(getattr(a == b, "all", lambda: False)())
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return _same_tensors(a, b, bits)
+        if isinstance(a, dict) and isinstance(b, dict):
+            # 1 and True are equal as keys, too: their types tell them apart.
+            kinds = [{(type(key), key) for key in keys} for keys in (a, b)]
+            return kinds[0] == kinds[1] and all(same(a[key], b[key], bits) for key in a)
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(same(one, other, bits) for one, other in zip(a, b, strict=True))
+        numpy: Any = sys.modules.get("numpy")  # an extra; an object of it has imported it
+        if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
+            return _same_arrays(numpy, numpy.asarray(a), numpy.asarray(b), bits)
+        if isinstance(a, float) and isinstance(b, float) and bits:
+            return struct.pack("d", a) == struct.pack("d", b)
+        if isinstance(a, complex) and isinstance(b, complex):
+            return same(a.real, b.real, bits) and same(a.imag, b.imag, bits)
+        return bool(a == b) or bool(a != a and b != b)
+    except Exception:  # an object may do anything when it is compared
+        return False
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor, bits: bool) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided or a.is_quantized:
+        return bool(torch.equal(a, b))
+    result = ValueDifference("")
+    one, other = (tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (a, b))
+    compare(result, one, other, bits)
+    return result.equal
+
+
+def _same_arrays(numpy: Any, a: Any, b: Any, bits: bool) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.hasobject:
+        return same(a.tolist(), b.tolist(), bits)
+    if bits or a.dtype.kind not in "fc":
+        return bool(a.tobytes() == b.tobytes())
+    if a.dtype.kind == "c":
+        return _same_arrays(numpy, a.real, b.real, bits) and _same_arrays(numpy, a.imag, b.imag, bits)
+    return bool(numpy.array_equal(a, b, equal_nan=True))

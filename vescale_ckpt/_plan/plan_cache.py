@@ -23,7 +23,8 @@ class KeptLocalPlan:
     inventory: bytes  #: all of it, no hash: it is compared byte by byte
     paths: Mapping[str, Any] | None  #: path of each key in the state: DCP's planner_data
     structure: str  #: `Structure.pack`: what the paths leave out
-    coordinates: bool  #: whether this rank coordinated, which tells groups of ranks apart
+    coordinates: bool  #: whether this rank coordinated
+    ranks: tuple[int, ...] | None  #: of the group, as the default group numbers them; None: not known
     holders: bytes = b""  #: which boxes other ranks hold, too: `_C.GlobalPlan.holders`
     exports: ExportParts = field(default_factory=dict, compare=False)  #: record locations in files of an export
 
@@ -59,11 +60,16 @@ class PlanCache:
         self._local_plans.clear()
 
     def local_plan(
-        self, inventory: bytes, paths: Mapping[str, Any] | None, structure: str, coordinates: bool
+        self,
+        inventory: bytes,
+        paths: Mapping[str, Any] | None,
+        structure: str,
+        coordinates: bool,
+        ranks: tuple[int, ...] | None,
     ) -> KeptLocalPlan | None:
-        wanted = coordinates, inventory, structure, paths
+        wanted = coordinates, ranks, inventory, structure, paths
         for kept in reversed(self._local_plans.values()):
-            if (kept.coordinates, kept.inventory, kept.structure, kept.paths) != wanted:
+            if (kept.coordinates, kept.ranks, kept.inventory, kept.structure, kept.paths) != wanted:
                 continue
             if not coordinates or self.global_plan(kept.plan_id) is not None:
                 return kept

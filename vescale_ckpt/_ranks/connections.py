@@ -108,7 +108,7 @@ class Connections:
         self.devices_tried = False
         self.kept: dict[str, object] = {}  #: what their users keep as long as these connections are good
         self._device_groups = 0  # that were made
-        self._ranks = ranks
+        self.ranks = ranks
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._deadline = time.monotonic() + timeout
@@ -290,7 +290,7 @@ class Connections:
         self._close()
         if store_answers:
             with suppress(StoreGoneError):
-                if self._ranks[self.rank] == 0:  # torch made the store there, unless its launcher did
+                if self.ranks[self.rank] == 0:  # torch made the store there, unless its launcher did
                     left = until - time.monotonic()
                     self._rendezvous.wait_for_readers(failure.late, min(GRACE_SECONDS, max(0.0, left)))
                 else:
@@ -387,7 +387,7 @@ class Connections:
             return self._diagnose(phase, "", timeout, error, {})
         # A peer may be silent because it waits for a third rank. That is excluded if there is no third rank, or if the
         # peer hosts the store, which is gone.
-        certain = self.size == 2 or self._ranks[error.peer] == 0
+        certain = self.size == 2 or self.ranks[error.peer] == 0
         what = "the connection to it is closed" if error.in_time else f"nothing arrived from it within {timeout:g} s"
         text = f"{phase}: {self._rendezvous.named([error.peer])} is lost, {what}, and {gone}"
         return FailureReport(self.calls, phase, [error.peer] if certain else [], text)

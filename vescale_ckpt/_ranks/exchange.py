@@ -59,6 +59,7 @@ class Exchange:
         self.timeout = timeout
         self.rank = 0 if links is None else links.rank
         self.size = 1 if links is None else links.size
+        self.ranks = () if links is None else tuple(links.ranks)  #: as the default group numbers them; () for one rank
 
     @staticmethod
     def of(

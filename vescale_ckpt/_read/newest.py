@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from .._native.steps import SavedOrder, path_of
 from .._storage.directory import directory_at
 from ..errors import CheckpointError
-from .verify import verify
+from .verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def newest_sound(
             path = path_of(root, step)
             if step not in steps or path in but:
                 continue
-            report = verify(path, quick=quick)
+            report = verify_checkpoint(path, quick=quick)
             if report.ok:
                 return step, path
             if not report.damaged and directory_at(root).is_remote:

@@ -1,4 +1,4 @@
-"""Checks a checkpoint on disk without loading it, for `verify`."""
+"""Checks a checkpoint that `load` takes without loading it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,12 @@ from .contents import Contents, is_safetensors, of_safetensors
 from .no_checkpoint import explained
 
 
-def verify(path: str | os.PathLike[str], *, quick: bool = False) -> VerifyReport:
-    """Checks the checkpoint in the directory `path`, in this process alone, however many ranks have saved it.
-
-    With `quick` it checks that the metadata is sound, and that each data file that the metadata names is a regular file
-    and long enough for its records. It reads one small file, and calls `stat` once for each data file. Without `quick`
-    it also checks every byte of every tensor and object against its checksums; and the index, the tables of checksums
-    and the data descriptors, whose damage is listed as harmless. `unchecked` lists what has no checksum. At most
-    `VESCALE_CKPT_ARENA_BYTES` of data are in memory at a time.
-
-    All damage is listed, none is raised; a directory without a checkpoint counts as damaged. What the storage refuses
-    to give, or does not give in time, is listed as `unreadable`: it is neither sound nor damaged. In an object store,
-    damage is read again by another connection before it is listed.
-
-    A checkpoint of stock DCP is verified as far as it has checksums: `unverified_bytes` counts the rest. So are
-    safetensors files, one or a directory of them; of these `quick` checks headers, which give the lengths of the files.
-
-    Raises ValueError for a URL that is no `file://`.
-    """
-    return verify_with_progress(path, quick, None)
-
-
 @gc_paused()
-def verify_with_progress(path: str | os.PathLike[str], quick: bool, progress: Progress | None) -> VerifyReport:
-    """The same. `progress` is called with the bytes of one metadata file's tensors checked so far, and of all."""
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, quick: bool = False, progress: Progress | None = None
+) -> VerifyReport:
+    """What the public `verify` reports of a checkpoint that `load` takes. `progress` is called with the bytes of one
+    metadata file's tensors checked so far, and of all."""
     checked_flag("quick", quick)
     settings.check()
     directory = checkpoint_path(checked_path("path", path))

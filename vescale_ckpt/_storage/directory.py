@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import re
@@ -113,13 +114,16 @@ class Directory:
         return self._asked(lambda: self._read(self._at(name), check))
 
     def _read(self, path: str, check: CheckBeginning | None) -> bytes:
-        with open(os.open(path, READ), "rb") as file:
+        with open(os.open(path, READ), "rb", buffering=0) as file:
             size = _checked(os.fstat(file.fileno()), path).size
+            pieces = []
             if check is not None and size > BEGINNING_BYTES:
-                check(file.read(BEGINNING_BYTES), size)
+                pieces.append(_read_some(file, BEGINNING_BYTES, path))
+                check(pieces[0], size)
                 _check_no_hole(file.fileno(), size, path)
-                file.seek(0)
-            return file.read()
+            while piece := _read_some(file, max(1, size - sum(map(len, pieces))), path):
+                pieces.append(piece)
+            return b"".join(pieces)
 
     def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
         """`length` bytes from `begin` on, and the `Stat` of the file that was read. A negative `begin` counts from the
@@ -346,6 +350,15 @@ def _checked(status: os.stat_result, path: str) -> Stat:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     return Stat.of(status)
+
+
+def _read_some(file: io.FileIO, most: int, path: str) -> bytes:
+    """The next bytes of a file; none at its end. A system that says that a read would block makes Python return None,
+    and a buffered file fewer bytes: a network file system may say so, as files are opened not to wait for a FIFO."""
+    found = file.read(most)
+    if found is None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+    return found
 
 
 def _check_no_hole(descriptor: int, size: int, path: str) -> None:

@@ -66,12 +66,15 @@ class TakenForLeftoverError(CheckpointError):
 
 def lock(path: str) -> FileLock | None:
     """Marks a file or folder as being written. Returns None if the file system has no locks, and for object stores,
-    which have none. Raises `TakenForLeftoverError` if another process removed it."""
+    which have none. Raises `TakenForLeftoverError` if another process removed it, `CheckpointError` if it cannot be
+    opened."""
     if urls.is_url(path):
         return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise CheckpointError(f"cannot open {path} to lock it: {error}", path=path, errno=error.errno) from error
         raise TakenForLeftoverError(f"{path} was removed while it was written: {error}", path=path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

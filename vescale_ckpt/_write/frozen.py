@@ -126,9 +126,9 @@ class FrozenTensors:
             else:
                 key = description.names[plan[row * PLAN_ROW]]
                 raise CheckpointError(
-                    f"{key}: frozen= names it, but its values have changed since an earlier save, and nothing has raised "
-                    "torch's version counter. Name only tensors that nothing changes: not those of state_dict() or "
-                    ".data of what is trained",
+                    f"{key}: frozen= names it, but its values have changed since an earlier save, and nothing has "
+                    "raised torch's version counter. Name only tensors that nothing changes: not those of state_dict() "
+                    "or .data of what is trained",
                     key=key,
                 )
         return found

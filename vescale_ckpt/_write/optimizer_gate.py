@@ -136,8 +136,8 @@ class GatedCopy:
 
 def changed_behind_gate(key: str) -> CheckpointError:
     return CheckpointError(
-        f"{key} was changed while it was copied, or its memory was, by something else than a step of the optimizer that "
-        "is the save's gate: nothing is committed",
+        f"{key} was changed while it was copied, or its memory was, by something else than a step of the optimizer "
+        "that is the save's gate: nothing is committed",
         key=key,
     )
 

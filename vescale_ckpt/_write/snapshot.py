@@ -204,8 +204,8 @@ class StagedPlan:
             self.staged.set_result(None)
 
     def _check_samples(self) -> None:
-        """Raises `CheckpointError` if the copy of a tensor behind a gate is not what the tensor was when `save` returned:
-        collectives, for one, change tensors and raise no counter."""
+        """Raises `CheckpointError` if the copy of a tensor behind a gate is not what the tensor was when `save`
+        returned: collectives, for one, change tensors and raise no counter."""
         assert self._guarded is not None
         first = self._guarded.first
         before, copied = self._samples[first:], samples_of(self._guarded.table())

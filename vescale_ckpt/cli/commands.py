@@ -59,11 +59,13 @@ COMMANDS = (
         (
             Value("a", "a checkpoint", metavar="A"),
             Value("b", "another one", metavar="B"),
-            Value("--values", "compare values too, in bounded memory", bool),
+            Value("--values", "compare values too, in bounded memory: -0.0 equals 0.0, NaN equals NaN", bool),
+            Value("--bits", "compare values bit by bit, as --values otherwise", bool),
             _KEYS,
             _JSON,
         ),
-        "Compares keys, shapes and dtypes. Exit status 1 if they differ.",
+        "Compares keys, shapes and dtypes. Exit status 1 if they differ. With --values equal numbers are equal; the "
+        "parts of a complex number count separately, and objects must be of one type. With --bits nothing may differ.",
         (
             "vescale-ckpt diff step-1000 step-2000",
             "vescale-ckpt diff --values step-1000 exported.safetensors --keys model",

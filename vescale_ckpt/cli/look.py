@@ -65,7 +65,9 @@ def diff(options: SimpleNamespace) -> int:
     from .._inspect.diff import diff
 
     with output.progress("comparing") as progress:
-        found = diff(options.a, options.b, with_values=options.values, keys=options.keys, progress=progress)
+        found = diff(
+            options.a, options.b, with_values=options.values, bits=options.bits, keys=options.keys, progress=progress
+        )
     if options.json:
         content = asdict(found) | {"equal": found.equal}
         output.print_json("diff/1", content)
@@ -93,9 +95,10 @@ def diff(options: SimpleNamespace) -> int:
         ]
         columns = ("tensor", "different", "of", "max abs", "max rel", "not finite A", "not finite B")
         output.print_table(columns, rows, right=columns[1:], lead=1)
-    compared = (
-        f"; values of {found.compared:,} tensors compared, {size(found.compared_bytes)}" if options.values else ""
-    )
+    compared = ""
+    if options.values or options.bits:
+        what = "bits" if options.bits else "values"
+        compared = f"; {what} of {found.compared:,} tensors compared, {size(found.compared_bytes)}"
     print(f"{'equal' if found.equal else 'different'}{compared}")
     return FINE if found.equal else FOUND
 

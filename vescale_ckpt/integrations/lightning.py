@@ -27,7 +27,7 @@ from .._collective.handle import SaveHandle
 from .._inspect.info import inspect
 from .._native import metadata_file
 from .._native.names import METADATA_NAME
-from .._read.verify import verify
+from .._read.verify import verify_checkpoint
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
 from .._storage.directory import directory_at
@@ -98,7 +98,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _sound(path: str) -> bool:
-    report = verify(path, quick=True)
+    report = verify_checkpoint(path, quick=True)
     if not report.ok:
         logger.warning("%s is passed over: %s", path, report.reason)
     return report.ok and (directory_at(path).has(_META) or _META in inspect(path).extra_files)
