@@ -47,7 +47,7 @@ std::vector<uint64_t> sample_hashes(std::span<const int64_t> table, std::span<co
     const auto total = static_cast<int64_t>(bytes / item_bytes), count = std::min<int64_t>(elements, total);
     uint64_t hash = 0;
     for (int64_t i = 0; on_host && i < count; ++i) {
-      const int64_t position = count == 1 ? 0 : (total - 1) / (count - 1) * i;
+      const int64_t position = count == 1 ? 0 : (total - 1) * i / (count - 1);
       hash = mixed(hash + 1, data + place_of(position, sizes, strides) * static_cast<int64_t>(item_bytes), item_bytes);
     }
     hashes.push_back(hash);

@@ -163,7 +163,7 @@ def compare(result: ValueDifference, a: torch.Tensor, b: torch.Tensor, bits: boo
 def _other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Which elements differ in a bit."""
     if a.itemsize != b.itemsize:
-        return torch.ones(a.numel(), dtype=torch.bool)
+        return torch.ones(a.numel(), dtype=torch.bool, device="cpu")
     return (a.view(torch.uint8).view(-1, a.itemsize) != b.view(torch.uint8).view(-1, b.itemsize)).any(1)
 
 

@@ -5,6 +5,7 @@
 
 #include <complex>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -28,6 +29,16 @@ TEST(Samples, AreOfValuesAndNotOfStrides) {
   EXPECT_EQ(before, sample_hashes(of_columns, {}, 4));
   rows.front() = 7;
   EXPECT_NE(before, sample_hashes(of_rows, {}, 4));
+}
+
+TEST(Samples, AreOfTheFirstAndTheLastElement) {
+  std::vector<int16_t> values(9);
+  const std::vector<int64_t> table{code_of("int16"), address_of(values), 1, 9, 1};
+  for (int16_t& value : {std::ref(values.front()), std::ref(values.back())}) {
+    const auto before = sample_hashes(table, {}, 4);
+    value = 1;
+    EXPECT_NE(before, sample_hashes(table, {}, 4));
+  }
 }
 
 TEST(Samples, SeeEachByteOfAnElement) {
