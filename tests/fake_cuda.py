@@ -38,6 +38,12 @@ _RUNTIME, _DRIVER, _OTHER_RUNTIME = "libcudart.so.13", "libcuda.so.1", "libcudar
 OUT_OF_MEMORY, INSUFFICIENT_DRIVER, ASSERT = 2, 35, 710
 
 
+#: For tests that use it.
+needs_fake_cuda = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch has loaded a CUDA runtime of its own, which is found first"
+)
+
+
 class FakeCuda:
     """What the devices were asked for, and how they are to behave."""
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from fake_cuda import INSUFFICIENT_DRIVER, fake_cuda, load_runtime
+from fake_cuda import INSUFFICIENT_DRIVER, fake_cuda, load_runtime, needs_fake_cuda
 from rank_pool import in_fork
 
 from vescale_ckpt._engine import _C
@@ -23,6 +23,7 @@ def _info() -> tuple[dict[str, Any], int]:
         return _C.device_info(), fake.count("cuDevicePrimaryCtxRetain")
 
 
+@needs_fake_cuda
 def test_memory_is_taken_on_one_device_to_tell_of_all() -> None:
     info, contexts = in_fork(_info)
     assert info["devices"] == ["Fake", "Fake"] and info["kernel"] == info["kernel_built"]
@@ -35,6 +36,7 @@ def _second_runtime() -> tuple[bool, int]:
     return _C.copies_from_cuda(), other.count("cudaGetDeviceCount")
 
 
+@needs_fake_cuda
 def test_a_runtime_that_is_too_new_for_the_driver_is_passed_over() -> None:
     works, asked = in_fork(_second_runtime)
     assert works and asked > 0

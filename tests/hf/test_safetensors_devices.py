@@ -15,13 +15,15 @@ import pytest
 import safetensors.torch as stock_torch
 import torch
 from damage import flip, same
-from fake_cuda import FakeCuda, fake_cuda
+from fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda
 from rank_pool import in_fork
 from states import KiB, MiB, numbers, random_tensor
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
 from vescale_ckpt._engine import _C
 from vescale_ckpt._hf.header import DTYPES
+
+pytestmark = needs_fake_cuda
 
 ALIGNMENT = 512  # bytes
 NOT_SUPPORTED = 801  # cudaErrorNotSupported

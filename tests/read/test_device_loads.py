@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from damage import flip
-from fake_cuda import ASSERT, fake_cuda, neighbours
+from fake_cuda import ASSERT, fake_cuda, needs_fake_cuda, neighbours
 from rank_pool import in_fork, run_ranks
 from states import KiB, MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
 from vescale_ckpt._engine import _C
+
+pytestmark = needs_fake_cuda
 
 BOUND = 60.0
 

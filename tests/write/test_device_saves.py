@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from damage import no_snapshot_is_left
-from fake_cuda import ASSERT, OUT_OF_MEMORY, FakeCuda, device_of, fake_cuda, neighbours
+from fake_cuda import ASSERT, OUT_OF_MEMORY, FakeCuda, device_of, fake_cuda, needs_fake_cuda, neighbours
 from rank_pool import in_fork
 from states import MiB, assert_same, numbers
 from torch import nn
@@ -15,6 +15,8 @@ from torch import nn
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Gate
 from vescale_ckpt._engine import _C
+
+pytestmark = needs_fake_cuda
 
 BOUND = 60.0
 
