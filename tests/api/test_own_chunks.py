@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, Stager, StorageReader, StorageWriter
@@ -100,7 +99,7 @@ KINDS: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()
 
