@@ -43,8 +43,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from vescale_ckpt import CheckpointError, LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._native import metadata_file
 
 State = dict[str, Any]
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as DcpLoadPlanner
 from torch.optim import Optimizer
 
 from . import settings
+from ._checkpoint.safetensors.folder import file_numbers, shard_bytes
 from ._collective.agree_plan import CollectivePlan
 from ._collective.background import ON_BUSY, BackgroundQueue, OnBusy
 from ._collective.export_local import LocalExport
@@ -31,7 +32,6 @@ from ._engine import _C
 from ._engine.errors import named_errors
 from ._engine.gc import gc_paused
 from ._engine.rows import words
-from ._hf.folder import file_numbers, shard_bytes
 from ._observe.timeline import Timeline, phase
 from ._ranks.exchange import Exchange
 from ._ranks.groups import PerGroup

@@ -17,7 +17,7 @@ from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
-from vescale_ckpt._native import commit, metadata_file
+from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
 from vescale_ckpt.simulate.simulation import gather, metadata_files, planned, written
@@ -29,7 +29,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     state = SimulatedState(entries, parallelism)
     plan, parts = planned(gather(state).inventories, "balanced")
     metadata, index = metadata_files(plan, written(state.names, parts, plan.bytes_by_rank()))
-    commit.commit(str(directory), None, metadata, index)
+    commit_metadata.commit(str(directory), None, metadata, index)
     return state
 
 

@@ -22,7 +22,7 @@ from vescale_ckpt import (
     MissingKeysError,
     UntrustedCheckpointError,
 )
-from vescale_ckpt._native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._state.flatten import nested
 from vescale_ckpt._state.key_selection import Selection, renamed, renaming
 from vescale_ckpt.errors import _rebuild

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
 from vescale_ckpt import cli
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._inspect.diff import ValueDifference, compare, diff
-from vescale_ckpt._native import metadata_file
 from vescale_ckpt._storage import locks
 from vescale_ckpt.cli import argparse_front, output, typer_front
 from vescale_ckpt.cli.commands import COMMANDS

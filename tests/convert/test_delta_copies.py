@@ -13,8 +13,8 @@ from damage import blank, data_files, flip, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
+from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME
 from vescale_ckpt._convert.copy import copy
-from vescale_ckpt._native.names import DELTA_NAME, MARK_NAME
 from vescale_ckpt.cli import main
 
 State = dict[str, Any]

@@ -14,8 +14,8 @@ from damage import flip
 from states import KiB, MiB, random_tensor
 
 from vescale_ckpt import CorruptCheckpointError, safetensors
+from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
 from vescale_ckpt._engine import _C
-from vescale_ckpt._hf.header import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,

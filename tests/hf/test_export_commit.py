@@ -20,15 +20,14 @@ import torch
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
+from vescale_ckpt._checkpoint.safetensors import commit, model_names
 from vescale_ckpt._engine import _C
-from vescale_ckpt._hf import commit
-from vescale_ckpt._hf import names as hf_names
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.pending import Pending, temporary_name
 
 State = dict[str, torch.Tensor]
 
-INDEX, SINGLE = hf_names.INDEX_NAME, hf_names.SINGLE_NAME
+INDEX, SINGLE = model_names.INDEX_NAME, model_names.SINGLE_NAME
 SIZES = {"one": "5GB", "two": 16, "four": 8}
 BEFORE = ["nothing", *SIZES, "others", "others without an index", "an index of one", "one beside an index"]
 NAMES = ("rename_file", "link_file", "remove_file", "exchange_names", "sync_directory", "write_head")
@@ -108,9 +107,9 @@ def check_old_or_new(directory: Path, before: str) -> set[int | None]:
 def check_next(directory: Path, size: str) -> None:
     export(directory, 2, size)
     assert which(as_we(directory)) == which(as_transformers(directory)) == 2
-    names = {name for name in os.listdir(directory) if hf_names.is_model_file(name) or ".tmp." in name}
+    names = {name for name in os.listdir(directory) if model_names.is_model_file(name) or ".tmp." in name}
     count = {"one": 1, "two": 2, "four": 4}[size]
-    assert names == set(hf_names.file_names(count))
+    assert names == set(model_names.file_names(count))
     assert (directory / INDEX).exists() == (size != "one")
     assert (directory / "config.json").read_text() == "mine"
 
@@ -356,7 +355,7 @@ def test_exports_that_finish_at_once_do_so_one_after_the_other(tmp_path: Path, m
     thread.join(60)
     assert not thread.is_alive() and polled.is_set()
     assert which(as_we(tmp_path)) == which(as_transformers(tmp_path)) == 2
-    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == hf_names.file_names(2)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == model_names.file_names(2)
 
 
 def _tell(started: threading.Event, call: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -370,7 +369,7 @@ def _tell(started: threading.Event, call: Callable[[str], Any]) -> Callable[[str
 def _complete(directory: Path, k: int) -> Callable[[], None]:
     """An export that has written all, and now commits."""
     parts = [dict(list(model(k).items())[at : at + 2]) for at in (0, 2)]
-    files = [str(directory / f"{name}.tmp.0000000{k}") for name in hf_names.file_names(2)]
+    files = [str(directory / f"{name}.tmp.0000000{k}") for name in model_names.file_names(2)]
     for path, part in zip(files, parts, strict=True):
         stock_torch.save_file(part, path)
 
@@ -385,10 +384,10 @@ def _complete(directory: Path, k: int) -> Callable[[], None]:
 
 def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between reading the index and the headers the same names have become another model's."""
-    from vescale_ckpt._hf import contents
+    from vescale_ckpt._checkpoint.safetensors import headers
 
     export(tmp_path, 0, "two")
-    weight_map, exports = contents._weight_map, [1, 2]
+    weight_map, exports = headers._weight_map, [1, 2]
 
     def late(path: str) -> dict[str, str]:
         found = weight_map(path)
@@ -396,13 +395,13 @@ def test_a_load_that_an_export_overtakes_reads_again(tmp_path: Path, monkeypatch
             export(tmp_path, exports.pop(0), "two")
         return found
 
-    monkeypatch.setattr(contents, "_weight_map", late)
+    monkeypatch.setattr(headers, "_weight_map", late)
     assert which(as_we(tmp_path)) == 2
 
 
 def test_leftovers_do_not_hide_a_model_of_files_without_an_index(tmp_path: Path) -> None:
     stock_torch.save_file(model(0), tmp_path / "weights.safetensors")
-    for name in hf_names.file_names(2, 6):
+    for name in model_names.file_names(2, 6):
         stock_torch.save_file({"a": torch.zeros(1)}, tmp_path / name)
     (tmp_path / "model.safetensors.tmp.0123abcd").write_bytes(b"")
     assert which(as_we(tmp_path)) == 0 and vescale_ckpt.verify(tmp_path).ok

@@ -36,7 +36,7 @@ from vescale_ckpt import (
     UntrustedCheckpointError,
     safetensors,
 )
-from vescale_ckpt._hf import contents
+from vescale_ckpt._checkpoint.safetensors import headers
 from vescale_ckpt.simulate.models import entries_in_checkpoint
 
 FOREVER = 60.0
@@ -466,7 +466,7 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
         vescale_ckpt.load(tmp_path)
     assert_same(vescale_ckpt.load(tmp_path / "b.safetensors"), {"x": torch.zeros(3), "b": torch.zeros(1)})
     for name in ("one", "two"):
-        (tmp_path / f"{name}{contents.INDEX_SUFFIX}").write_text("{}")
+        (tmp_path / f"{name}{headers.INDEX_SUFFIX}").write_text("{}")
     with pytest.raises(CheckpointError, match="several indexes"):
         vescale_ckpt.load(tmp_path)
 
@@ -627,17 +627,17 @@ def _headers_are_read_once(directory: Path) -> int:
         write(directory, values, "us", files=7)
     dist.barrier()
     read: list[str] = []
-    original = contents._Reading._header
+    original = headers._Reading._header
 
     def counted(self: Any, name: str) -> Any:
         read.append(name)
         return original(self, name)
 
-    contents._Reading._header = counted  # type: ignore[method-assign]
+    headers._Reading._header = counted  # type: ignore[method-assign]
     try:
         assert_same(vescale_ckpt.load(directory, timeout=FOREVER), values)
     finally:
-        contents._Reading._header = original  # type: ignore[method-assign]
+        headers._Reading._header = original  # type: ignore[method-assign]
     return len(read)
 
 

@@ -20,8 +20,8 @@ from rank_pool import in_fork
 from states import KiB, MiB, numbers, random_tensor
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
+from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
 from vescale_ckpt._engine import _C
-from vescale_ckpt._hf.header import DTYPES
 
 pytestmark = needs_fake_cuda
 

@@ -40,15 +40,15 @@ from vescale_ckpt import (
     StorageWriter,
     safetensors,
 )
+from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
+from vescale_ckpt._checkpoint.safetensors import model_names
+from vescale_ckpt._checkpoint.safetensors.folder import shard_bytes
 from vescale_ckpt._engine import _C
-from vescale_ckpt._hf import folder as hf_folder
-from vescale_ckpt._hf import names as hf_names
-from vescale_ckpt._hf.folder import shard_bytes
 from vescale_ckpt._storage import leftovers, locks
 
 State = dict[str, torch.Tensor]
 
-INDEX = hf_names.INDEX_NAME
+INDEX = model_names.INDEX_NAME
 
 
 def save(directory: Path | str, state: dict[str, Any], **options: Any) -> Any:
@@ -74,7 +74,7 @@ def read(directory: Path | str) -> State:
         found.update(loaded)
     if names != ["model.safetensors"]:
         index = json.loads((directory / INDEX).read_text())
-        assert names == hf_names.file_names(len(names))
+        assert names == model_names.file_names(len(names))
         assert sorted(set(index["weight_map"].values())) == names
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
         for key, name in index["weight_map"].items():
@@ -335,7 +335,7 @@ def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     save(checkpoint, model(0))
     left = {name for name in os.listdir(checkpoint) if ".tmp." in name}
     assert left == {
-        *(hf_names.temporary_name(name, going_on.token) for name in going_on.names),
+        *(model_names.temporary_name(name, going_on.token) for name in going_on.names),
         "model.safetensors.tmp.1.1",
         "model.safetensors.tmp.nonsense",
     }
@@ -349,7 +349,7 @@ def test_without_locks_leftovers_stay_for_a_day(checkpoint: Path) -> None:
         save(checkpoint, {"a": torch.ones(1)})
         assert any(abandoned.token in name for name in os.listdir(checkpoint))
         for name in abandoned.names:
-            os.utime(checkpoint / hf_names.temporary_name(name, abandoned.token), (0, 0))
+            os.utime(checkpoint / model_names.temporary_name(name, abandoned.token), (0, 0))
         save(checkpoint, {"a": torch.ones(1)})
     assert os.listdir(checkpoint) == ["model.safetensors"]
 
@@ -502,7 +502,7 @@ def _export_locally(directory: str) -> None:
 def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
     save(checkpoint, model(0), max_shard_size="1MB")
     run_ranks(2, _export_locally, str(checkpoint))
-    assert files(checkpoint) == sorted(os.listdir(checkpoint)) == [hf_names.name_of_rank(rank) for rank in (0, 1)]
+    assert files(checkpoint) == sorted(os.listdir(checkpoint)) == [model_names.name_of_rank(rank) for rank in (0, 1)]
     found = [safetensors.load_file(checkpoint / name) for name in files(checkpoint)]
     assert all(of_rank["small"].equal(whole()["small"] + 1) for of_rank in found)
     assert torch.cat([of_rank["rows"] for of_rank in found]).equal(whole()["rows"])

@@ -28,12 +28,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageWriter
+from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
+from vescale_ckpt._checkpoint.safetensors.model_names import INDEX_NAME, SINGLE_NAME, object_names
 from vescale_ckpt._collective import joined_write
 from vescale_ckpt._collective import store_export as collective_export
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import int_table, words
-from vescale_ckpt._hf import folder as hf_folder
-from vescale_ckpt._hf.names import INDEX_NAME, SINGLE_NAME, object_names
 from vescale_ckpt._storage import leftovers, object_store
 from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._write import store_export

@@ -41,9 +41,9 @@ from vescale_ckpt import (
     api,
     verify,
 )
+from vescale_ckpt._checkpoint.native import commit_metadata, step_order
+from vescale_ckpt._checkpoint.native.step_order import SavedOrder
 from vescale_ckpt._engine import _C
-from vescale_ckpt._native import commit, steps
-from vescale_ckpt._native.steps import SavedOrder
 from vescale_ckpt._storage import locks
 from vescale_ckpt._write.snapshot import StagedPlan
 from vescale_ckpt.manager import clean_up, manager, schedule, step_directories
@@ -409,7 +409,7 @@ def test_a_save_that_would_not_be_known_as_the_last_raises(checkpoint: Path, mon
     with CheckpointManager(checkpoint) as saver:
         saver.restore(blank(small_state(0)), 90)
         with monkeypatch.context() as patch:
-            patch.setattr(steps, "write", mock.Mock(side_effect=OSError(errno.EIO, "no order")))
+            patch.setattr(step_order, "write", mock.Mock(side_effect=OSError(errno.EIO, "no order")))
             with pytest.raises(CheckpointError, match="no order"):
                 saver.save(91, small_state(91))
         assert saver.steps() == [90, 100]
@@ -539,7 +539,7 @@ def await_exit(pid: int) -> int:
 
 
 def save_and_die(directory: Path, step: int, metrics: Mapping[str, float] | None = None) -> None:
-    commit.commit = lambda *_: os._exit(DIED)
+    commit_metadata.commit = lambda *_: os._exit(DIED)
     save_with_metrics(directory, step, metrics)
 
 
@@ -581,7 +581,7 @@ def test_a_process_that_dies_anywhere_in_a_save_or_removal(checkpoint: Path) -> 
         died += 1
         newest = restored(checkpoint)
         assert newest in ((2, True), (3, True))
-        for step in steps.complete_steps(str(checkpoint)):
+        for step in step_order.complete_steps(str(checkpoint)):
             assert verify(checkpoint / f"step-{step}").ok
         save_steps(checkpoint, 4, max_to_keep=1)
         left = {path.name: sorted(path.iterdir()) for path in checkpoint.iterdir()}
@@ -700,13 +700,13 @@ def test_a_load_that_failed_or_was_forgotten_does_not_hold_for_ever(checkpoint: 
 
 
 def save_slowly(directory: Path, step: int, pause: Callable[[], None]) -> None:
-    at_once = commit.commit
+    at_once = commit_metadata.commit
 
     def late(*args: Any) -> None:
         pause()
         at_once(*args)
 
-    commit.commit = late
+    commit_metadata.commit = late
     vescale_ckpt.save(directory / f"step-{step}", small_state(step))
 
 

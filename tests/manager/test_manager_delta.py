@@ -18,7 +18,7 @@ from rank_pool import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, CorruptCheckpointError
-from vescale_ckpt._native.names import MARK_NAME, METADATA_NAME
+from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt._storage.locks import LOCK_NAME, share
 from vescale_ckpt.cli import main

@@ -15,9 +15,9 @@ from damage import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
+from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
+from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._convert.copy import copy
-from vescale_ckpt._native.commit import remove_leftovers
-from vescale_ckpt._native.names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage import leftovers, use_notes
 from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._storage.leftovers import SAVE_GRACE

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import CODE_DTYPES, dtype_code
-from vescale_ckpt._native import metadata_file
 
 Row = tuple[str, Any, ChunkStorageMetadata | None]  #: name, its entry in state_dict_metadata, the chunk
 

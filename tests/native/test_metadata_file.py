@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from vescale_ckpt._native import metadata_file
+from vescale_ckpt._checkpoint.native import metadata_file
 
 ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 

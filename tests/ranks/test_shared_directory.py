@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, SavePlanner, StorageFullError, StorageWriter, api
-from vescale_ckpt._native import names
-from vescale_ckpt._native.commit import remove_leftovers
+from vescale_ckpt._checkpoint.native import file_names
+from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
 from vescale_ckpt._ranks import shared_directory
 from vescale_ckpt._ranks.shared_directory import DirectoryMark, SeparateDirectoriesError
 
@@ -111,7 +111,7 @@ def test_a_token_that_a_dead_save_left_is_a_leftover_after_a_while(tmp_path: Pat
     token = DirectoryMark(str(tmp_path))
     token.leave()
     (left,) = os.listdir(tmp_path)
-    assert names.is_of_a_save(left)
+    assert file_names.is_of_a_save(left)
     assert remove_leftovers(str(tmp_path)) == []  # its save may go on, on another machine
     past = time.time() - 3600
     os.utime(tmp_path / left, (past, past))

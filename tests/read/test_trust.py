@@ -57,8 +57,8 @@ from vescale_ckpt import (
     StorageWriter,
     UntrustedCheckpointError,
 )
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine.torch_private import MemoryFormatEncoding, StorageInfo
-from vescale_ckpt._native import metadata_file
 
 MiB = 1 << 20
 ENOUGH = 150 * MiB  # of memory for any small checkpoint, whatever it says of itself
@@ -145,7 +145,7 @@ def test_nothing_in_metadata_runs(checkpoint: Path, mark: Path, name: str, proto
         "collections|OrderedDict.fromkeys",
         "pathlib|Path.cwd",
         "copyreg|_reconstructor",
-        "vescale_ckpt._native.metadata_file|_MetadataUnpickler",
+        "vescale_ckpt._checkpoint.native.metadata_file|_MetadataUnpickler",
     ],
 )
 def test_only_the_names_that_metadata_is_made_of_may_be_imported(name: str) -> None:

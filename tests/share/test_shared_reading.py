@@ -29,9 +29,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
 from vescale_ckpt._bench.page_cache import drop_file
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
-from vescale_ckpt._native import metadata_file
 from vescale_ckpt._ranks.node import ranks_of_this_node
 from vescale_ckpt._read.load import Record
 from vescale_ckpt._share import routes

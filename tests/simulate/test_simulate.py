@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ckpt import save
+from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._native import metadata_file
 from vescale_ckpt._state.describe import Describer
 from vescale_ckpt.cli import main
 from vescale_ckpt.simulate.models import MODELS, Entry, dtype_named, entries_in_checkpoint, entries_in_json, with_adam

@@ -49,8 +49,8 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
+from vescale_ckpt._checkpoint.native import commit_metadata, file_names
 from vescale_ckpt._engine import _C
-from vescale_ckpt._native import commit, names
 from vescale_ckpt._storage import locks
 from vescale_ckpt._storage.pending import new_token
 from vescale_ckpt._write.native_save import NativeSave
@@ -455,7 +455,7 @@ def test_a_link_to_a_directory_is_saved_through(tmp_path: Path) -> None:
 
 
 def test_data_file_names_never_repeat() -> None:
-    found = {names.data_name(0, new_token()) for _ in range(2000)}
+    found = {file_names.data_name(0, new_token()) for _ in range(2000)}
     assert len(found) == 2000
 
 
@@ -469,7 +469,7 @@ def test_a_data_file_that_is_taken_before_it_is_marked_is_made_again(
     def late(path: str) -> locks.FileLock | None:
         if len(taken) < 2:
             taken.append(path)
-            assert os.path.basename(path) in commit.remove_leftovers(os.path.dirname(path))
+            assert os.path.basename(path) in commit_metadata.remove_leftovers(os.path.dirname(path))
         return mark(path)
 
     monkeypatch.setattr(locks, "lock", late)
@@ -487,7 +487,7 @@ def test_parts_of_a_save_that_goes_on_are_no_leftovers(checkpoint: Path, monkeyp
     finish = NativeSave.finish
 
     def cleaned(files: NativeSave, *counts: int) -> SaveStats:
-        removed.extend(commit.remove_leftovers(str(checkpoint)))
+        removed.extend(commit_metadata.remove_leftovers(str(checkpoint)))
         return finish(files, *counts)
 
     monkeypatch.setattr(NativeSave, "finish", cleaned)
@@ -500,13 +500,13 @@ def test_a_file_that_was_committed_while_leftovers_were_looked_for_stays(
 ) -> None:
     """Another save commits between this one's look at what is named and its look at what is locked."""
     save(checkpoint, state(1))
-    named = commit.named_by_any
+    named = commit_metadata.named_by_any
     looks: list[set[str]] = []
 
     def outdated(directory: str) -> set[str]:
         looks.append(named(directory))
         return set() if len(looks) == 1 else looks[-1]
 
-    monkeypatch.setattr(commit, "named_by_any", outdated)
-    assert commit.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
+    monkeypatch.setattr(commit_metadata, "named_by_any", outdated)
+    assert commit_metadata.remove_leftovers(str(checkpoint)) == [] and len(looks) == 2
     assert same(load(checkpoint, state(0)), state(1))

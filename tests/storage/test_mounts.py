@@ -19,7 +19,7 @@ from kills import Shared, kill, wait_until
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, convert
-from vescale_ckpt._native.names import is_data_file
+from vescale_ckpt._checkpoint.native.file_names import is_data_file
 
 pytestmark = pytest.mark.root
 MOUNT_TIMEOUT = 30.0  # seconds

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
+from vescale_ckpt._checkpoint.native.file_names import is_data_file
 from vescale_ckpt._engine import _C
-from vescale_ckpt._native.names import is_data_file
 from vescale_ckpt._storage import directory, locks, mounts
 from vescale_ckpt._storage.directory import directory_at
 

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, SaveStats, UntrustedCheckpointError
+from vescale_ckpt._checkpoint.native import commit_metadata, delta_table
+from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.options import engine_options
-from vescale_ckpt._native import commit, delta_table
-from vescale_ckpt._native.names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt._storage.siblings import data_path
 from vescale_ckpt._write import delta_base
@@ -460,13 +460,13 @@ def test_clean_ups_keep_what_checkpoints_beside_name(tmp_path: Path) -> None:
     assert file.exists() and len(data_files(first)) == 2
     assert same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
     (first / METADATA_NAME).unlink()
-    commit.remove_leftovers(str(first))
+    commit_metadata.remove_leftovers(str(first))
     assert data_files(first) == [file]
     renamed = second.rename(tmp_path / "final")
-    commit.remove_leftovers(str(first))
+    commit_metadata.remove_leftovers(str(first))
     assert same(loaded(renamed, lora(1)), lora(1)), "a checkpoint that was renamed needs its files, too"
     shutil.rmtree(renamed)
-    commit.remove_leftovers(str(first))
+    commit_metadata.remove_leftovers(str(first))
     assert not data_files(first) and not (first / MARK_NAME).exists()
 
 
@@ -476,12 +476,15 @@ def test_files_are_kept_where_a_tool_dropped_the_mark(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "run", copied, ignore=shutil.ignore_patterns(MARK_NAME))
     first, second = copied / "step-0", copied / "step-1"
     file = data_files(first)[0]
-    assert commit.remove_leftovers(str(first), {file.name}, dry_run=True) == [] and not (first / MARK_NAME).exists()
+    assert (
+        commit_metadata.remove_leftovers(str(first), {file.name}, dry_run=True) == []
+        and not (first / MARK_NAME).exists()
+    )
     vescale_ckpt.save(first, lora(7))
     assert file.exists() and same(loaded(second, lora(1)), lora(1)) and same(loaded(first, lora(7)), lora(7))
     assert (first / MARK_NAME).exists(), "the next clean-up is told"
     (second / METADATA_NAME).unlink()
-    commit.remove_leftovers(str(first))
+    commit_metadata.remove_leftovers(str(first))
     assert data_files(first) != [file] and not file.exists()
 
 
@@ -489,7 +492,7 @@ def test_metadata_that_cannot_be_read_keeps_all(tmp_path: Path) -> None:
     first, second = chain(tmp_path, 2)
     os.truncate(second / METADATA_NAME, 40)
     (first / METADATA_NAME).unlink()
-    assert commit.remove_leftovers(str(first)) == [] and data_files(first)
+    assert commit_metadata.remove_leftovers(str(first)) == [] and data_files(first)
 
 
 def test_a_running_save_keeps_its_base(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS
+from .._checkpoint.safetensors.model_names import name_of_rank
 from .._engine import _C
 from .._engine.dtypes import dtype_code
 from .._engine.rows import NO_LIMIT, TENSOR
-from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS
-from .._hf.names import name_of_rank
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems
 from .._state.inventory_rows import packed_row

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from .._checkpoint.safetensors.headers import ATTEMPTS, ExportedMeanwhileError
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.lazy_metadata import LazyMetadata
 from .._dcp.storage_reader import StorageReader
 from .._engine import _C
 from .._engine.gc import gc_paused
-from .._hf.contents import ATTEMPTS, ExportedMeanwhileError
 from .._observe.timeline import Timeline, phase
 from .._plan.read_plan import PackedReads
 from .._ranks.exchange import Exchange, digest

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from .._checkpoint.native import extra_copies
 from .._dcp.save_planner import SavePlanner
 from .._dcp.storage_writer import StorageWriter
 from .._engine.errors import named_system_errors
 from .._engine.rows import words
-from .._native import extra_files
 from .._observe.timeline import Timeline, phase
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults
 from .._ranks.exchange import Exchange
@@ -160,7 +160,7 @@ class CollectiveSave(ABC):
         """Begins this rank's save and describes the state. Returns the values to save if DCP has to plan them."""
         exchange = self.exchange
         self._writer = StorageWriter(self.path, **self._options)
-        given = extra_files.checked(self._extra_files)
+        given = extra_copies.checked(self._extra_files)
         self._writer.options = replace(self._writer.options, extra_files=given)
         self._writer.set_up_storage_writer(exchange.is_coordinator, rank=exchange.rank, use_collectives=True)
         self._save = self._kind(self._writer.options)

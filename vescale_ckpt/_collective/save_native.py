@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._checkpoint.native.delta_table import DeltaTable, Row, rows_of_rank
 from .._engine.rows import words
-from .._native.delta_table import DeltaTable, Row, rows_of_rank
 from .._plan.save_plan import PackedResults
 from .._ranks.message import pack, unpack
 from .._ranks.node import node_of_this_process

@@ -7,8 +7,8 @@ from contextlib import closing
 
 import torch
 
+from .._checkpoint.native import metadata_file
 from .._engine.errors import named_system_errors
-from .._native import metadata_file
 from .._read import contents
 from .._read.check_records import Progress, add_error, as_damage
 from .._read.verify import verify_checkpoint

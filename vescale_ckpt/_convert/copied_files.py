@@ -6,13 +6,9 @@ import os
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from .._engine import _C
-from .._engine.torch_private import DEFAULT_SUFFIX
-from .._hf.contents import INDEX_SUFFIX, SUFFIX, SafetensorsContents
-from .._hf.names import is_temporary_index, token_of
-from .._native import delta_table, metadata_file
-from .._native.delta_table import DeltaTable
-from .._native.names import (
+from .._checkpoint.native import delta_table, metadata_file
+from .._checkpoint.native.delta_table import DeltaTable
+from .._checkpoint.native.file_names import (
     DELTA_NAME,
     MARK_NAME,
     METADATA_NAME,
@@ -20,6 +16,10 @@ from .._native.names import (
     is_temporary_file,
     metadata_name,
 )
+from .._checkpoint.safetensors.headers import INDEX_SUFFIX, SUFFIX, SafetensorsContents
+from .._checkpoint.safetensors.model_names import is_temporary_index, token_of
+from .._engine import _C
+from .._engine.torch_private import DEFAULT_SUFFIX
 from .._read import contents
 from .._read.check_records import list_records
 from .._read.no_checkpoint import explained

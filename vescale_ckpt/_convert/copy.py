@@ -15,18 +15,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from .. import settings
-from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
-from .._engine.torch_private import DEFAULT_SUFFIX
-from .._hf.contents import SUFFIX
-from .._native.named_files import check_replaceable
-from .._native.names import (
+from .._checkpoint.native.file_names import (
     DELTA_NAME,
     INDEX_NAME,
     METADATA_NAME,
     is_metadata_file,
     metadata_name,
 )
+from .._checkpoint.native.named_files import check_replaceable
+from .._checkpoint.safetensors.headers import SUFFIX
+from .._engine import _C
+from .._engine.errors import check_space, named_system_errors
+from .._engine.torch_private import DEFAULT_SUFFIX
 from .._read.check_records import Progress
 from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.pending import PendingFile

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from .._checkpoint.native.file_names import METADATA_NAME, checked_location, crc_of
 from .._dcp.fill_planner import FillPlanner
 from .._dcp.load_planner import item_targets
 from .._engine import _C
@@ -32,7 +33,6 @@ from .._engine.rows import (
     int_table,
     words,
 )
-from .._native.names import METADATA_NAME, checked_location, crc_of
 from .._ranks.message import pack, unpack
 from .._read import contents
 from .._read.by_items import ItemLoad, ItemTargets

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from .._hf.names import holds_export
-from .._native.metadata_file import NO_CHECKPOINT, has_metadata
+from .._checkpoint.native.metadata_file import NO_CHECKPOINT, has_metadata
+from .._checkpoint.safetensors.model_names import holds_export
 from .._read.no_checkpoint import explained
 from .._storage.directory import directory_at, stat_of
 from .._storage.directory import is_folder as is_directory

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from .. import settings
+from .._checkpoint.safetensors.folder import shard_bytes
 from .._engine.errors import of_system
-from .._hf.folder import shard_bytes
 from .._ranks.exchange import Exchange
 from .._read.check_records import Progress
 from .._storage.directory import checkpoint_path, directory_at

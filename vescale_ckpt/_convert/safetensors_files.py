@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
+from .._checkpoint.safetensors.header_texts import STORABLE, with_ties
+from .._checkpoint.safetensors.headers import SafetensorsContents, StoredBox
+from .._checkpoint.safetensors.model_names import INDEX_NAME, file_names
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES, DTYPE_CODES
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
-from .._hf.contents import SafetensorsContents, StoredBox
-from .._hf.header import STORABLE, with_ties
-from .._hf.names import INDEX_NAME, file_names
 from .._read.seen_files import SeenFiles
 from .._storage.directory import directory_at
 from .pipeline import Piece

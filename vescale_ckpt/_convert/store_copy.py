@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.file_names import DELTA_NAME, INDEX_NAME, METADATA_NAME
+from .._checkpoint.native.named_files import named_files
 from .._engine import _C
 from .._engine.errors import named_system_errors
-from .._native.commit import remove_leftovers
-from .._native.named_files import named_files
-from .._native.names import DELTA_NAME, INDEX_NAME, METADATA_NAME
 from .._read.check_records import Progress
 from .._storage.directory import Directory, directory_at, stat_of
 from .._storage.siblings import data_path

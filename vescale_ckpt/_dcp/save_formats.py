@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.metadata_file import read_metadata_of
+from .._checkpoint.safetensors.header_texts import SHARDING_INFO, SHARDING_OFFSETS
 from .._engine import _C
 from .._engine.rows import PLAN_ROW, words
 from .._engine.torch_private import CURRENT_DCP_VERSION
-from .._hf.header import SHARDING_INFO, SHARDING_OFFSETS
-from .._native import metadata_file
-from .._native.metadata_file import read_metadata_of
 from .._plan.save_plan import GlobalSavePlan, PackedItems, PackedResults, SavePlans, pack_items
 from .._ranks.message import pack, unpack
 from .._write.export_save import ExportSave

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from .. import settings
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.file_names import metadata_name
+from .._checkpoint.safetensors.headers import ExportedMeanwhileError, was_exported_since
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
-from .._hf.contents import ExportedMeanwhileError, was_exported_since
-from .._native import metadata_file
-from .._native.names import metadata_name
 from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.read_plan import PackedReads

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .. import settings
+from .._checkpoint.safetensors.folder import file_numbers, shard_bytes
+from .._checkpoint.safetensors.header_texts import checked_metadata
 from .._engine.gc import gc_paused
 from .._engine.options import direct_io_setting
-from .._hf.folder import file_numbers, shard_bytes
-from .._hf.header import checked_metadata
 from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.save_plan import PackedResults

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from .. import settings
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.file_names import checked_location, metadata_name
+from .._checkpoint.safetensors.headers import SafetensorsContents
 from .._convert.formats import open_source
 from .._engine.errors import named_system_errors
-from .._hf.contents import SafetensorsContents
-from .._native import metadata_file
-from .._native.names import checked_location, metadata_name
 from .._read import contents
 from .._read.check_records import locations_by_key
 from .._read.contents import Contents, of_safetensors

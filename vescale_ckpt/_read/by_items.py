@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from .._checkpoint.native.file_names import crc_of
 from .._engine.dtypes import dtype_code
 from .._engine.rows import int_table
 from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
-from .._native.names import crc_of
 from .._plan.read_plan import PackedReads
 from .._share.begin import BroadcastLoad
 from .._state import objects

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from .._checkpoint.native.file_names import DELTA_NAME, checked_location, crc_of
 from .._engine import _C
 from .._engine.dtypes import DTYPE_CODES, dtype_code
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
-from .._native.names import DELTA_NAME, checked_location, crc_of
 from .._storage.answers import look_again, read_twice, says_nothing
 from .._storage.directory import check_relative, directory_at
 from .._storage.siblings import data_path

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.file_names import INDEX_NAME, METADATA_NAME, checked_location, is_metadata_file
+from .._checkpoint.safetensors import headers
+from .._checkpoint.safetensors.headers import SafetensorsContents
 from .._engine import _C
 from .._engine.errors import named_errors, of_system
 from .._engine.torch_private import StorageInfo
-from .._hf import contents as hf_contents
-from .._hf.contents import SafetensorsContents
-from .._native import metadata_file
-from .._native.names import INDEX_NAME, METADATA_NAME, checked_location, is_metadata_file
 from .._ranks.message import pack, unpack
 from .._storage.answers import says_nothing
 from .._storage.directory import directory_at, is_file
@@ -113,7 +113,7 @@ def is_safetensors(path: str) -> bool:
         return False
     try:
         names = directory_at(path).names()
-        return any(name.endswith(hf_contents.SUFFIXES) for name in names) and not any(map(is_metadata_file, names))
+        return any(name.endswith(headers.SUFFIXES) for name in names) and not any(map(is_metadata_file, names))
     except NotADirectoryError:
         return is_file(path)
     except OSError as error:
@@ -140,7 +140,7 @@ def read(path: str, rank: int | None, verify: bool, *, by_index: bool = True) ->
 def mark(path: str) -> str:
     """A text that differs between saves, read cheaply; empty if there is no checkpoint. Raises OSError."""
     if is_safetensors(path):
-        return hf_contents.mark(path)
+        return headers.mark(path)
     return metadata_file.metadata_mark(path)
 
 

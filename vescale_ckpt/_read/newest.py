@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Sequence
 
-from .._native.steps import SavedOrder, path_of
+from .._checkpoint.native.step_order import SavedOrder, path_of
 from .._storage.directory import directory_at
 from ..errors import CheckpointError
 from .verify import verify_checkpoint

@@ -6,9 +6,9 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .._hf import names
-from .._native import steps
-from .._native.metadata_file import NO_CHECKPOINT
+from .._checkpoint.native import step_order
+from .._checkpoint.native.metadata_file import NO_CHECKPOINT
+from .._checkpoint.safetensors import model_names
 from .._storage import file_kinds
 from ..errors import CheckpointError
 
@@ -28,15 +28,15 @@ def explained(directory: str) -> Iterator[None]:
 
 
 def _what_it_holds(directory: str) -> str | None:
-    if names.holds_unfinished_export(directory):
+    if model_names.holds_unfinished_export(directory):
         return "it holds an export that did not finish"
     if advice := file_kinds.advice_for_directory(directory):
         return f"not a checkpoint; {advice}"
     try:
-        last = steps.SavedOrder(directory).last
+        last = step_order.SavedOrder(directory).last
     except OSError:
         return None
     if last is None:
         return None
-    path = steps.path_of(directory, last)
+    path = step_order.path_of(directory, last)
     return f"it holds the checkpoints of a CheckpointManager, of which {path} was saved last: give the path of one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from .._native.names import is_data_file
+from .._checkpoint.native.file_names import is_data_file
 from .._storage.directory import stat_of
 from .._storage.urls import is_url
 from ..errors import CheckpointError

@@ -7,12 +7,12 @@ import os
 from contextlib import suppress
 
 from .. import settings
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.file_names import index_name, metadata_name
+from .._checkpoint.safetensors.headers import SafetensorsContents
 from .._engine import _C
 from .._engine.errors import of_system
 from .._engine.gc import gc_paused
-from .._hf.contents import SafetensorsContents
-from .._native import metadata_file
-from .._native.names import index_name, metadata_name
 from .._storage.answers import says_nothing
 from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
 from .._storage.siblings import data_path

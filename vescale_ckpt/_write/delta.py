@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._checkpoint.native.delta_table import ID_BYTES, DeltaTable, Row
 from .._engine import _C
 from .._engine.dtypes import CODE_DTYPES
 from .._engine.rows import LOCATION_ROW, int_table, words
-from .._native.delta_table import ID_BYTES, DeltaTable, Row
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._state.watch import changed_meanwhile

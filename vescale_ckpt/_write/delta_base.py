@@ -8,11 +8,11 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
+from .._checkpoint.native import delta_table
+from .._checkpoint.native.delta_table import DeltaTable, Row
+from .._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
+from .._checkpoint.native.metadata_file import has_metadata
 from .._engine import _C
-from .._native import delta_table
-from .._native.delta_table import DeltaTable, Row
-from .._native.metadata_file import has_metadata
-from .._native.names import MARK_NAME, METADATA_NAME
 from .._storage.directory import Directory, directory_at
 from .._storage.locks import FileLock
 from .._storage.siblings import InSibling, data_path, folder_above, in_sibling

@@ -9,15 +9,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._checkpoint.safetensors.commit import holds_model
+from .._checkpoint.safetensors.folder import ExportFolder
+from .._checkpoint.safetensors.header_texts import with_ties
+from .._checkpoint.safetensors.model_names import file_names, holds_export, temporary_name
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import engine_options
 from .._engine.rows import int_table
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper, type_name
-from .._hf.commit import holds_model
-from .._hf.folder import ExportFolder
-from .._hf.header import with_ties
-from .._hf.names import file_names, holds_export, temporary_name
 from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, JoinedRanges
 from .._ranks.shared_directory import separate_directories

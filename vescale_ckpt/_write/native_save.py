@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .._checkpoint.native import commit_metadata
+from .._checkpoint.native.extra_copies import ExtraFiles
+from .._checkpoint.native.file_names import data_name
+from .._checkpoint.native.metadata_file import has_metadata
+from .._checkpoint.native.named_files import named_files
 from .._engine import _C
 from .._engine.errors import named_errors, named_system_errors
 from .._engine.options import engine_options, used_paths
 from .._engine.rows import words
-from .._native import commit
-from .._native.extra_files import ExtraFiles
-from .._native.metadata_file import has_metadata
-from .._native.named_files import named_files
-from .._native.names import data_name
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._ranks.shared_directory import separate_directories
@@ -207,7 +207,7 @@ class NativeSave(RankSave):
         try:
             with named_system_errors(path):
                 extra.withdraw()
-                commit.commit(path, self.metadata_rank, content, index, delta, self.options.overwrite)
+                commit_metadata.commit(path, self.metadata_rank, content, index, delta, self.options.overwrite)
         except BaseException:
             extra.put_back(content)
             self.end()  # unlocks this rank's files: they are removed unless the metadata in place names them
@@ -216,13 +216,13 @@ class NativeSave(RankSave):
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
         if self._superseded or not directory_at(path).is_remote:
-            commit.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
+            commit_metadata.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 
     def _remove_leftovers(self) -> None:
         # In an object store only age tells that a save has died: `vescale-ckpt repair` looks for such files.
         if not directory_at(self.options.path).is_remote:
-            commit.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
+            commit_metadata.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
     def _release_base(self) -> None:
         if self.base is not None:

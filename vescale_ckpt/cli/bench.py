@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .._bench.rounds import DISK, OURS, STEPS, STOCK, BenchReport, bench
-from .._hf.folder import shard_bytes
+from .._checkpoint.safetensors.folder import shard_bytes
 from .._observe.texts import size
 from . import output, plots
 from .output import FINE

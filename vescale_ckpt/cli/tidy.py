@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from .. import api
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.commit_metadata import remove_leftovers
+from .._checkpoint.native.extra_copies import write_missing
+from .._checkpoint.native.file_names import MARK_NAME, is_metadata_file, is_of_a_save
+from .._checkpoint.native.step_order import SavedOrder, all_steps, path_of
+from .._checkpoint.safetensors.folder import left_by_exports
 from .._convert.formats import format_of, is_part_of_export
-from .._hf.folder import left_by_exports
 from .._inspect.info import inspect
-from .._native import metadata_file
-from .._native.commit import remove_leftovers
-from .._native.extra_files import write_missing
-from .._native.names import MARK_NAME, is_metadata_file, is_of_a_save
-from .._native.steps import SavedOrder, all_steps, path_of
 from .._storage import leftovers
 from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder
 from .._storage.leftovers import Leftover

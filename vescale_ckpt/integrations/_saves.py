@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import settings
+from .._checkpoint.native.file_names import METADATA_NAME
 from .._collective.handle import SaveHandle
-from .._native.names import METADATA_NAME
 from .._storage.directory import directory_at
 from ..api import save
 from ..manager.step_directories import exclusive

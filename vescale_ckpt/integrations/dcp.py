@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._checkpoint.safetensors.model_names import is_file_of_rank
 from .._dcp.load_planner import LoadPlanner
 from .._dcp.save_formats import ExportFormat
 from .._dcp.save_planner import SavePlanner
@@ -24,7 +25,6 @@ from .._dcp.stager import Stager
 from .._dcp.storage_reader import StorageReader
 from .._dcp.storage_writer import StorageWriter
 from .._engine import torch_private
-from .._hf.names import is_file_of_rank
 from .._storage.directory import directory_at
 from ..errors import CheckpointError
 from ..settings import Broadcast

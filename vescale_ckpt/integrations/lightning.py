@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from .. import settings
+from .._checkpoint.native import metadata_file
+from .._checkpoint.native.file_names import METADATA_NAME
 from .._collective.handle import SaveHandle
 from .._inspect.info import inspect
-from .._native import metadata_file
-from .._native.names import METADATA_NAME
 from .._read.verify import verify_checkpoint
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from .._native.steps import FIRST, Branch, SavedOrder
+from .._checkpoint.native.step_order import FIRST, Branch, SavedOrder
 from ..errors import CheckpointError
 from .remote_tier import RemoteTier
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from .._native.steps import SavedOrder, complete_steps, path_of
+from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._read.verify import verify_checkpoint
 from ..reports import VerifyReport
 from . import step_directories, step_metrics

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from .._native.steps import complete_steps
+from .._checkpoint.native.step_order import complete_steps
 from .._storage.object_clients import hurried
 from ..errors import CheckpointError
 

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
+from .._checkpoint.native import step_order
+from .._checkpoint.native.step_order import Branch
 from .._collective.handle import SaveHandle
 from .._engine import _C
-from .._native import steps
-from .._native.steps import Branch
 from .._storage.directory import directory_at
 from .._storage.locks import FileLock
 from ..errors import CheckpointError
@@ -22,7 +22,7 @@ class RunningSave:
     """One save of this rank. Its clean-up runs after that of the save before, whichever thread runs it."""
 
     def __init__(self, root: str, step: int, is_coordinator: bool, before: RunningSave | None) -> None:
-        self.path = steps.path_of(root, step)
+        self.path = step_order.path_of(root, step)
         self.step = step
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
         self.handle: SaveHandle | None = None  # None: the save could not begin
@@ -43,7 +43,7 @@ class RunningSave:
             step_metrics.write(self.path, self.step, metrics)
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the metrics of step %d are not kept: %s", self.step, error)
-        steps.write(self.path, branch)
+        step_order.write(self.path, branch)
 
     def end(self, then: Callable[[], None] | None) -> None:
         """Called when the save is durable or has failed. Releases the lock and calls `then`, whose errors are logged.

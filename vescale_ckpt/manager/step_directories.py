@@ -15,10 +15,10 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
+from .._checkpoint.native import file_names, step_order
+from .._checkpoint.native.metadata_file import has_metadata
+from .._checkpoint.native.named_files import needed_beside
 from .._engine import _C
-from .._native import names, steps
-from .._native.metadata_file import has_metadata
-from .._native.named_files import needed_beside
 from .._storage.clock import seconds_since
 from .._storage.directory import directory_at, is_folder
 from .._storage.leftovers import SAVE_GRACE, remove_entry
@@ -33,7 +33,7 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
     the removed ones, files stay that others name."""
     gone = []
     for step in which:
-        path = steps.path_of(root, step)
+        path = step_order.path_of(root, step)
         # None: the file system has no locks. A load that is running loses its files then, and raises.
         with exclusive(path) as unused, needed_beside(path) as needed:
             if unused is False or needed is None:
@@ -46,23 +46,23 @@ def remove(root: str, which: Iterable[int]) -> list[int]:
 def remove_leftovers(root: str, *, dry_run: bool = False) -> list[int]:
     """Removes the directories that dead saves have left: those without `.metadata`, with only files of this package,
     and that no save is using. Returns their steps. `dry_run`: removes nothing, and returns what would be removed."""
-    return _remove_leftovers(root, steps.all_steps(root), dry_run)
+    return _remove_leftovers(root, step_order.all_steps(root), dry_run)
 
 
 def remove_unneeded(root: str) -> list[int]:
     """The same for directories of removed checkpoints alone, of which files were kept for others."""
-    marked = [step for step in steps.all_steps(root) if is_marked(steps.path_of(root, step))]
+    marked = [step for step in step_order.all_steps(root) if is_marked(step_order.path_of(root, step))]
     return _remove_leftovers(root, marked, dry_run=False)
 
 
 def _remove_leftovers(root: str, which: Iterable[int], dry_run: bool) -> list[int]:
     gone = []
     for step in which:
-        path = steps.path_of(root, step)
+        path = step_order.path_of(root, step)
         found = _names(path)
-        if found is None or names.METADATA_NAME in found:
+        if found is None or file_names.METADATA_NAME in found:
             continue
-        if names.MARK_NAME in found and not dry_run:
+        if file_names.MARK_NAME in found and not dry_run:
             _strip_again(path)
         if not _is_leftover(path):
             continue
@@ -82,13 +82,14 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
     system cannot tell. No manager's save and no load of this package can begin while the context is open."""
     found = _names(path) or []
     return directory_at(path).alone(
-        held=[names.METADATA_NAME] if names.METADATA_NAME in found else [], tested=filter(names.is_data_file, found)
+        held=[file_names.METADATA_NAME] if file_names.METADATA_NAME in found else [],
+        tested=filter(file_names.is_data_file, found),
     )
 
 
 def is_marked(path: str) -> bool:
     """Whether checkpoints beside a directory may name its data files."""
-    return directory_at(path).has(names.MARK_NAME)
+    return directory_at(path).has(file_names.MARK_NAME)
 
 
 def _strip_again(path: str) -> None:
@@ -102,19 +103,19 @@ def _strip_again(path: str) -> None:
 def _strip(path: str, needed: set[str]) -> bool:
     """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
     is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
-    kept = {*needed, names.MARK_NAME, LOCK_NAME}
+    kept = {*needed, file_names.MARK_NAME, LOCK_NAME}
     storage = directory_at(path)
     try:
         found = [name for name in storage.names() if name not in kept]
-        foreign = [name for name in found if name != names.METADATA_NAME and not _is_ours(name)]
-        if names.METADATA_NAME not in found:  # they came later, from elsewhere
+        foreign = [name for name in found if name != file_names.METADATA_NAME and not _is_ours(name)]
+        if file_names.METADATA_NAME not in found:  # they came later, from elsewhere
             found = [name for name in found if name not in foreign]
             foreign = []
-        for name in [*foreign, names.METADATA_NAME]:
+        for name in [*foreign, file_names.METADATA_NAME]:
             entry = os.path.join(path, name)
             remove_entry(entry, is_folder(entry))
         storage.sync()
-        rest = [name for name in found if name not in foreign and name != names.METADATA_NAME]
+        rest = [name for name in found if name not in foreign and name != file_names.METADATA_NAME]
         if storage.is_remote:
             storage.remove_all(rest)
             rest = []
@@ -129,14 +130,14 @@ def _strip(path: str, needed: set[str]) -> bool:
 def _is_ours(name: str) -> bool:
     """Whether a file may be left by a save, its manager, or `_strip`."""
     return (
-        names.is_of_a_save(name)
+        file_names.is_of_a_save(name)
         or name == LOCK_NAME
-        or name.startswith((step_metrics.FILE_NAME, steps.ORDER_NAME, names.MARK_NAME))
+        or name.startswith((step_metrics.FILE_NAME, step_order.ORDER_NAME, file_names.MARK_NAME))
     )
 
 
 def _erased(root: str, gone: list[int], text: str) -> list[int]:
-    directory_at(root).erase_set_aside(steps.is_step, first=names.METADATA_NAME)
+    directory_at(root).erase_set_aside(step_order.is_step, first=file_names.METADATA_NAME)
     if gone:
         logger.info(text, gone, root)
     return gone
@@ -157,7 +158,7 @@ def _is_leftover(path: str) -> bool:
 def _tells_if_in_use(path: str) -> bool:
     """Whether the directory has a file that a running save would hold locked. A save without a manager has none yet
     when it has just begun."""
-    return any(name == LOCK_NAME or names.is_data_file(name) for name in _names(path) or ())
+    return any(name == LOCK_NAME or file_names.is_data_file(name) for name in _names(path) or ())
 
 
 def _age(path: str) -> float:
@@ -171,8 +172,8 @@ def _age(path: str) -> float:
 
 def _set_aside(root: str, step: int) -> bool:
     try:
-        directory_at(root).set_aside(f"step-{step}", first=names.METADATA_NAME)
+        directory_at(root).set_aside(f"step-{step}", first=file_names.METADATA_NAME)
     except OSError as error:  # for instance, an older directory of the same name is still being removed
-        logger.warning("cannot remove %s now: %s", steps.path_of(root, step), error)
+        logger.warning("cannot remove %s now: %s", step_order.path_of(root, step), error)
         return False
     return True

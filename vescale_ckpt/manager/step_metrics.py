@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .._checkpoint.native.file_names import METRICS_NAME
+from .._checkpoint.native.metadata_file import metadata_mark
 from .._engine import _C
 from .._engine.errors import of_system
-from .._native.metadata_file import metadata_mark
-from .._native.names import METRICS_NAME
 from .._storage.answers import says_nothing
 from .._storage.directory import directory_at
 from .._storage.urls import is_url

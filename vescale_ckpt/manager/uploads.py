@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from .. import settings
+from .._checkpoint.native.file_names import METADATA_NAME
+from .._checkpoint.native.metadata_file import metadata_mark
+from .._checkpoint.native.step_order import SavedOrder, complete_steps, path_of
 from .._collective import at_exit
 from .._convert.store_copy import upload
 from .._engine.live_objects import LiveObjects
-from .._native.metadata_file import metadata_mark
-from .._native.names import METADATA_NAME
-from .._native.steps import SavedOrder, complete_steps, path_of
 from .._observe.texts import size
 from .._storage.directory import directory_at
 from ..errors import CheckpointError

@@ -13,14 +13,14 @@ import os
 import posixpath
 from collections.abc import Iterator
 
-from .._engine import _C
-from .._storage import leftovers
-from .._storage.directory import Directory, directory_at
-from .._storage.siblings import folder_above, in_sibling
-from ..errors import CheckpointError
-from . import metadata_file, names
+from ..._engine import _C
+from ..._storage import leftovers
+from ..._storage.directory import Directory, directory_at
+from ..._storage.siblings import folder_above, in_sibling
+from ...errors import CheckpointError
+from . import file_names, metadata_file
+from .file_names import DELTA_NAME, MARK_NAME
 from .metadata_file import has_metadata
-from .names import DELTA_NAME, MARK_NAME
 
 
 def named_files(directory: str, rank: int | None) -> set[str]:
@@ -36,8 +36,8 @@ def named_files(directory: str, rank: int | None) -> set[str]:
 def named_by_any(directory: str) -> set[str]:
     """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
-    for name in filter(names.is_metadata_file, directory_at(directory).names()):
-        named |= _named_files(directory, names.rank_of_metadata(name))
+    for name in filter(file_names.is_metadata_file, directory_at(directory).names()):
+        named |= _named_files(directory, file_names.rank_of_metadata(name))
     return named
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._storage.directory import directory_at
-from ..errors import CheckpointError
+from ..._storage.directory import directory_at
+from ...errors import CheckpointError
+from .file_names import DELTA_NAME, METADATA_NAME
 from .metadata_file import TRAILER_BYTES
-from .names import DELTA_NAME, METADATA_NAME
 
 ID_BYTES = 16
 SEED_BYTES = 16

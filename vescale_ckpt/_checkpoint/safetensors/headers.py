@@ -33,25 +33,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .._engine import _C
-from .._engine.dtypes import CODE_DTYPES, DTYPE_CODES
-from .._engine.errors import named_errors, named_system_errors, translate
-from .._engine.options import direct_io_setting, engine_options
-from .._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
-from .._engine.torch_private import StorageInfo
-from .._ranks.message import pack, unpack
-from .._state.inventory_rows import packed_row
-from .._state.shard_boxes import ShardBox, overlapping_box
-from .._storage import file_kinds
-from .._storage.answers import read_twice
-from .._storage.directory import check_relative, directory_at, is_file, stat_of
-from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
-from . import header as hf_header
-from . import names as hf_names
+from ..._engine import _C
+from ..._engine.dtypes import CODE_DTYPES, DTYPE_CODES
+from ..._engine.errors import named_errors, named_system_errors, translate
+from ..._engine.options import direct_io_setting, engine_options
+from ..._engine.rows import LOCATION_ROW, MOST_BYTES, SHARD, TENSOR, int_table, words
+from ..._engine.torch_private import StorageInfo
+from ..._ranks.message import pack, unpack
+from ..._state.inventory_rows import packed_row
+from ..._state.shard_boxes import ShardBox, overlapping_box
+from ..._storage import file_kinds
+from ..._storage.answers import read_twice
+from ..._storage.directory import check_relative, directory_at, is_file, stat_of
+from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
+from . import header_texts, model_names
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = hf_names.SUFFIX
+SUFFIX = model_names.SUFFIX
 INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIXES = (SUFFIX, INDEX_SUFFIX)
 _USUAL_INDEX = "model" + INDEX_SUFFIX
@@ -129,17 +128,17 @@ class SafetensorsContents:
         names = directory_at(path).names()
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
-        if weight_map is not None and not hf_names.rules_alone(names, set(weight_map.values())):
+        if weight_map is not None and not model_names.rules_alone(names, set(weight_map.values())):
             return _Reading(path, verify, on_error).contents(sorted(set(weight_map.values())), weight_map)
-        if hf_names.holds_unfinished_export(path):
+        if model_names.holds_unfinished_export(path):
             raise CheckpointError(
                 f"{path} has files of a model but no index of them: it holds an export that did not finish",
                 path=path,
             )
-        files = hf_names.without_index(names)
+        files = model_names.without_index(names)
         left_out = [name for name in names if name.endswith(SUFFIX) and name not in files]
-        left_out = [name for name in left_out if hf_names.token_of_object(name) is None]
-        if index is None and (others := sorted(name for name in left_out if not hf_names.is_model_file(name))):
+        left_out = [name for name in left_out if model_names.token_of_object(name) is None]
+        if index is None and (others := sorted(name for name in left_out if not model_names.is_model_file(name))):
             logger.warning("%s: %s alone is its model, %s are not read", path, files[0], some(others))
         return _Reading(path, verify, on_error).contents(files, None)
 
@@ -276,8 +275,8 @@ class _Reading:
                 tensors[key] = code, file.torch_shape(number), file.range(number)
         metadata = file.metadata() or {}
         header = _Header(file.head_crc, _ties(metadata, path), tensors)
-        if hf_header.SHARDING_INFO in metadata:
-            header.offsets = _offsets(metadata[hf_header.SHARDING_INFO], tensors, path)
+        if header_texts.SHARDING_INFO in metadata:
+            header.offsets = _offsets(metadata[header_texts.SHARDING_INFO], tensors, path)
         return header
 
     def _add(self, number: int, header: _Header, keys: Iterable[str], aliases: Mapping[str, tuple[str, str]]) -> None:
@@ -352,7 +351,7 @@ class _Reading:
 
 def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
     """Other names, and the names that they may be tied to. The caller drops those whose tensor the file lacks."""
-    if (text := metadata.get(hf_header.TIED_NAMES)) is None:
+    if (text := metadata.get(header_texts.TIED_NAMES)) is None:
         return metadata
     try:
         ties = _json(text)
@@ -360,7 +359,7 @@ def _ties(metadata: Mapping[str, str], path: str) -> Mapping[str, str]:
             raise TypeError("no object of names")
     except (ValueError, TypeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {hf_header.TIED_NAMES} makes no sense: {error!r}", path=path
+            f"{path}: its {header_texts.TIED_NAMES} makes no sense: {error!r}", path=path
         ) from None
     return ties
 
@@ -369,7 +368,7 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
     """The offsets of tensors that are boxes of larger ones."""
 
     def offset_of(key: str, entry: Any) -> tuple[int, ...]:
-        offset, size = tuple(entry[hf_header.SHARDING_OFFSETS]), tensors[key][1]
+        offset, size = tuple(entry[header_texts.SHARDING_OFFSETS]), tensors[key][1]
         if len(offset) != len(size) or not all(
             type(start) is int and 0 <= start < MOST_BYTES - length for start, length in zip(offset, size, strict=True)
         ):
@@ -380,14 +379,14 @@ def _offsets(text: str, tensors: Mapping[str, Any], path: str) -> dict[str, tupl
         return {key: offset_of(key, entry) for key, entry in _json(text).items() if key in tensors}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UntrustedCheckpointError(
-            f"{path}: its {hf_header.SHARDING_INFO} makes no sense: {error!r}", path=path
+            f"{path}: its {header_texts.SHARDING_INFO} makes no sense: {error!r}", path=path
         ) from None
 
 
 def _stamp(directory: str) -> list[tuple[int, ...] | None]:
     """A value that changes when an export into the directory commits."""
     stamp: list[tuple[int, ...] | None] = []
-    for name in (hf_names.SINGLE_NAME, hf_names.INDEX_NAME):
+    for name in (model_names.SINGLE_NAME, model_names.INDEX_NAME):
         try:
             found = directory_at(directory).stat(name)
             stamp.append((*found.identity, found.changed_ns))

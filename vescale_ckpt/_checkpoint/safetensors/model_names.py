@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
-from .._storage.directory import directory_at
+from ..._storage.directory import directory_at
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

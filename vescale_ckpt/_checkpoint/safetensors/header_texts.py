@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .._engine import _C
+from ..._engine import _C
 
 # A text by torch's HuggingFaceStorageWriter: `{name: {SHARDING_OFFSETS: [...]}}` as JSON, the offset of each tensor in
 # the file that is a box of a larger tensor.

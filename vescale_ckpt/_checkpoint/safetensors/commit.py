@@ -24,13 +24,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .._engine.errors import named_system_errors
-from .._storage import locks
-from .._storage.directory import directory_at
-from .._storage.pending import Pending
-from .._storage.urls import is_url
-from ..errors import CheckpointError
-from .names import (
+from ..._engine.errors import named_system_errors
+from ..._storage import locks
+from ..._storage.directory import directory_at
+from ..._storage.pending import Pending
+from ..._storage.urls import is_url
+from ...errors import CheckpointError
+from .model_names import (
     INDEX_NAME,
     SINGLE_NAME,
     SUFFIX,

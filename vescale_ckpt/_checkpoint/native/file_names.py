@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from .._engine import _C
-from .._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
-from .._storage.directory import MARK_PREFIX
-from ..errors import UntrustedCheckpointError
+from ..._engine import _C
+from ..._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
+from ..._storage.directory import MARK_PREFIX
+from ...errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"
 INDEX_NAME = METADATA_NAME + ".index"

@@ -15,15 +15,15 @@ from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from functools import partial
 
-from .._engine import _C
-from .._storage import leftovers
-from .._storage.directory import directory_at
-from .._storage.leftovers import Leftover
-from .._storage.siblings import in_sibling
-from . import delta_table, names
+from ..._engine import _C
+from ..._storage import leftovers
+from ..._storage.directory import directory_at
+from ..._storage.leftovers import Leftover
+from ..._storage.siblings import in_sibling
+from . import delta_table, file_names
+from .file_names import DELTA_NAME, MARK_NAME
 from .metadata_file import has_metadata
 from .named_files import named_by_any, needed_beside
-from .names import DELTA_NAME, MARK_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,13 @@ def commit(
     storage = directory_at(directory)
     storage.make_durable(holds_one=has_metadata(directory, rank))
     if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
-        storage.write(names.index_name(rank), index)
+        storage.write(file_names.index_name(rank), index)
     if delta is not None:  # before the metadata, like the index
         storage.write(DELTA_NAME, delta)
-    storage.commit(names.metadata_name(rank), metadata, overwrite)
+    storage.commit(file_names.metadata_name(rank), metadata, overwrite)
     if index is None:
         with contextlib.suppress(OSError, _C.EngineError):
-            storage.remove(names.index_name(rank))
+            storage.remove(file_names.index_name(rank))
 
 
 def remove_leftovers(
@@ -76,7 +76,12 @@ def remove_leftovers(
         candidates = [
             name
             for name in found
-            if (name in superseded or names.is_data_file(name) or names.is_temporary_file(name) or name == DELTA_NAME)
+            if (
+                name in superseded
+                or file_names.is_data_file(name)
+                or file_names.is_temporary_file(name)
+                or name == DELTA_NAME
+            )
             and (mine is None or name.startswith(mine))
         ]
         named = named_by_any(directory) if candidates else set()
@@ -85,7 +90,7 @@ def remove_leftovers(
         looks = is_marked or left
         with needed_beside(directory, dry_run=dry_run) if looks else nullcontext(set[str]()) as needed:
             if needed is None:
-                left = [name for name in left if names.is_temporary_file(name)]
+                left = [name for name in left if file_names.is_temporary_file(name)]
             elif needed:
                 left = [name for name in left if name not in needed]
             elif is_marked and not dry_run:
@@ -111,10 +116,10 @@ def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSe
         elif name == DELTA_NAME:
             if not delta_table.belongs(directory):
                 yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE)
-        elif names.is_temporary_file(name):
-            yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE if names.may_be_in_use(name) else 0.0)
+        elif file_names.is_temporary_file(name):
+            yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE if file_names.may_be_in_use(name) else 0.0)
         else:
-            first = names.first_part(name)
+            first = file_names.first_part(name)
             marked = os.path.join(directory, first if directory_at(directory).has(first) else name)
             # Its save may have committed and released its lock after the metadata was read here.
             yield Leftover(paths, marked, leftovers.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))

@@ -10,15 +10,15 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
-from .._engine import _C
-from .._engine.errors import check_space, named_system_errors
-from .._storage import leftovers
-from .._storage.directory import directory_at
-from .._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
-from .._storage.pending import Pending, new_token
-from .._storage.urls import is_url
+from ..._engine import _C
+from ..._engine.errors import check_space, named_system_errors
+from ..._storage import leftovers
+from ..._storage.directory import directory_at
+from ..._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
+from ..._storage.pending import Pending, new_token
+from ..._storage.urls import is_url
 from .commit import IndexOf, check_replaceable, is_named, names_in, replace_model
-from .names import (
+from .model_names import (
     INDEX_NAME,
     file_names,
     is_model_file,

@@ -22,9 +22,9 @@ import zlib
 from collections.abc import Container
 from typing import Any, NamedTuple
 
-from .._storage.answers import read_twice
-from .._storage.directory import directory_at
-from ..errors import CorruptCheckpointError
+from ..._storage.answers import read_twice
+from ..._storage.directory import directory_at
+from ...errors import CorruptCheckpointError
 from .metadata_file import has_metadata, metadata_mark
 
 logger = logging.getLogger(__name__)

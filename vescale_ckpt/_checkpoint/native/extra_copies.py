@@ -12,15 +12,15 @@ import logging
 import os
 from collections.abc import Mapping
 
-from .._engine import _C
-from .._engine.torch_private import DEFAULT_SUFFIX
-from .._state import extra_files
-from .._storage.directory import directory_at
-from .._storage.locks import LOCK_NAME
-from .._storage.pending import final_name, temporary_ones
-from ..errors import CheckpointError
-from . import metadata_file, names
-from .steps import ORDER_NAME
+from ..._engine import _C
+from ..._engine.torch_private import DEFAULT_SUFFIX
+from ..._state import extra_files
+from ..._storage.directory import directory_at
+from ..._storage.locks import LOCK_NAME
+from ..._storage.pending import final_name, temporary_ones
+from ...errors import CheckpointError
+from . import file_names, metadata_file
+from .step_order import ORDER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +47,15 @@ def _is_allowed(name: str) -> bool:
         not name
         or not name.isprintable()
         or "/" in name
-        or name in (".", "..", LOCK_NAME, ORDER_NAME, names.METRICS_NAME, names.MARK_NAME)
+        or name in (".", "..", LOCK_NAME, ORDER_NAME, file_names.METRICS_NAME, file_names.MARK_NAME)
     ):
         return False
     if len(os.fsencode(name)) > 200:  # a file system allows 255, and a temporary name is longer
         return False
     return not (
-        names.is_of_a_save(name)
-        or names.is_metadata_file(name)
-        or name.endswith((DEFAULT_SUFFIX, ".safetensors", names.INDEX_NAME))
+        file_names.is_of_a_save(name)
+        or file_names.is_metadata_file(name)
+        or name.endswith((DEFAULT_SUFFIX, ".safetensors", file_names.INDEX_NAME))
         or final_name(name) is not None
     )
 
@@ -91,7 +91,7 @@ class ExtraFiles:
         written."""
         found: bytes | None = None
         try:
-            found = directory_at(self._path).read(names.metadata_name(self._metadata_rank))
+            found = directory_at(self._path).read(file_names.metadata_name(self._metadata_rank))
         except FileNotFoundError:
             pass
         except (OSError, CheckpointError):
@@ -106,7 +106,7 @@ class ExtraFiles:
         storage = directory_at(self._path)
         for name, content in self._files.items():
             for left in temporary_ones(os.path.join(self._path, name)):
-                if not names.may_be_in_use(os.path.basename(left)):
+                if not file_names.may_be_in_use(os.path.basename(left)):
                     with contextlib.suppress(OSError, _C.EngineError):
                         storage.remove(os.path.basename(left))
             with contextlib.suppress(OSError, CheckpointError):

@@ -29,16 +29,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .._engine import _C
-from .._engine.errors import of_system
-from .._engine.gc import gc_paused
-from .._engine.rows import MOST_BYTES
-from .._engine.torch_private import MemoryFormatEncoding, StorageInfo
-from .._state.shard_boxes import overlapping_box
-from .._storage.answers import read_twice
-from .._storage.directory import directory_at, is_folder
-from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
-from .names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
+from ..._engine import _C
+from ..._engine.errors import of_system
+from ..._engine.gc import gc_paused
+from ..._engine.rows import MOST_BYTES
+from ..._engine.torch_private import MemoryFormatEncoding, StorageInfo
+from ..._state.shard_boxes import overlapping_box
+from ..._storage.answers import read_twice
+from ..._storage.directory import directory_at, is_folder
+from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
+from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
 
 # The classes in DCP metadata of any torch version.
 _METADATA_CLASSES = {
