@@ -329,7 +329,8 @@ def test_leftovers_go_and_what_is_being_written_stays(checkpoint: Path) -> None:
     dead = _folder(checkpoint)
     assert dead.files._lock is not None
     dead.files._lock.release()  # as the death of its process does
-    for directory_entry in (f"{INDEX}.tmp.1.1", "model.safetensors.tmp.1.1", "model.safetensors.tmp.nonsense"):
+    indexes = f"{INDEX}.tmp.1.1", f"{INDEX}.tmp.1.1.0123abcd"
+    for directory_entry in (*indexes, "model.safetensors.tmp.1.1", "model.safetensors.tmp.nonsense"):
         (checkpoint / directory_entry).touch()
         os.utime(checkpoint / directory_entry, (0, 0))
     save(checkpoint, model(0))

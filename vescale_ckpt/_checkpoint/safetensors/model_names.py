@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
 from ..._storage.directory import directory_at
+from ..._storage.pending import final_name
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -19,7 +20,6 @@ _SEVERAL = re.compile(r"model-\d{5,}-of-(?!0+1\.)\d{5,}\.safetensors")
 _SPARE = re.compile(r"model-\d{5,}-of-0\d{5,}\.safetensors")  # usual names have no zero before five digits
 _OF_SAVE = re.compile(r"model-([0-9a-f]{8})-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY = re.compile(_MODEL_FILE.pattern + r"\.tmp\.([0-9a-f]{8})")
-_TEMPORARY_INDEX = re.compile(re.escape(INDEX_NAME) + r"\.tmp\.\d+\.\d+")
 
 
 def file_names(count: int, digits: int = USUAL_DIGITS) -> list[str]:
@@ -65,7 +65,7 @@ def is_file_of_rank(name: str) -> bool:
 
 
 def is_temporary_index(name: str) -> bool:
-    return _TEMPORARY_INDEX.fullmatch(name) is not None
+    return final_name(name) == INDEX_NAME
 
 
 def token_of(name: str) -> str | None:
