@@ -108,7 +108,7 @@ def sanitized(tool: str, *, beside: bool = True) -> Step:
 #: 1.6 GB of state, and steps so long that ten of them write it at 1.3 GB/s.
 STEP_TIME = ("--width=2048", "--rows=32768", "--rounds=2")
 
-MACHINE = Step("machine", "what is there", 15, ("scripts/gpu_steps.py", "machine"), lambda machine: "", after=())
+MACHINE = Step("machine", "what is there", 25, ("scripts/gpu_steps.py", "machine"), lambda machine: "", after=())
 
 
 def build(limit: float) -> Step:
@@ -128,7 +128,7 @@ CALLS = (
         "whether it works at all",
         (
             MACHINE,
-            build(170),
+            build(160),
             HEADERS,
             decide(BATCHES, "many copies in a call: no crash, no hang", 45),
             decide("raw-across-allocations", "what CUDA says to a copy over two allocations", 15),
@@ -145,7 +145,7 @@ CALLS = (
         "how fast it is",
         (
             MACHINE,
-            build(30),
+            build(20),
             subset("expandable", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", beside=False),
             subset("async-allocator", "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),
             subset("blocking", "CUDA_LAUNCH_BLOCKING", "1"),

@@ -188,9 +188,9 @@ def test_a_save_over_a_slow_link_ends_well(
 ) -> None:
     """All parts at a time would not arrive before their requests are given up, however often they are tried."""
     impatient.setattr(object_store, "_parts_at_a_time", {})  # tests before had a fast link
-    impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "4")  # 2 s a request
-    fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=16 * MiB))
-    values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 3 s
+    impatient.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "8")  # 4 s a request
+    fault_proxy.add(Rule("narrow", kind="upload_part", times=FOR_GOOD, value=8 * MiB))
+    values = {"w": torch.arange(12 * MiB, dtype=torch.float32)}  # 6 parts, 6 s
     assert outcome(lambda: vescale_ckpt.save(bucket_url, values)) is None
     fault_proxy.clear()
     impatient.undo()
