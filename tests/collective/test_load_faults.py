@@ -28,8 +28,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, LoadFailedError, PerRank, StorageReader
 from vescale_ckpt._dcp.fill_planner import FillPlanner
 from vescale_ckpt._engine import _C
-from vescale_ckpt._share import routes
-from vescale_ckpt._share.rounds import RoutedRead
+from vescale_ckpt._routes import routes
+from vescale_ckpt._routes.rounds import RoutedRead
 from vescale_ckpt._state import objects
 from vescale_ckpt._state.application import saved_form
 

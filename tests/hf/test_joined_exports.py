@@ -25,7 +25,7 @@ from vescale_ckpt import CheckpointError, SavePlanner
 from vescale_ckpt._collective import export_save, joined_write
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
-from vescale_ckpt._share import node_buffer
+from vescale_ckpt._routes import node_buffer
 
 NEVER = 1 << 60
 SEND = _C.SharedWriter.send

@@ -26,8 +26,8 @@ from vescale_ckpt import CheckpointError, CheckpointTimeoutError, CorruptCheckpo
 from vescale_ckpt._ranks import exchange, nccl
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._ranks.nccl import DeviceGroup
-from vescale_ckpt._share import device_buffer
-from vescale_ckpt._share.device_buffer import DeviceBuffer
+from vescale_ckpt._routes import device_buffer
+from vescale_ckpt._routes.device_buffer import DeviceBuffer
 
 FOREVER = 60.0
 

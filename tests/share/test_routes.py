@@ -27,8 +27,8 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.node import Process
-from vescale_ckpt._share import node_buffer, rounds, routes
-from vescale_ckpt._share.node_buffer import NodeBuffer
+from vescale_ckpt._routes import node_buffer, rounds, routes
+from vescale_ckpt._routes.node_buffer import NodeBuffer
 
 FOREVER = 60.0
 
@@ -289,7 +289,7 @@ def _crossed(directory: Path) -> str:
         of_all.number += dist.get_rank()
         return of_all
 
-    with mock.patch("vescale_ckpt._share.begin.routes_of_all", other_plan), pytest.raises(CheckpointError) as caught:
+    with mock.patch("vescale_ckpt._routes.begin.routes_of_all", other_plan), pytest.raises(CheckpointError) as caught:
         _load(directory, {"w": torch.zeros(100, 10)})
     return str(caught.value)
 

@@ -34,8 +34,8 @@ from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
 from vescale_ckpt._ranks.node import ranks_of_this_node
 from vescale_ckpt._read.load import Record
-from vescale_ckpt._share import routes
-from vescale_ckpt._share.begin import BroadcastLoad
+from vescale_ckpt._routes import routes
+from vescale_ckpt._routes.begin import BroadcastLoad
 
 FOREVER = 60.0
 PLANNERS = (DefaultLoadPlanner, LoadPlanner)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._share import routes
+from vescale_ckpt._routes import routes
 from vescale_ckpt.cli import main
 from vescale_ckpt.settings import Broadcast
 from vescale_ckpt.simulate.loading import simulate_load

@@ -11,8 +11,8 @@ from .._observe.timeline import phase
 from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections, tensor_over
 from .._ranks.exchange import Exchange
-from .._share.node_buffer import NodeBuffer, open_on_all
-from .._share.rounds import ROUNDS_BETWEEN_CHECKS
+from .._routes.node_buffer import NodeBuffer, open_on_all
+from .._routes.rounds import ROUNDS_BETWEEN_CHECKS
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from .._ranks.exchange import Exchange, digest
 from .._read.contents import Contents
 from .._read.contents import packed as packed_contents
 from .._read.non_contiguous_records import stored_class
-from .._share.begin import BroadcastLoad
+from .._routes.begin import BroadcastLoad
 from .._state.application import Application
 from .._state.extra_files import contents_in, is_extra
 from .._state.flatten import flatten, nested, place

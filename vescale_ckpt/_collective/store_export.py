@@ -12,7 +12,7 @@ from .._plan.save_plan import JoinedRanges
 from .._ranks.connections import Connections
 from .._ranks.exchange import Exchange
 from .._ranks.message import pack, unpack
-from .._share.node_buffer import NodeBuffer
+from .._routes.node_buffer import NodeBuffer
 from .._write.store_export import StoreExport
 from ..errors import CheckpointError
 from .export_save import CollectiveExport

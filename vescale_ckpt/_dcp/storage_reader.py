@@ -32,7 +32,7 @@ from .._read.contents import Contents
 from .._read.load import Load, ReadOptions
 from .._read.packed import load_packed
 from .._read.seen_files import SeenFiles
-from .._share.begin import BroadcastLoad
+from .._routes.begin import BroadcastLoad
 from .._storage.directory import checkpoint_path, directory_at
 from .._storage.locks import FileLock
 from .._storage.urls import is_url

@@ -21,7 +21,7 @@ from .._engine.tensor_checks import overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads
-from .._share.begin import BroadcastLoad
+from .._routes.begin import BroadcastLoad
 from .._state import objects
 from .._state.describe import Describer
 from .._state.shared_targets import replaced_in_state

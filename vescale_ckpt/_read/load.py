@@ -22,7 +22,7 @@ from .._engine.rows import int_table
 from .._engine.tensor_checks import can_be_filled, holds_any, is_host_memory, overlapping
 from .._engine.torch_private import bump_versions
 from .._engine.wrapper_tensors import is_wrapper
-from .._share.rounds import FailedElsewhereError
+from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
 from .._storage.answers import read_twice, says_nothing

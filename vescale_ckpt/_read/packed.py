@@ -12,7 +12,7 @@ from .._engine.wrapper_tensors import any_wrapper, is_wrapper
 from .._plan.read_plan import PackedReads, ReadRow
 from .._ranks.groups import resolved
 from .._ranks.node import ranks_of_this_node
-from .._share.begin import BroadcastLoad
+from .._routes.begin import BroadcastLoad
 from .._state import objects
 from ..errors import CheckpointError
 from ..reports import LoadStats

@@ -12,8 +12,8 @@ from hashlib import blake2b
 
 from .. import settings
 from .._engine import _C
-from .._share.begin import pays, reads_own_only
-from .._share.routes import BUFFERS, Routes, parts_of, segment_of
+from .._routes.begin import pays, reads_own_only
+from .._routes.routes import BUFFERS, Routes, parts_of, segment_of
 from ..settings import Broadcast
 from .models import Entry
 from .parallelism import Parallelism, SimulatedState
