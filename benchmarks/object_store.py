@@ -214,8 +214,7 @@ def _store(options: argparse.Namespace, directory: Path) -> Iterator[str]:
     if options.url:
         yield options.url.rstrip("/")
         return
-    import fault_proxy
-    import object_server
+    from harness import fault_proxy, object_server
 
     if reason := object_server.why_not():
         raise BenchmarkError(reason)

@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import object_server as servers
 import pytest
 import torch
-from fault_proxy import FaultProxy
-from rank_pool import close_ranks
+from harness import faults
+from harness import object_server as servers
+from harness.fault_proxy import FaultProxy
+from harness.ranks import close_ranks
 from torch.distributed.checkpoint.planner import SavePlanner as DcpSavePlanner
 
 from vescale_ckpt import settings
-from vescale_ckpt._engine import _C
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -42,7 +42,7 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(setting.variable, raising=False)
     torch.manual_seed(0)
     yield
-    _C.clear_faults()
+    faults.clear()
     for name, value in vars(DcpSavePlanner).items():
         if name.startswith("_cached_"):
             value.clear()

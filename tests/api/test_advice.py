@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from states import assert_same
+from harness.states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
 import vescale_ckpt

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
-from states import error_in
+from harness.ranks import run_ranks
+from harness.saves import cause
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -177,7 +177,7 @@ def test_every_setting_is_checked_when_something_begins(
         with pytest.raises((ValueError, CheckpointError, CheckpointException)) as caught:
             begins()
         error: BaseException = caught.value
-        text = str(error_in(error)) if isinstance(error, CheckpointException) else str(error)
+        text = str(cause(error)) if isinstance(error, CheckpointException) else str(error)
         assert f"{variable}='nonsense'" in text
     assert not (tmp_path / "new" / ".metadata").exists()
 

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import background
 import pytest
 import torch
-from background import change_all, many_kinds
-from damage import in_child, load, no_snapshot_is_left, only_named_files, same, state
-from python_forks import run_python
+from harness import faults, snapshots
+from harness.children import in_child
+from harness.files import only_named_files
+from harness.python_forks import run_python
+from harness.saves import load
+from harness.snapshots import no_snapshot_is_left, snapshot_memory
+from harness.states import change_all, many_kinds, same, state
 from torch import nn
 
 import vescale_ckpt
@@ -42,7 +45,7 @@ SAVES = int(os.environ.get("VESCALE_CKPT_TEST_ASYNC_SAVES", "100"))
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
-    with background.held() as event:
+    with snapshots.held() as event:
         yield event
 
 
@@ -81,7 +84,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def test_memory_of_a_failed_save_is_free_again(checkpoint: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 100)
+    faults.inject("sync", errno.EIO, 0, 100)
     handle = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
     with pytest.raises(CheckpointError) as raised:
         handle.result(BOUND)
@@ -104,7 +107,7 @@ def test_progress_never_goes_back(checkpoint: Path, held: threading.Event) -> No
     counts = iter([(0, 100), (60, 100), (40, 100), (120, 100), (80, 90)])
     handle = SaveHandle(Future(), settled(), lambda: next(counts))
     assert [handle.progress() for _ in range(5)] == [(0, 100), (60, 100), (60, 100), (100, 100), (100, 100)]
-    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    faults.inject("sync", errno.EIO, 0, 1000)
     failing = vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
     before = failing.progress()
     held.set()
@@ -117,7 +120,7 @@ def test_await(checkpoint: Path) -> None:
     async def main() -> None:
         stats = await vescale_ckpt.save(checkpoint, state(1), async_checkpoint=True)
         assert stats.tensors == 5
-        _C.inject_fault("rename", errno.EIO)
+        faults.inject("rename", errno.EIO)
         with pytest.raises(CheckpointError):
             await vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
 
@@ -197,7 +200,7 @@ def test_arguments() -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_failed_save_is_told_once_and_harms_nothing(checkpoint: Path, call: str, seen: bool) -> None:
     vescale_ckpt.save(checkpoint, state(1))
-    _C.inject_fault(call, errno.ENOSPC, 0, 1000)
+    faults.inject(call, errno.ENOSPC, 0, 1000)
     handle = vescale_ckpt.save(checkpoint, state(2), async_checkpoint=True)
     assert handle.staged.done()
     if seen:
@@ -205,7 +208,7 @@ def test_a_failed_save_is_told_once_and_harms_nothing(checkpoint: Path, call: st
             handle.result(BOUND)
     else:
         handle.exception(BOUND)
-    _C.clear_faults()
+    faults.clear()
     assert same(load(checkpoint, state(0)), state(1))
     if not seen:
         with pytest.raises(SaveFailedError, match="before this one"):
@@ -328,7 +331,7 @@ def test_steps_go_on_when_copying_cannot_begin(checkpoint: Path, monkeypatch: py
 TRAINER = """
     import os, sys, threading, torch, vescale_ckpt
     sys.path.insert(0, {tests!r})
-    from damage import state
+    from harness.states import state
     from vescale_ckpt._collective import background
     from vescale_ckpt._write.snapshot import StagedPlan
     background._SECONDS_TO_GIVE_UP = 0.5
@@ -420,10 +423,10 @@ def test_nothing_grows(checkpoint: Path) -> None:
 def test_prepared_saves_need_no_planning(checkpoint: Path) -> None:
     values = {**state(1), "another": torch.ones(7)}
     vescale_ckpt.prepare(values)
-    memory = _C.snapshot_memory()
+    memory = snapshot_memory()
     assert memory["touched_bytes"] >= sum(tensor.nbytes for tensor in _tensors(values))
     assert no_snapshot_is_left()
     with mock.patch.object(SavePlanner, "global_plan_of", side_effect=AssertionError("it plans")):
         vescale_ckpt.save(checkpoint, values, async_checkpoint=True).result(BOUND)
-    assert _C.snapshot_memory()["touched_bytes"] == memory["touched_bytes"]
+    assert snapshot_memory()["touched_bytes"] == memory["touched_bytes"]
     assert not checkpoint.joinpath("x").exists() and same(load(checkpoint, state(0)), state(1))

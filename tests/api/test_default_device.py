@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils._device
-from damage import load, same, state
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
+from harness.saves import load
+from harness.states import same, state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import MiB, assert_same, blank, mixed_state
+from harness.states import MiB, assert_same, blank, mixed_state
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

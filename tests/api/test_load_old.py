@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
-from states import assert_same, bits, train
+from harness.ranks import run_ranks
+from harness.states import assert_same, bits, train
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardedTensorProperties
 from torch.distributed.checkpoint import _version

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from damage import blank, same, small_state
-from rank_pool import _forks
+from harness import faults
+from harness.ranks import forks
+from harness.states import blank, same, small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
-from vescale_ckpt._engine import _C
 from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 120.0
@@ -71,7 +71,7 @@ def manage_in_background(directory: Path) -> None:
 
 
 def fail_in_background(directory: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     vescale_ckpt.save(directory, small_state(1), async_checkpoint=True)
 
 
@@ -81,7 +81,7 @@ def fail_and_exit(directory: Path) -> None:
 
 
 def fail_and_ask(directory: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     with contextlib.suppress(CheckpointError):
         vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).result(BOUND)
 
@@ -101,31 +101,31 @@ def exit_code(context: Any, function: Callable[[Path], None], directory: Path) -
 
 @pytest.mark.parametrize("kind", ["fork", "forkserver", "spawn"])
 def test_a_child_finishes_its_save(checkpoint: Path, kind: str) -> None:
-    context = _forks() if kind == "forkserver" else multiprocessing.get_context(kind)
+    context = forks() if kind == "forkserver" else multiprocessing.get_context(kind)
     assert exit_code(context, save_in_background, checkpoint) == 0
     assert whole(checkpoint, 1)
 
 
 def test_what_ends_a_child_is_not_changed(checkpoint: Path) -> None:
-    assert exit_code(_forks(), save_in_background_and_raise, checkpoint) == 3
+    assert exit_code(forks(), save_in_background_and_raise, checkpoint) == 3
     assert whole(checkpoint, 1)
 
 
 def test_a_child_removes_what_its_last_save_supersedes(checkpoint: Path) -> None:
-    assert exit_code(_forks(), manage_in_background, checkpoint) == 0
+    assert exit_code(forks(), manage_in_background, checkpoint) == 0
     assert os.listdir(checkpoint) == ["step-2"] and whole(checkpoint / "step-2", 2)
 
 
 @pytest.mark.parametrize(("function", "code"), [(fail_in_background, 1), (fail_and_exit, 3), (fail_and_ask, 0)])
 def test_a_child_whose_save_failed_unseen(checkpoint: Path, function: Callable[[Path], None], code: int) -> None:
-    assert exit_code(_forks(), function, checkpoint) == code
+    assert exit_code(forks(), function, checkpoint) == code
 
 
 # --- The exit status
 
 
 def fail_and_look(directory: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     assert vescale_ckpt.save(directory, small_state(1), async_checkpoint=True).exception(BOUND) is not None
 
 
@@ -136,12 +136,12 @@ def fail_and_be_told(directory: Path) -> None:
 
 
 def fail_in_manager(directory: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     CheckpointManager(directory).save(1, small_state(1))
 
 
 def fail_in_manager_and_wait(directory: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     saver = CheckpointManager(directory)
     saver.save(1, small_state(1))
     with contextlib.suppress(CheckpointError):

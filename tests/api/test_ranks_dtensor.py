@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
-from states import assert_same, bits, load_blank
+from harness.ranks import run_ranks
+from harness.saves import load_blank
+from harness.states import assert_same, bits
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter

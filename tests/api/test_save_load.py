@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rank_pool import run_ranks
-from states import (
+from harness.files import data_file_names
+from harness.ranks import run_ranks
+from harness.saves import cause, dcp_load, dcp_save, load_blank
+from harness.states import (
     DTYPES,
     UNPLANNABLE,
     KiB,
@@ -25,15 +25,12 @@ from states import (
     at_address,
     bits,
     blank,
-    data_files,
-    error_in,
     layouts,
-    load,
-    load_blank,
     mixed_state,
     random_tensor,
-    save,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
@@ -44,25 +41,25 @@ from vescale_ckpt import CheckpointError
 
 def test_nested_state(checkpoint: Path) -> None:
     state = mixed_state()
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
 def test_directory_holds_one_data_file_and_the_metadata(checkpoint: Path) -> None:
-    save(checkpoint, mixed_state())
-    assert len(data_files(checkpoint)) == 1
-    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index", *data_files(checkpoint)]
+    dcp_save(checkpoint, mixed_state())
+    assert len(data_file_names(checkpoint)) == 1
+    assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index", *data_file_names(checkpoint)]
 
 
 def test_empty_state(checkpoint: Path) -> None:
-    save(checkpoint, {})
+    dcp_save(checkpoint, {})
     assert load_blank(checkpoint, {}) == {}
     assert sorted(os.listdir(checkpoint)) == [".metadata", ".metadata.index"]
 
 
 def test_every_dtype_large(checkpoint: Path) -> None:
     state = {str(dtype): random_tensor((2_100_000 // dtype.itemsize + 3,), dtype) for dtype in DTYPES}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
@@ -70,9 +67,9 @@ def test_every_dtype_large(checkpoint: Path) -> None:
 def test_dtype_that_stock_cannot_plan_is_saved_or_named(checkpoint: Path, dtype: torch.dtype) -> None:
     state = {"odd": random_tensor((10,), dtype)}
     try:
-        save(checkpoint, state)
+        dcp_save(checkpoint, state)
     except CheckpointException as raised:
-        error = error_in(raised)
+        error = cause(raised)
         assert isinstance(error, CheckpointError)
         assert "odd" in str(error)
         assert str(dtype) in str(error)
@@ -90,12 +87,12 @@ def test_dtype_that_cannot_be_stored_is_named(checkpoint: Path, name: str) -> No
     else:
         tensor = torch.empty(4, dtype=dtype)
     with pytest.raises(CheckpointException) as raised:
-        save(checkpoint, {"fine": torch.ones(3), "odd": tensor})
-    error = error_in(raised.value)
+        dcp_save(checkpoint, {"fine": torch.ones(3), "odd": tensor})
+    error = cause(raised.value)
     assert isinstance(error, CheckpointError)
     assert "odd" in str(error)
     assert str(dtype) in str(error)
-    assert not checkpoint.exists() or not data_files(checkpoint)
+    assert not checkpoint.exists() or not data_file_names(checkpoint)
 
 
 # --- Where elements lie in memory
@@ -104,7 +101,7 @@ def test_dtype_that_cannot_be_stored_is_named(checkpoint: Path, name: str) -> No
 @pytest.mark.parametrize("rows", [64, 12 * KiB], ids=["small", "large"])
 def test_saves_any_layout(checkpoint: Path, rows: int) -> None:
     state = layouts(rows)
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
@@ -114,14 +111,14 @@ def test_loads_into_any_layout(checkpoint: Path, rows: int, direct_io: Any) -> N
     like = layouts(rows)
     del like["overlapping_windows"]
     values = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in like.items()}
-    save(checkpoint, values)
+    dcp_save(checkpoint, values)
     target = {}
     for name, tensor in like.items():
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes()).fill_(0x5A)
         target[name] = torch.empty(0, dtype=tensor.dtype).set_(
             storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
-    load(checkpoint, target, direct_io=direct_io)
+    dcp_load(checkpoint, target, direct_io=direct_io)
     assert_same(target, values)
     for name, tensor in target.items():
         assert tensor.stride() == like[name].stride()
@@ -133,31 +130,31 @@ def test_loads_into_any_layout(checkpoint: Path, rows: int, direct_io: Any) -> N
 def test_expanded_tensor_is_saved_in_full(checkpoint: Path) -> None:
     row = torch.randn(1, 300)
     state = {"rows": row.expand(500, 300), "number": torch.tensor(3.0).expand(4, 5), "large": row.expand(4000, 300)}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
 def test_views_of_one_storage_are_saved_apart(checkpoint: Path) -> None:
     base = torch.randn(1000, 1000)
     state = {"whole": base, "same": base, "view": base.view(-1), "rows": base[10:20], "transposed": base.t()}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
 def test_loads_into_views_of_one_storage(checkpoint: Path) -> None:
     parts = {"left": torch.randn(500, 300), "right": torch.randn(500, 700)}
-    save(checkpoint, parts)
+    dcp_save(checkpoint, parts)
     whole = torch.zeros(500, 1000)
-    load(checkpoint, {"left": whole[:, :300], "right": whole[:, 300:]})
+    dcp_load(checkpoint, {"left": whole[:, :300], "right": whole[:, 300:]})
     assert_same(whole, torch.cat([parts["left"], parts["right"]], 1))
 
 
 def test_tied_tensors_stay_tied(checkpoint: Path) -> None:
     weight = torch.randn(600, 1000)
-    save(checkpoint, {"embedding": weight, "head": weight})
+    dcp_save(checkpoint, {"embedding": weight, "head": weight})
     target = torch.zeros(600, 1000)
     state = {"embedding": target, "head": target}
-    load(checkpoint, state)
+    dcp_load(checkpoint, state)
     assert state["embedding"] is target
     assert state["head"] is target
     assert_same(target, weight)
@@ -177,9 +174,9 @@ def test_conjugated_and_negated_views(checkpoint: Path, size: int, mode: str) ->
     assert state["conj"].is_conj()
     assert state["neg"].is_neg()
     with torch.inference_mode(used):
-        save(checkpoint, state)
+        dcp_save(checkpoint, state)
         assert_same(load_blank(checkpoint, state), state)
-        load(checkpoint, target)
+        dcp_load(checkpoint, target)
         assert_same(target, state)
         vescale_ckpt.save(checkpoint, state)
         with torch.inference_mode(made or used):  # which may change tensors of inference
@@ -194,14 +191,14 @@ def test_conjugated_and_negated_views(checkpoint: Path, size: int, mode: str) ->
 def test_parameters_and_tensors_with_gradients(checkpoint: Path) -> None:
     parameter = torch.nn.Parameter(torch.randn(100, 100))
     state = {"parameter": parameter, "result": parameter * 2, "buffer": torch.nn.Buffer(torch.randn(3))}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     target: dict[str, Any] = {
         "parameter": torch.nn.Parameter(torch.zeros(100, 100)),
         "result": torch.zeros(100, 100),
         "buffer": torch.nn.Buffer(torch.zeros(3)),
     }
     pointer = target["parameter"].data_ptr()
-    load(checkpoint, target)
+    dcp_load(checkpoint, target)
     assert target["parameter"].data_ptr() == pointer
     assert target["parameter"].requires_grad
     for key, value in state.items():
@@ -217,9 +214,9 @@ def test_module_and_optimizer_resume(checkpoint: Path) -> None:
         return module, optimizer
 
     module, optimizer = make()
-    save(checkpoint, {"module": module, "optimizer": optimizer})
+    dcp_save(checkpoint, {"module": module, "optimizer": optimizer})
     other_module, other_optimizer = make()
-    load(checkpoint, {"module": other_module, "optimizer": other_optimizer})
+    dcp_load(checkpoint, {"module": other_module, "optimizer": other_optimizer})
     assert_same(dict(other_module.state_dict()), dict(module.state_dict()))
     assert_same(other_optimizer.state_dict(), optimizer.state_dict())
 
@@ -236,7 +233,7 @@ def test_sizes_around_borders(checkpoint: Path, direct_io: Any) -> None:
             size = border + extra
             if size >= 0:
                 state[f"{border}{extra:+}"] = random_tensor((size,), torch.uint8)
-    save(checkpoint, state, direct_io=direct_io)
+    dcp_save(checkpoint, state, direct_io=direct_io)
     assert_same(load_blank(checkpoint, state, direct_io=direct_io), state)
 
 
@@ -248,22 +245,22 @@ def test_memory_anywhere_in_a_page(checkpoint: Path, within_page: int) -> None:
         "large": at_address(values, within_page),
         "next": at_address(values[:-1], within_page),
     }
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     target = {
         "small": torch.zeros(3),
         "large": at_address(torch.zeros_like(values), within_page),
         "next": at_address(torch.zeros_like(values[:-1]), (within_page + 64) % 4096),
     }
-    load(checkpoint, target)
+    dcp_load(checkpoint, target)
     assert_same(target, state)
 
 
 @pytest.mark.parametrize("within_page", [0, 64, 1024, 4032])
 def test_memory_at_the_same_place_in_a_page_needs_no_copy(checkpoint: Path, within_page: int) -> None:
     values = {name: at_address(random_tensor((8 * MiB,), torch.uint8), within_page) for name in ("one", "two")}
-    writer = save(checkpoint, values)
+    writer = dcp_save(checkpoint, values)
     target = {name: at_address(torch.zeros(8 * MiB, dtype=torch.uint8), within_page) for name in values}
-    reader = load(checkpoint, target)
+    reader = dcp_load(checkpoint, target)
     assert_same(target, values)
     assert writer.last_stats is not None
     assert reader.last_stats is not None
@@ -274,9 +271,9 @@ def test_memory_at_the_same_place_in_a_page_needs_no_copy(checkpoint: Path, with
 def test_thousands_of_tiny_tensors_and_objects(checkpoint: Path) -> None:
     state: dict[str, Any] = {f"tensor {i}": torch.full((i % 7,), i) for i in range(3000)}
     state |= {f"object {i}": {"number": i} if i % 2 else str(i) for i in range(3000)}
-    writer = save(checkpoint, state)
+    writer = dcp_save(checkpoint, state)
     target = {key: blank(value) if isinstance(value, torch.Tensor | dict) else None for key, value in state.items()}
-    reader = load(checkpoint, target)
+    reader = dcp_load(checkpoint, target)
     assert_same(target, state)
     assert writer.last_stats is not None
     assert reader.last_stats is not None
@@ -315,7 +312,7 @@ def test_any_sequence_of_sizes_and_any_part_of_it(scratch: Path, data: st.DataOb
     if draw(st.booleans(), label="saved by stock"):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch, sync_files=False))
     else:
-        save(scratch, state, sync_files=False, checksums=draw(st.booleans(), label="checksums"), **options)
+        dcp_save(scratch, state, sync_files=False, checksums=draw(st.booleans(), label="checksums"), **options)
     keys = draw(st.lists(st.sampled_from(sorted(state)), unique=True, min_size=1), label="loaded")
     wanted = {key: state[key] for key in keys}
     assert_same(load_blank(scratch, wanted, verify=draw(st.booleans(), label="verify"), **options), wanted)
@@ -356,16 +353,16 @@ OBJECTS: dict[str, Any] = {
 
 
 def test_objects_together(checkpoint: Path) -> None:
-    save(checkpoint, OBJECTS)
+    dcp_save(checkpoint, OBJECTS)
     target: dict[str, Any] = dict.fromkeys(OBJECTS)
-    load(checkpoint, target)
+    dcp_load(checkpoint, target)
     assert_same(target, OBJECTS)
 
 
 @pytest.mark.parametrize("size", [100 * KiB, 2 * MiB, 3 * MiB + 1, 20 * MiB])
 def test_large_object(checkpoint: Path, size: int) -> None:
     state = {"before": 1, "object": "x" * size, "tensor": torch.ones(1000), "after": {"y": "z" * size}}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
 
 
@@ -403,11 +400,11 @@ def _save_odd(path: str, kind: str) -> str:
     else:
         odd = values.as_subclass(type("Subclass", (torch.Tensor,), {}))
     try:
-        save(path, {"before": torch.full((3000,), 7.0), "odd": odd})
+        dcp_save(path, {"before": torch.full((3000,), 7.0), "odd": odd})
         target = {"odd": torch.zeros(1000)}
-        load(path, target)
+        dcp_load(path, target)
     except CheckpointException as error:
-        raised = error_in(error)
+        raised = cause(error)
         return f"{type(raised).__name__}: {raised}"
     return "right values" if bits(target["odd"]) == bits(values) else f"wrong values: {target['odd'][:3]}"
 
@@ -433,7 +430,7 @@ def test_saving_a_tensor_without_plain_memory(checkpoint: Path, kind: str, outco
 
 def _load_odd(path: str, kind: str) -> str:
     values = torch.arange(1000.0)
-    save(path, {"odd": values})
+    dcp_save(path, {"odd": values})
     if kind == "wrapper subclass":
         from torch.testing._internal.two_tensor import TwoTensor
 
@@ -449,9 +446,9 @@ def _load_odd(path: str, kind: str) -> str:
     else:
         target = torch.zeros(1000).as_subclass(type("Subclass", (torch.Tensor,), {}))
     try:
-        load(path, {"odd": target})
+        dcp_load(path, {"odd": target})
     except CheckpointException as error:
-        raised = error_in(error)
+        raised = cause(error)
         return f"{type(raised).__name__}: {raised}"
     if kind == "wrapper subclass":
         return "right values" if torch.equal(target.a, values) and torch.equal(target.b, values) else "wrong values"
@@ -476,7 +473,7 @@ def test_loading_into_a_tensor_without_plain_memory(checkpoint: Path, kind: str,
 def test_inference_tensors(checkpoint: Path) -> None:
     with torch.inference_mode():
         values = torch.randn(100)
-        save(checkpoint, {"a": values})
+        dcp_save(checkpoint, {"a": values})
         target = torch.zeros(100)
-        load(checkpoint, {"a": target})
+        dcp_load(checkpoint, {"a": target})
     assert_same(target, values)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import data_files, flip
-from rank_pool import run_ranks
-from states import error_in
+from harness.files import data_files, flip
+from harness.ranks import run_ranks
+from harness.saves import cause
+from harness.wrapper_tensors import Copying, OneScale, Quantized, Uncut, Unknown
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from wrapper_tensors import Copying, OneScale, Quantized, Uncut, Unknown
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleStateError, UntrustedCheckpointError
@@ -367,7 +367,7 @@ def test_what_cannot_be_resharded_is_refused(checkpoint: Path, kind: Any, reason
     assert run_ranks(2, _load_parts, str(checkpoint), kind.__name__) == [True, True]
     with pytest.raises((CheckpointError, CheckpointException)) as raised:
         loaded_by(reader, checkpoint, {"q": kind.zeros(48)})
-    found: Any = error_in(raised.value) if reader != "ours" else raised.value
+    found: Any = cause(raised.value) if reader != "ours" else raised.value
     assert found.key == "q"
     assert re.match(rf"^q: .*{reason}.*load it with the sharding that it was saved with$", str(found))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_pool import in_fork
+from harness.ranks import in_fork
 
 from benchmarks import __main__ as one_process
 from benchmarks import background, convert, delta, export, gpu_safetensors, safetensors

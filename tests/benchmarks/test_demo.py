@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from python_forks import BOUND, PythonProcess
+from harness.python_forks import BOUND, PythonProcess
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

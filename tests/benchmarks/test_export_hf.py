@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from python_forks import run_python
+from harness.python_forks import run_python
 
 import vescale_ckpt
 

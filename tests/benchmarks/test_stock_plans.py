@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from rank_pool import in_fork
+from harness.ranks import in_fork
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from benchmarks.planning import balance, stock

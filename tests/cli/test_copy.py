@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import faults
+from harness.children import fork
 
 import vescale_ckpt
-from tests.damage import fork
 from vescale_ckpt import cli
 from vescale_ckpt._convert import pipeline
 from vescale_ckpt._convert.transfer import Transfer
@@ -45,7 +46,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("VESCALE_CKPT_CONVERT_BYTES", SMALLEST)
     yield
-    _C.clear_faults()
+    faults.clear()
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
@@ -170,9 +171,9 @@ def test_a_flipped_bit_is_named_and_nothing_is_left(sources: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["ours", "m.safetensors"])
 def test_a_call_that_fails_leaves_nothing(sources: Path, tmp_path: Path, capsys: Any, name: str, call: str) -> None:
     number = errno.EIO if call == "read" else errno.ENOSPC
-    _C.inject_fault(call, number, skip=2 if call == "read" else 0, times=1000)
+    faults.inject(call, number, skip=2 if call == "read" else 0, times=1000)
     status, _, err = run(capsys, sources / name, tmp_path / "copy")
-    _C.clear_faults()
+    faults.clear()
     assert status == 2 and len(err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 

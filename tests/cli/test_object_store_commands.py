@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import stores
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
@@ -113,7 +114,7 @@ def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     vescale_ckpt.save(tmp_path / "one", state(), extra_files={"config.json": b"{}"})
     assert run(capsys, "copy", tmp_path / "one", f"{url}/one")[0] == 0
     assert_holds(f"{url}/one", state())
-    assert directory_at(f"{url}/one").read("config.json") == b"{}"
+    assert stores.read(f"{url}/one", "config.json") == b"{}"
     assert run(capsys, "copy", f"{url}/one", tmp_path / "back")[0] == 0
     assert_holds(tmp_path / "back", state())
     assert run(capsys, "copy", f"{url}/one", f"{url}/two")[0] == 0
@@ -125,13 +126,13 @@ def test_copies_both_ways(url: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     vescale_ckpt.save(tmp_path / "other", state(1))
     copy(tmp_path / "other", f"{url}/one", overwrite=True)
     assert_holds(f"{url}/one", state(1))
-    assert sum(name.endswith(".distcp") for name in directory_at(f"{url}/one").names()) == 1
+    assert sum(name.endswith(".distcp") for name in stores.names(f"{url}/one")) == 1
 
 
 def test_a_copy_goes_on_where_one_died(url: str, tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path / "one", state())
     (data,) = (tmp_path / "one").glob("*.distcp")
-    directory_at(url).write(data.name, data.read_bytes()[:1000])  # cannot be: objects are whole
+    stores.write(url, data.name, data.read_bytes()[:1000])  # cannot be: objects are whole
     copy(tmp_path / "one", url)
     assert_holds(url, state())
 

@@ -9,9 +9,8 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from background import change_all
-from damage import state
-from kills import Shared
+from harness.children import Shared
+from harness.states import change_all, state
 from test_kill import kill_again_and_again
 
 import vescale_ckpt

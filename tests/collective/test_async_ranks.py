@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from background import state_of_rank, whole_state
-from damage import load, only_named_files, same, save
-from rank_pool import run_ranks
+from harness import faults
+from harness.files import only_named_files
+from harness.ranks import run_ranks
+from harness.saves import load, save
+from harness.states import same, state_of_rank, whole_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SaveFailedError, SaveInProgressError
-from vescale_ckpt._engine import _C
 from vescale_ckpt._write.snapshot import StagedPlan
 
 BOUND = 60.0  # seconds after which something counts as hung
@@ -47,7 +48,7 @@ def _failing(phase: str) -> Any:
         return
     calls = {"open": "open", "write": "write", "sync": "sync", "commit": "rename"}
     if phase in calls:
-        _C.inject_fault(calls[phase], errno.EIO, 0, 1000)
+        faults.inject(calls[phase], errno.EIO, 0, 1000)
     yield
 
 
@@ -72,7 +73,7 @@ def _fails(directory: str, phase: str, who: int, seen_by: tuple[int, ...]) -> li
     values = state_of_rank(2)
     with _failing(phase) if rank == who else contextlib.nullcontext():
         attempt({**values, "unwilling": _Unwilling() if phase == "describe" and rank == who else 1})
-    _C.clear_faults()
+    faults.clear()
     dist.barrier()
     assert loads(directory, 1), "the checkpoint before is gone"
     dist.barrier()

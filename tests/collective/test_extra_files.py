@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import fork
-from kills import Shared, kill, wait_until
-from rank_pool import run_ranks
+from harness import faults
+from harness.children import Shared, fork, kill, wait_until
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
-from vescale_ckpt._engine import _C
 from vescale_ckpt._storage.directory import Directory
 from vescale_ckpt.cli import main
 
@@ -127,10 +126,10 @@ def test_a_planner_of_dcps_items_keeps_them_too(tmp_path: Path) -> None:
 
 def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
-    _C.inject_fault("rename", errno.EIO)
+    faults.inject("rename", errno.EIO)
     with pytest.raises(CheckpointError):
         vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
-    _C.clear_faults()
+    faults.clear()
     assert loaded(tmp_path) == (1, files(1))
     assert (tmp_path / "meta.pt").read_bytes() == files(1)["meta.pt"]
 
@@ -155,10 +154,10 @@ def test_a_commit_that_was_done_and_reported_as_failed_has_no_copies_of_the_one_
 def test_copies_are_those_of_the_checkpoint_if_the_folder_cannot_be_synced(tmp_path: Path, before: int) -> None:
     """One of these syncs is that behind the rename of `.metadata`."""
     vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
-    _C.inject_fault("sync_directory", errno.EIO, before)
+    faults.inject("sync_directory", errno.EIO, before)
     with pytest.raises(CheckpointError):
         vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
-    _C.clear_faults()
+    faults.clear()
     now, found = loaded(tmp_path)
     assert found == files(now)
     assert all((tmp_path / name).read_bytes() == found[name] for name in found if (tmp_path / name).exists())
@@ -166,9 +165,9 @@ def test_copies_are_those_of_the_checkpoint_if_the_folder_cannot_be_synced(tmp_p
 
 def test_a_copy_that_cannot_be_written_is_only_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
-    _C.inject_fault("rename", errno.ENOSPC, 2, 1000)  # after the index and the metadata
+    faults.inject("rename", errno.ENOSPC, 2, 1000)  # after the index and the metadata
     vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
-    _C.clear_faults()
+    faults.clear()
     assert "repair" in caplog.text
     assert not (tmp_path / "meta.pt").exists()
     assert loaded(tmp_path) == (2, files(2))

@@ -18,21 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import (
-    State,
-    cause,
-    data_files,
-    fault,
-    in_child,
-    load,
-    only_named_files,
-    outcome,
-    same,
-    save,
-    small_state,
-    state,
-)
-from rank_pool import run_ranks
+from harness import faults
+from harness.children import in_child
+from harness.faults import fault
+from harness.files import data_files, drop_from_cache, only_named_files
+from harness.ranks import run_ranks
+from harness.saves import cause, load, outcome, save
+from harness.states import State, same, small_state, state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -47,7 +39,6 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
-from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._engine import _C
 
 MiB = 1 << 20
@@ -79,7 +70,7 @@ def test_a_call_that_fails_fails_the_save_and_nothing_else(checkpoint: Path, cal
     for number in range(100):
         with fault(call, error, skip=number):
             failure = failed_save(checkpoint, state(2))
-            reached = _C.calls_seen(call) > number
+            reached = faults.calls_seen(call) > number
         if failure is None:  # it can do without an index, and without a file's second descriptor, for direct I/O
             assert outcome(checkpoint, state(2)) is None
             assert not reached or call == "open"
@@ -104,12 +95,12 @@ def test_what_cannot_be_removed_after_a_failure_is_removed_by_the_next_save(chec
     save(checkpoint, state(1))
     failures = 0
     for number in range(100):
-        _C.clear_faults()
-        _C.inject_fault(call, errno.EIO, number)
-        _C.inject_fault("unlink", errno.EIO, 0, 1000)
+        faults.clear()
+        faults.inject(call, errno.EIO, number)
+        faults.inject("unlink", errno.EIO, 0, 1000)
         failure = failed_save(checkpoint, state(2))
-        reached = _C.calls_seen(call) > number
-        _C.clear_faults()
+        reached = faults.calls_seen(call) > number
+        faults.clear()
         if not reached:
             break
         failures += failure is not None
@@ -238,10 +229,10 @@ def test_a_load_survives_or_names_every_call_that_fails(checkpoint: Path, call: 
     failures, times = 0, 2 if error == errno.ESTALE else 1  # a stale file is opened again, once
     for number in range(100):
         if source == "disk":
-            drop_file(data_files(checkpoint)[0])
+            drop_from_cache(data_files(checkpoint)[0])
         with fault(call, error, skip=number, times=times):
             failure = outcome(checkpoint, state(1))
-            reached = _C.calls_seen(call) > number
+            reached = faults.calls_seen(call) > number
         if failure is not None:
             failures += 1
             assert os.strerror(error) in str(failure) and data_files(checkpoint)[0].name in str(failure)
@@ -269,7 +260,7 @@ def test_short_transfers_are_continued(checkpoint: Path, source: str) -> None:
         with fault("write", 0, skip=number, times=1 + number):
             save(checkpoint, state(number))
         if source == "disk":
-            drop_file(data_files(checkpoint)[0])
+            drop_from_cache(data_files(checkpoint)[0])
         with fault("read", 0, skip=number, times=1 + number):
             assert outcome(checkpoint, state(number)) is None
     with fault("write", 0, times=10_000):
@@ -289,7 +280,7 @@ def test_refused_direct_transfers_go_another_way(checkpoint: Path, error: int) -
             assert ".metadata" in str(failure) and outcome(checkpoint, state(0)) is None
             save(checkpoint, state(1))
         survived["write"] += failure is None
-        drop_file(data_files(checkpoint)[0])
+        drop_from_cache(data_files(checkpoint)[0])
         with fault("read", error, skip=number):
             failure = outcome(checkpoint, state(1))
         assert failure is None or os.strerror(error) in str(failure)  # some reads are too small to be direct
@@ -569,9 +560,9 @@ def fail_at_system_calls(directory: Path, failing: int) -> None:
     save_on_ranks(directory, 1)
     for call in ("open", "write", "allocate", "truncate", "sync", "space"):
         if dist.get_rank() == failing:
-            _C.inject_fault(call, errno.EIO, times=100)
+            faults.inject(call, errno.EIO, times=100)
         expect_failure(os.strerror(errno.EIO), save_on_ranks, directory, 2)
-        _C.clear_faults()
+        faults.clear()
         check_on_ranks(directory, 1)
         save_on_ranks(directory, 1)
         if dist.get_rank() == 0:
@@ -579,9 +570,9 @@ def fail_at_system_calls(directory: Path, failing: int) -> None:
         dist.barrier()
     for call in ("open", "read"):
         if dist.get_rank() == failing:
-            _C.inject_fault(call, errno.EIO, times=100)
+            faults.inject(call, errno.EIO, times=100)
         expect_failure(os.strerror(errno.EIO), check_on_ranks, directory, 1)
-        _C.clear_faults()
+        faults.clear()
         check_on_ranks(directory, 1)
 
 

@@ -19,8 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import State, fork, load, only_named_files, outcome, same, save, state
-from kills import Shared, kill, wait_until
+from harness.children import Shared, fork, kill, wait_until
+from harness.files import only_named_files
+from harness.saves import load, outcome, save
+from harness.states import State, same, state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 

@@ -16,8 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import run_ranks
-from states import MiB, assert_same
+from harness import faults
+from harness.ranks import run_ranks
+from harness.states import MiB, assert_same
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -143,9 +144,9 @@ def _failing(owner: Any, name: str, error: BaseException, after: int = 0) -> Cal
 
 @contextlib.contextmanager
 def _disk_fails(skip: int) -> Iterator[None]:
-    _C.inject_fault("read", 5, skip=skip, times=1000)
+    faults.inject("read", 5, skip=skip, times=1000)
     yield
-    _C.clear_faults()
+    faults.clear()
 
 
 Fault = tuple[Callable[[], Any], int, type[CheckpointError], str]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_pool import run_ranks
-from states import assert_same, bits
+from harness.ranks import run_ranks
+from harness.states import assert_same, bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from damage import flip
-from rank_pool import run_ranks
-from states import KiB, MiB, assert_same, train
+from harness.files import flip
+from harness.ranks import run_ranks
+from harness.states import KiB, MiB, assert_same, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

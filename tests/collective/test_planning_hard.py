@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cost import least_cpu_seconds
-from rank_pool import RankDiedError, run_ranks
-from states import assert_same
+from harness import faults
+from harness.cost import least_cpu_seconds
+from harness.ranks import RankDiedError, run_ranks
+from harness.states import assert_same
 from test_planning import BOUND, WAYS, everything_in, load, load_by_stock, plans_made, replicated, save
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +41,6 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
-from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.exchange import Exchange
 from vescale_ckpt._write.native_save import NativeSave
 
@@ -316,9 +316,9 @@ def _broken(state: dict[str, Any], phase: str) -> None:
     elif phase == "per rank":
         state["rng"] = PerRank(_BadState())
     elif phase == "write":
-        _C.inject_fault("write", errno.EIO, times=1000)
+        faults.inject("write", errno.EIO, times=1000)
     elif phase == "rename":
-        _C.inject_fault("rename", errno.EIO, times=1000)
+        faults.inject("rename", errno.EIO, times=1000)
 
 
 PHASES = ["flatten", "pickle", "describe", "freed", "per rank", "write"]
@@ -338,7 +338,7 @@ def _fail(way: str, directory: str, phase: str, broken: int) -> None:
         _broken(state, phase)
     with pytest.raises(ERRORS) as caught:
         save(way, path, state, planner)
-    _C.clear_faults()
+    faults.clear()
     assert f"rank {broken}" in str(caught.value) or list(caught.value.failures) == [broken]  # type: ignore[union-attr]
     del caught  # its traceback holds the writer, which holds its lock
     old = state_of(1)
@@ -404,7 +404,7 @@ def _die(directory: str, phase: str, who: int) -> None:
 
 
 def _load_alone(path: str, state: dict[str, Any]) -> dict[str, Any]:
-    from states import blank
+    from harness.states import blank
 
     target: dict[str, Any] = blank(state)
     dcp.load(target, storage_reader=StorageReader(path), planner=LoadPlanner(), no_dist=True)

@@ -18,9 +18,10 @@ import pytest
 import safetensors.torch as stock_safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import fork, same
-from rank_pool import RanksFailedError, run_ranks
-from states import random_tensor
+from harness import faults
+from harness.children import fork
+from harness.ranks import RanksFailedError, run_ranks
+from harness.states import random_tensor, same
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -567,10 +568,10 @@ def test_damage_is_found(tmp_path: Path, writer: str, whole: bool, monkeypatch: 
 @pytest.mark.parametrize("call", ["write", "allocate", "sync"])
 def test_a_call_that_fails_leaves_nothing(sources: Path, tmp_path: Path, format: Format, call: str) -> None:
     path = tmp_path / NAMES[format]
-    _C.inject_fault(call, errno.ENOSPC)
+    faults.inject(call, errno.ENOSPC)
     with pytest.raises(StorageFullError):
         convert(sources / "dcp", path, format=format, on_objects="drop")
-    _C.clear_faults()
+    faults.clear()
     assert list(tmp_path.iterdir()) == []
     convert(sources / "dcp", path, format=format, on_objects="drop")
 
@@ -627,7 +628,7 @@ def test_two_ranks_share_the_work(values: dict[str, Any], sources: Path, tmp_pat
 
 def fails_on_a_rank(source: str, path: str, format: Format, rank: int) -> None:
     if torch.distributed.get_rank() == rank:
-        _C.inject_fault("write", errno.ENOSPC)
+        faults.inject("write", errno.ENOSPC)
     convert(source, path, format=format, on_objects="drop", max_shard_size="1MB")
 
 

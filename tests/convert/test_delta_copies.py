@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from damage import blank, data_files, flip, same
+from harness.files import data_files, flip
+from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from fault_proxy import FaultProxy, Rule
-from rank_pool import run_ranks
+from harness import stores
+from harness.fault_proxy import FaultProxy, Rule
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
 from vescale_ckpt._convert import streamed_file
 from vescale_ckpt._convert.source import Source
-from vescale_ckpt._storage.directory import directory_at
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -43,7 +43,7 @@ def is_sound(path: str) -> bool:
 
 def names(path: str) -> set[str]:
     try:
-        return set(directory_at(path).names())
+        return set(stores.names(path))
     except FileNotFoundError:
         return set()
 
@@ -52,7 +52,7 @@ def names(path: str) -> set[str]:
 def test_one_file_is_that_of_a_local_conversion(url: str, source: Path, name: str, format: Any, tmp_path: Path) -> None:
     vescale_ckpt.convert(source, f"{url}/{name}", format=format)
     vescale_ckpt.convert(source, tmp_path / name, format=format)
-    assert directory_at(url).read(name) == (tmp_path / name).read_bytes()
+    assert stores.read(url, name) == (tmp_path / name).read_bytes()
     with pytest.raises(CheckpointError, match="overwrite=True"):
         vescale_ckpt.convert(source, f"{url}/{name}", format=format)
     vescale_ckpt.convert(source, f"{url}/{name}", format=format, overwrite=True)
@@ -75,7 +75,7 @@ def test_a_model_is_that_of_a_local_conversion(url: str, source: Path, tmp_path:
     assert is_sound(url + "/model")
     vescale_ckpt.convert(source, tmp_path / "model", format="safetensors", max_shard_size="1MB")
     local = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    assert {name: directory_at(url + "/model").read(name) for name in names(url + "/model")} == local and len(local) > 2
+    assert {name: stores.read(url + "/model", name) for name in names(url + "/model")} == local and len(local) > 2
     with pytest.raises(CheckpointError, match="cannot be replaced in one step"):
         vescale_ckpt.convert(source, url + "/model", format="safetensors", overwrite=True)
 
@@ -97,7 +97,7 @@ def test_shards_without_an_index_are_no_model(url: str, source: Path, monkeypatc
             vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB")
     assert names(url + "/model") == set()
     # A killed one leaves shards.
-    directory_at(url + "/model").write("model-00001-of-00003.safetensors", b"half")
+    stores.write(url + "/model", "model-00001-of-00003.safetensors", b"half")
     with pytest.raises(CheckpointError):
         vescale_ckpt.load(url + "/model", state())
     vescale_ckpt.convert(source, url + "/model", format="safetensors", max_shard_size="1MB", overwrite=True)
@@ -134,7 +134,7 @@ def test_two_ranks_share_the_work(bucket_url: str, object_server: Any, source: P
     run_ranks(2, _convert, object_server.environment(), str(source), bucket_url)
     for to in ("/dcp", "/model"):
         assert is_sound(bucket_url + to)
-    index = json.loads(directory_at(bucket_url + "/model").read("model.safetensors.index.json"))
+    index = json.loads(stores.read(bucket_url + "/model", "model.safetensors.index.json"))
     assert set(index["weight_map"]) == set(state())
 
 
@@ -164,7 +164,7 @@ def test_a_file_that_is_replaced_is_the_new_one_or_an_error_is_raised(
         vescale_ckpt.convert(path, f"{bucket_url}/one.safetensors", format="safetensors", overwrite=True)
 
     def content() -> bytes:
-        return directory_at(bucket_url).read("one.safetensors")
+        return stores.read(bucket_url, "one.safetensors")
 
     into(source)
     before = content()

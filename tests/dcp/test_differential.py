@@ -16,23 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import stock_save
-from states import (
-    DTYPES,
-    SHAPES,
-    KiB,
-    MiB,
-    assert_same,
-    bits,
-    blank,
-    error_in,
-    layouts,
-    load,
-    load_blank,
-    mixed_state,
-    random_tensor,
-    save,
-)
+from harness.saves import cause, dcp_load, dcp_save, load_blank, stock_save
+from harness.states import DTYPES, SHAPES, KiB, MiB, assert_same, bits, blank, layouts, mixed_state, random_tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _extension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -79,12 +64,12 @@ def test_parts_of_both_work_together(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("writer", [save, stock_save])
+@pytest.mark.parametrize("writer", [dcp_save, stock_save])
 def test_every_dtype_in_every_shape(checkpoint: Path, writer: Callable[..., Any], verify: bool) -> None:
     state = {f"{dtype} {shape}": random_tensor(shape, dtype) for dtype in DTYPES for shape in SHAPES}
     writer(checkpoint, state)
     target = blank(state)
-    reader = load(checkpoint, target, verify=verify)
+    reader = dcp_load(checkpoint, target, verify=verify)
     assert_same(target, state)
     assert reader.last_stats is not None and reader.last_stats.verified is verify
     assert reader.last_stats.fallback_tensors == reader.last_stats.unverified_bytes == 0
@@ -95,13 +80,13 @@ def test_stock_loads_large_and_small_and_objects(checkpoint: Path) -> None:
         f"{size}": random_tensor((size,), torch.uint8) for size in (1, 2 * MiB - 1, 2 * MiB, 9 * MiB)
     }
     state |= {"strided": torch.randn(1500, 2000).t(), "text": "x" * (3 * MiB), "none": None, "last": torch.ones(3)}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(stock_load_blank(checkpoint, state), state)
 
 
 def test_stock_loads_a_file_for_each_item(checkpoint: Path) -> None:
     state = mixed_state()
-    save(checkpoint, state, single_file_per_rank=False)
+    dcp_save(checkpoint, state, single_file_per_rank=False)
     assert_same(stock_load_blank(checkpoint, state), state)
 
 
@@ -119,7 +104,7 @@ def test_strided_tensors_of_stock(checkpoint: Path, rows: int, verify: bool) -> 
     state = layouts(rows)
     stock_save(checkpoint, state)
     target = blank(state)
-    reader = load(checkpoint, target, verify=verify)
+    reader = dcp_load(checkpoint, target, verify=verify)
     assert_same(target, state)
     assert reader.last_stats is not None
     assert 0 < reader.last_stats.fallback_tensors < len(state)
@@ -131,7 +116,7 @@ def test_transposed_square_of_stock(checkpoint: Path) -> None:
     stock_save(checkpoint, {"small": square[:9, :9].contiguous().t(), "large": square.t()})
     target = {"small": torch.zeros(9, 9), "large": torch.zeros(1000, 1000)}
     for verify in (True, False):
-        load(checkpoint, target, verify=verify)
+        dcp_load(checkpoint, target, verify=verify)
         assert_same(target, {"small": square[:9, :9].t(), "large": square.t()})
 
 
@@ -140,13 +125,13 @@ def test_conjugated_and_negated_tensors_of_stock(checkpoint: Path) -> None:
     state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "conj_t": numbers.conj().t()}
     stock_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(stock_load_blank(checkpoint, state), state)
 
 
 def test_dcp_to_torch_save(checkpoint: Path, tmp_path: Path) -> None:
     state = mixed_state()
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     dcp_to_torch_save(checkpoint, tmp_path / "file.pt")
     loaded = torch.load(tmp_path / "file.pt", weights_only=True)
     # Keys of dictionaries are text in DCP.
@@ -163,7 +148,7 @@ def test_torch_save_to_dcp(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_loading_by_keys_alone(checkpoint: Path) -> None:
     state = mixed_state()
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     loaded = _load_state_dict_from_keys({"model", "list", "name"}, storage_reader=StorageReader(checkpoint))
     assert_same(loaded, {key: state[key] for key in ("model", "list", "name")})
 
@@ -204,7 +189,7 @@ def test_records_of_tensors_equal_those_of_torch_save(checkpoint: Path) -> None:
     shapes = [(1,) * 8, (255,), (256,), (65_535,), (65_536,), (1, 70_000), (70_000, 0), (3 * MiB,), (2, MiB + 1)]
     state |= {f"{shape}": random_tensor(shape, torch.int16) for shape in shapes}
     state |= {f"strided {name}": tensor for name, tensor in layouts(64).items()}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     seen = set()
     for key, record in _records(checkpoint):
         seen.add(key)
@@ -233,7 +218,7 @@ def test_records_of_dtypes_that_dcp_cannot_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, True, 7, 0.5, "text", [1, (2, {"x": b"y"})], {}, b"", (), set()], ids=repr)
 def test_records_of_objects_equal_those_of_torch_save(checkpoint: Path, value: Any) -> None:
-    save(checkpoint, {"object": (value,)})
+    dcp_save(checkpoint, {"object": (value,)})
     ((_, record),) = _records(checkpoint)
     assert _normal(record) == _normal(_torch_record((value,)))
 
@@ -284,7 +269,7 @@ def test_record_beyond_32_bits(checkpoint: Path, tmp_path: Path) -> None:
     ends = torch.arange(100, dtype=torch.uint8)
     tensor[:100] = ends
     tensor[-100:] = ends
-    save(checkpoint, {"tensor": tensor, "after": torch.ones(3), "object": "x"}, sync_files=False)
+    dcp_save(checkpoint, {"tensor": tensor, "after": torch.ones(3), "object": "x"}, sync_files=False)
     stock = _Ends()
     torch.save(tensor, stock)
     info = {index.fqn: info for index, info in StorageReader(checkpoint).read_metadata().storage_data.items()}
@@ -326,7 +311,7 @@ def test_stock_checkpoint_without_crc32(checkpoint: Path, kind: str, verify: boo
     }[kind]
     stock_save(checkpoint, state)
     target = blank(state)
-    reader = load(checkpoint, target, verify=verify)
+    reader = dcp_load(checkpoint, target, verify=verify)
     assert_same(target, state)
     assert reader.last_stats is not None
     if kind == "tensors" and verify:
@@ -352,7 +337,7 @@ def test_tensor_properties_are_written_with_five_fields(checkpoint: Path) -> Non
         def find_class(self, module: str, name: str) -> Any:
             return Properties if name == "TensorProperties" else super().find_class(module, name)
 
-    save(checkpoint, {"a": torch.ones(3, requires_grad=True), "b": torch.ones(2, dtype=torch.float8_e5m2), "c": 1})
+    dcp_save(checkpoint, {"a": torch.ones(3, requires_grad=True), "b": torch.ones(2, dtype=torch.float8_e5m2), "c": 1})
     Unpickler(io.BytesIO((checkpoint / ".metadata").read_bytes())).load()
     assert [len(state) for state in states] == [5, 5]
     assert [state[0] for state in states] == [torch.float32, torch.float8_e5m2]
@@ -444,7 +429,7 @@ def test_damage_in_another_archive_layout_is_found(checkpoint: Path) -> None:
     _replace_record(checkpoint, bytes(record))
     with pytest.raises(CheckpointException) as raised:
         load_blank(checkpoint, state)
-    error = error_in(raised.value)
+    error = cause(raised.value)
     assert isinstance(error, CorruptCheckpointError)
     assert error.key == "a"
 
@@ -501,7 +486,7 @@ def test_compressed_tensor_of_another_dtype_is_not_cast_silently(checkpoint: Pat
     for planner in (LoadPlanner(), DefaultLoadPlanner()):
         with pytest.raises(CheckpointException) as raised:
             dcp.load({"a": torch.zeros(100).bfloat16()}, storage_reader=StorageReader(checkpoint), planner=planner)
-        assert isinstance(error_in(raised.value), IncompatibleStateError)
+        assert isinstance(cause(raised.value), IncompatibleStateError)
     target = {"a": torch.zeros(100, dtype=torch.float64)}
     dcp.load(target, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
     assert target["a"].any()
@@ -523,7 +508,7 @@ def test_compressed_objects_that_need_code_are_refused_unless_allowed(
     stock_save(checkpoint, {"object": _Code()}, _extensions=[zstd])
     with pytest.raises(CheckpointException) as raised:
         dcp.load({"object": None}, storage_reader=StorageReader(checkpoint), planner=planner())
-    assert isinstance(error_in(raised.value), UntrustedCheckpointError)
+    assert isinstance(cause(raised.value), UntrustedCheckpointError)
     target: dict[str, Any] = {"object": None}
     dcp.load(target, storage_reader=StorageReader(checkpoint, weights_only=False), planner=planner())
     assert target["object"] == _Code()
@@ -532,7 +517,7 @@ def test_compressed_objects_that_need_code_are_refused_unless_allowed(
 def test_compressed_load_counts_in_the_stats(checkpoint: Path, zstd: Any) -> None:
     state = {"a": torch.randn(1000), "b": torch.randn(10), "object": 1}
     stock_save(checkpoint, state, _extensions=[zstd])
-    reader = load(checkpoint, blank(state))
+    reader = dcp_load(checkpoint, blank(state))
     assert reader.last_stats is not None
     assert (reader.last_stats.tensors, reader.last_stats.objects) == (2, 1)
     assert reader.last_stats.bytes == 4040

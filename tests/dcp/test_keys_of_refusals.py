@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import error_in
+from harness.saves import cause
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.masked import masked_tensor
 
@@ -33,7 +33,7 @@ def save_under_dcp(path: Path, state: dict[str, Any]) -> None:
     try:
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise error_in(error) from None
+        raise cause(error) from None
 
 
 def load(path: Path, state: dict[str, Any]) -> None:

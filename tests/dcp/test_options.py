@@ -13,19 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
-from states import (
-    MiB,
-    assert_same,
-    blank,
-    data_files,
-    error_in,
-    load,
-    load_blank,
-    mixed_state,
-    random_tensor,
-    save,
-)
+from harness import faults
+from harness.files import data_file_names
+from harness.ranks import run_ranks
+from harness.saves import cause, dcp_load, dcp_save, load_blank
+from harness.states import MiB, assert_same, blank, mixed_state, random_tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
@@ -38,7 +30,6 @@ from vescale_ckpt import (
     StorageReader,
     StorageWriter,
 )
-from vescale_ckpt._engine import _C
 
 # --- Ways to and from the disk
 
@@ -47,13 +38,13 @@ from vescale_ckpt._engine import _C
 def test_direct_io(checkpoint: Path, direct_io: Any) -> None:
     state = mixed_state()
     try:
-        writer = save(checkpoint, state, direct_io=direct_io)
+        writer = dcp_save(checkpoint, state, direct_io=direct_io)
     except CheckpointException as error:
-        if direct_io is True and "page cache" in str(error_in(error)):
+        if direct_io is True and "page cache" in str(cause(error)):
             pytest.skip("this file system has no direct I/O")
         raise
     target = blank(state)
-    reader = load(checkpoint, target, direct_io=False if direct_io is False else "auto")
+    reader = dcp_load(checkpoint, target, direct_io=False if direct_io is False else "auto")
     assert_same(target, state)
     for stats in (writer.last_stats, reader.last_stats):
         assert stats is not None
@@ -69,12 +60,12 @@ def test_direct_io(checkpoint: Path, direct_io: Any) -> None:
 def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint: Path) -> None:
     state = {"a": torch.randn(MiB), "b": torch.ones(3), "object": 1}
     try:
-        save(checkpoint / "probe", state, direct_io=True)
+        dcp_save(checkpoint / "probe", state, direct_io=True)
     except CheckpointException:
         pytest.skip("this file system has no direct I/O")
-    save(checkpoint, state, direct_io=False)
+    dcp_save(checkpoint, state, direct_io=False)
     target = blank(state)
-    reader = load(checkpoint, target, direct_io=True)
+    reader = dcp_load(checkpoint, target, direct_io=True)
     assert_same(target, state)
     assert reader.last_stats is not None
     assert reader.last_stats.buffered_bytes == reader.last_stats.uncached_bytes == 0
@@ -84,13 +75,13 @@ def test_direct_io_true_goes_past_the_page_cache_that_holds_the_file(checkpoint:
 def test_direct_io_true_reads_safetensors_files_of_any_length(checkpoint: Path, length: int) -> None:
     values = {"a": torch.randn(length), "b": torch.ones(3)}
     try:
-        save(checkpoint / "probe", values, direct_io=True)
-        load(checkpoint / "probe", blank(values), direct_io=True)
+        dcp_save(checkpoint / "probe", values, direct_io=True)
+        dcp_load(checkpoint / "probe", blank(values), direct_io=True)
     except CheckpointException:
         pytest.skip("this file system has no direct I/O")
     vescale_ckpt.save(checkpoint, values, format="safetensors")
     target = blank(values)
-    reader = load(checkpoint, target, direct_io=True)
+    reader = dcp_load(checkpoint, target, direct_io=True)
     assert_same(target, values)
     assert reader.last_stats is not None and reader.last_stats.direct_bytes >= 4 * length
 
@@ -111,7 +102,7 @@ def test_small_memory(checkpoint: Path, environment: dict[str, str], monkeypatch
         "strided": torch.randn(3000, 1500).t(),
         "conj": torch.randn(9, 99_999).to(torch.cfloat).conj(),
     }
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     assert_same(load_blank(checkpoint, state), state)
     cast = {key: torch.zeros(value.shape, dtype=torch.complex128) for key, value in state.items() if key == "conj"}
     dcp.load(cast, storage_reader=StorageReader(checkpoint), planner=LoadPlanner(allow_cast=True))
@@ -122,9 +113,9 @@ def _save_and_load_with_slots(path: str, slot_bytes: int) -> str:
     os.environ["VESCALE_CKPT_SLOT_BYTES"] = str(slot_bytes)
     state = {"a": random_tensor((11 * MiB,), torch.uint8), "b": torch.randn(2000, 1500).t(), "c": torch.ones(3)}
     try:
-        save(path, state)
+        dcp_save(path, state)
     except CheckpointException as error:
-        return type(error_in(error)).__name__
+        return type(cause(error)).__name__
     for verify in (True, False):
         assert_same(load_blank(path, state, verify=verify), state)
     return "saved and loaded"
@@ -140,19 +131,21 @@ def test_slot_size_that_is_no_round_number_works_or_is_refused(checkpoint: Path,
 @pytest.mark.parametrize("number", [20, 300])
 def test_a_file_for_each_item(checkpoint: Path, number: int) -> None:
     state: dict[str, Any] = {f"{i}": torch.full((i,), i) for i in range(number)} | {"object": 1, "other": "x"}
-    writer = save(checkpoint, state, single_file_per_rank=False, sync_files=False)
-    assert len(data_files(checkpoint)) == number + 2
+    writer = dcp_save(checkpoint, state, single_file_per_rank=False, sync_files=False)
+    assert len(data_file_names(checkpoint)) == number + 2
     assert_same(load_blank(checkpoint, state), state)
     assert writer.last_stats is not None
-    assert writer.last_stats.file_bytes == sum((checkpoint / name).stat().st_size for name in data_files(checkpoint))
+    assert writer.last_stats.file_bytes == sum(
+        (checkpoint / name).stat().st_size for name in data_file_names(checkpoint)
+    )
 
 
 def test_sync_files_decides_whether_data_is_synced(checkpoint: Path) -> None:
     def syncs(sync_files: bool) -> int:
-        _C.inject_fault("write", 0, skip=1 << 40)  # never reached, but calls are counted
-        save(checkpoint, {"a": torch.ones(3)}, sync_files=sync_files)
-        seen = int(_C.calls_seen("sync"))
-        _C.clear_faults()
+        faults.inject("write", 0, skip=1 << 40)  # never reached, but calls are counted
+        dcp_save(checkpoint, {"a": torch.ones(3)}, sync_files=sync_files)
+        seen = int(faults.calls_seen("sync"))
+        faults.clear()
         return seen
 
     assert syncs(True) > syncs(False)
@@ -196,16 +189,16 @@ def test_writer_reader_and_planners_can_be_pickled_between_uses(checkpoint: Path
 
 def test_stats(checkpoint: Path) -> None:
     state = {"a": torch.randn(1000), "b": torch.randn(MiB), "object": 1}
-    writer = save(checkpoint, state)
+    writer = dcp_save(checkpoint, state)
     assert isinstance(writer.last_stats, SaveStats)
     assert writer.last_stats.tensors == 2
     assert writer.last_stats.objects == 1
     assert writer.last_stats.bytes == 4 * MiB + 4000
-    (name,) = data_files(checkpoint)
+    (name,) = data_file_names(checkpoint)
     assert writer.last_stats.file_bytes == (checkpoint / name).stat().st_size
     assert writer.last_stats.in_place_bytes + writer.last_stats.slot_bytes >= writer.last_stats.bytes
     assert writer.last_stats.io_path
-    reader = load(checkpoint, blank(state))
+    reader = dcp_load(checkpoint, blank(state))
     assert isinstance(reader.last_stats, LoadStats)
     assert reader.last_stats.bytes == writer.last_stats.bytes
     assert reader.last_stats.seconds > 0
@@ -247,7 +240,7 @@ def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypa
     def work(number: int) -> None:
         try:
             for _ in range(2):
-                save(tmp_path / str(number), states[number], sync_files=False)
+                dcp_save(tmp_path / str(number), states[number], sync_files=False)
                 assert_same(load_blank(tmp_path / str(number), states[number]), states[number])
         except BaseException as error:
             errors.append(error)
@@ -265,11 +258,11 @@ def test_saves_and_loads_in_several_threads(tmp_path: Path, arena: int, monkeypa
 
 
 def _failing_async_save(path: str) -> str:
-    _C.inject_fault("write", 28)  # ENOSPC
+    faults.inject("write", 28)  # ENOSPC
     try:
         dcp.async_save({"a": torch.ones(3)}, storage_writer=StorageWriter(path), planner=SavePlanner()).result(100)
     except CheckpointException as error:
-        return type(error_in(error)).__name__
+        return type(cause(error)).__name__
     return "no error"
 
 
@@ -286,7 +279,7 @@ def _save_alone_to_one_directory(path: str) -> list[str]:
             dcp.save(state, storage_writer=StorageWriter(path, sync_files=False), planner=SavePlanner(), no_dist=True)
             outcomes.append("saved")
         except CheckpointException as error:
-            outcomes.append(repr(error_in(error)))
+            outcomes.append(repr(cause(error)))
         dist.barrier()
         target = blank(state)
         try:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import MiB, assert_same, blank, error_in, load, load_blank, mixed_state, save
+from harness.saves import cause, dcp_load, dcp_save, load_blank
+from harness.states import MiB, assert_same, blank, mixed_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -43,7 +44,7 @@ def load_with(path: Path, state: dict[str, Any], planner: DefaultLoadPlanner) ->
 def refusal(action: Callable[[], Any]) -> BaseException:
     with pytest.raises(CheckpointException) as raised:
         action()
-    return error_in(raised.value)
+    return cause(raised.value)
 
 
 # --- What is planned
@@ -81,7 +82,7 @@ def test_save_plan_equals_the_default_planners(flatten: bool) -> None:
 
 def test_load_plan_equals_the_default_planners(checkpoint: Path) -> None:
     state = mixed_state()
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     metadata = StorageReader(checkpoint).read_metadata()
     plans: list[LoadPlan] = []
     for planner in (LoadPlanner(), DefaultLoadPlanner()):
@@ -96,9 +97,9 @@ def test_load_plan_equals_the_default_planners(checkpoint: Path) -> None:
 
 
 def test_missing_keys_are_all_named(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
+    dcp_save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
     target = {"a": torch.zeros(3), "nested": {"b": 0, "c": 0}, "d": torch.zeros(1), "e": [torch.zeros(2)]}
-    error = refusal(lambda: load(checkpoint, target))
+    error = refusal(lambda: dcp_load(checkpoint, target))
     assert isinstance(error, MissingKeysError)
     assert sorted(error.missing) == ["d", "e.0", "nested.c"]
     assert error.unexpected == []
@@ -106,14 +107,14 @@ def test_missing_keys_are_all_named(checkpoint: Path) -> None:
 
 
 def test_keys_that_are_not_asked_for_are_left_alone(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(3), "b": torch.ones(4), "c": 1})
+    dcp_save(checkpoint, {"a": torch.ones(3), "b": torch.ones(4), "c": 1})
     target = {"a": torch.zeros(3)}
-    load(checkpoint, target)
+    dcp_load(checkpoint, target)
     assert_same(target, {"a": torch.ones(3)})
 
 
 def test_partial_load_leaves_what_is_missing(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
+    dcp_save(checkpoint, {"a": torch.ones(3), "nested": {"b": 1}})
     target = {"a": torch.zeros(3), "nested": {"b": 0, "c": "kept"}, "d": torch.full((2,), 5.0)}
     load_with(checkpoint, target, LoadPlanner(allow_partial_load=True))
     assert_same(target, {"a": torch.ones(3), "nested": {"b": 1, "c": "kept"}, "d": torch.full((2,), 5.0)})
@@ -121,15 +122,15 @@ def test_partial_load_leaves_what_is_missing(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (2,), (3, 1), (), (0,)])
 def test_another_shape_is_refused_by_name(checkpoint: Path, shape: tuple[int, ...]) -> None:
-    save(checkpoint, {"model": {"a": torch.ones(3)}})
-    error = refusal(lambda: load(checkpoint, {"model": {"a": torch.zeros(shape)}}))
+    dcp_save(checkpoint, {"model": {"a": torch.ones(3)}})
+    error = refusal(lambda: dcp_load(checkpoint, {"model": {"a": torch.zeros(shape)}}))
     assert isinstance(error, IncompatibleStateError)
     assert (error.key, error.expected, error.found) == ("model.a", f"shape {shape}", "shape (3,)")
 
 
 @pytest.mark.parametrize("partial", [True, False])
 def test_another_shape_is_refused_beside_missing_keys(checkpoint: Path, partial: bool) -> None:
-    save(checkpoint, {"a": torch.ones(3), "b": 1})
+    dcp_save(checkpoint, {"a": torch.ones(3), "b": 1})
     error = refusal(
         lambda: load_with(
             checkpoint, {"a": torch.zeros(4), "b": 0, "new": torch.zeros(1)}, LoadPlanner(allow_partial_load=partial)
@@ -141,7 +142,7 @@ def test_another_shape_is_refused_beside_missing_keys(checkpoint: Path, partial:
 @pytest.mark.parametrize("planner", [LoadPlanner, DefaultLoadPlanner])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32, torch.uint32, torch.complex64])
 def test_another_dtype_is_refused_by_name(checkpoint: Path, planner: Any, dtype: torch.dtype) -> None:
-    save(checkpoint, {"model": {"a": torch.ones(3)}, "b": torch.ones(2)})
+    dcp_save(checkpoint, {"model": {"a": torch.ones(3)}, "b": torch.ones(2)})
     target = {"model": {"a": torch.zeros(3, dtype=dtype)}, "b": torch.zeros(2)}
     error = refusal(lambda: load_with(checkpoint, target, planner()))
     assert isinstance(error, IncompatibleStateError)
@@ -153,7 +154,7 @@ def test_another_dtype_is_refused_by_name(checkpoint: Path, planner: Any, dtype:
 @pytest.mark.parametrize("size", [7, 3 * MiB])
 def test_casting_where_allowed(checkpoint: Path, size: int) -> None:
     values = torch.randn(size)
-    save(checkpoint, {"narrow": values, "wide": values, "strided": values, "same": values})
+    dcp_save(checkpoint, {"narrow": values, "wide": values, "strided": values, "same": values})
     target = {
         "narrow": torch.zeros(size, dtype=torch.bfloat16),
         "wide": torch.zeros(size, dtype=torch.float64),
@@ -168,7 +169,7 @@ def test_casting_where_allowed(checkpoint: Path, size: int) -> None:
 def test_casting_works_through_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_CKPT_ARENA_BYTES", str(4 * MiB))
     state = {f"{i}": torch.full((300_000,), float(i)) for i in range(40)}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     target = {key: torch.zeros(300_000, dtype=torch.float64) for key in state}
     load_with(checkpoint, target, LoadPlanner(allow_cast=True))
     for key, tensor in target.items():
@@ -176,8 +177,8 @@ def test_casting_works_through_little_memory(checkpoint: Path, monkeypatch: pyte
 
 
 def test_tensor_where_the_state_has_an_object_is_refused(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(3)})
-    error = refusal(lambda: load(checkpoint, {"a": 1}))
+    dcp_save(checkpoint, {"a": torch.ones(3)})
+    error = refusal(lambda: dcp_load(checkpoint, {"a": 1}))
     assert "a" in str(error)
 
 
@@ -276,7 +277,7 @@ class _Objects(SavePlanner):
 def test_planner_that_changes_objects(checkpoint: Path) -> None:
     save_with(checkpoint, {"a": 1, "t": torch.ones(3)}, _Objects())
     target = {"a": None, "t": torch.zeros(3)}
-    load(checkpoint, target)
+    dcp_load(checkpoint, target)
     assert_same(target, {"a": ("wrapped", 1), "t": torch.ones(3)})
 
 
@@ -323,7 +324,7 @@ def test_planner_that_casts_behind_the_back_of_the_metadata(checkpoint: Path, dt
     dcp.load(target, storage_reader=FileSystemReader(checkpoint))
     assert_same(target, expected)
     assert_same(load_with(checkpoint, blank(state), LoadPlanner(allow_cast=True)), expected)
-    error = refusal(lambda: load(checkpoint, blank(state)))
+    error = refusal(lambda: dcp_load(checkpoint, blank(state)))
     assert isinstance(error, IncompatibleStateError)
 
 
@@ -411,7 +412,7 @@ def _recording(base: Any) -> Any:
 @pytest.mark.parametrize("base", [LoadPlanner, DefaultLoadPlanner])
 def test_every_hook_of_a_load_planner_is_called(checkpoint: Path, base: Any) -> None:
     state = {"a": torch.randn(10), "large": torch.randn(MiB), "t": torch.randn(30, 20).t(), "n": 1, "o": {"x": "y"}}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     planner = _recording(base)
     assert_same(load_with(checkpoint, blank(state), planner), state)
     tensors = ("a", "large", "t")
@@ -436,13 +437,13 @@ def test_load_planner_may_fill_tensors_of_its_own(checkpoint: Path, base: Any) -
             self.lookup_tensor(read_item.dest_index).copy_(tensor * 2)
 
     state = {f"{i}": torch.full((100_000,), float(i)) for i in range(50)}
-    save(checkpoint, state)
+    dcp_save(checkpoint, state)
     target = load_with(checkpoint, blank(state), Scratch())
     assert_same(target, {key: value * 2 for key, value in state.items()})
 
 
 def test_a_state_with_other_keys_does_not_get_the_plan_of_the_load_before(checkpoint: Path) -> None:
-    save(checkpoint, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
+    dcp_save(checkpoint, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
     planner = LoadPlanner(allow_partial_load=True)
     load_with(checkpoint, {"a": torch.zeros(4), "b": torch.zeros(4)}, planner)
     for _ in range(2):
@@ -452,7 +453,7 @@ def test_a_state_with_other_keys_does_not_get_the_plan_of_the_load_before(checkp
 
 @pytest.mark.parametrize("base", [DefaultLoadPlanner, LoadPlanner])
 def test_a_hook_may_be_put_on_a_planner_itself(checkpoint: Path, base: Any) -> None:
-    save(checkpoint, {"w": torch.arange(5), "object": "kept"})
+    dcp_save(checkpoint, {"w": torch.arange(5), "object": "kept"})
     planner = base()
     assert item_targets(planner).are_views
     filled: dict[str, torch.Tensor] = {}
@@ -487,7 +488,7 @@ def test_load_planner_may_decode_objects_itself(checkpoint: Path) -> None:
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
             self.set_object(read_item, f"loaded {torch.load(value, weights_only=True)}")
 
-    save(checkpoint, {"a": 1, "nested": {"b": "x"}})
+    dcp_save(checkpoint, {"a": 1, "nested": {"b": "x"}})
     target = load_with(checkpoint, {"a": 0, "nested": {"b": ""}}, Text())
     assert target == {"a": "loaded 1", "nested": {"b": "loaded x"}}
 
@@ -497,7 +498,7 @@ def test_load_planner_that_resolves_to_another_shape_is_an_error(checkpoint: Pat
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
             return torch.empty(7)
 
-    save(checkpoint, {"a": torch.ones(3)})
+    dcp_save(checkpoint, {"a": torch.ones(3)})
     assert isinstance(refusal(lambda: load_with(checkpoint, {"a": torch.zeros(3)}, Wrong())), IncompatibleStateError)
 
 
@@ -510,7 +511,7 @@ def test_error_in_a_hook_is_what_the_caller_sees(checkpoint: Path) -> None:
         def resolve_data(self, write_item: WriteItem) -> Any:
             raise KeyError("my own")
 
-    save(checkpoint, {"a": torch.ones(3)})
+    dcp_save(checkpoint, {"a": torch.ones(3)})
     assert isinstance(refusal(lambda: load_with(checkpoint, {"a": torch.zeros(3)}, Failing())), KeyError)
     assert isinstance(refusal(lambda: save_with(checkpoint, {"a": torch.zeros(3)}, FailingSave())), KeyError)
     assert_same(load_blank(checkpoint, {"a": torch.zeros(3)}), {"a": torch.ones(3)})
@@ -580,7 +581,7 @@ def test_stock_plan_caching_with_our_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reader", ["ours", "stock's"])
 def test_a_planner_of_ours_casts_under_no_reader_unless_told(tmp_path: Path, reader: str) -> None:
-    save(tmp_path, {"a": torch.ones(2)})
+    dcp_save(tmp_path, {"a": torch.ones(2)})
     how: dict[str, Any] = (
         {"checkpoint_id": tmp_path} if reader == "stock's" else {"storage_reader": StorageReader(tmp_path)}
     )

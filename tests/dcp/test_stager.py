@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from background import change_all, many_kinds, state_of_rank, whole_state
-from damage import load, no_snapshot_is_left, same, state
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
+from harness.saves import load
+from harness.snapshots import no_snapshot_is_left, snapshot_memory
+from harness.states import change_all, many_kinds, same, state, state_of_rank, whole_state
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, Stager, StorageWriter
-from vescale_ckpt._engine import _C
 
 BOUND = 180.0  # seconds after which something counts as hung
 
@@ -33,11 +33,11 @@ def test_what_is_staged_is_a_copy() -> None:
     assert same(staged, many_kinds(1))
     assert staged["view"].data_ptr() == staged["base"].data_ptr() + 1000 * 4, "memory that was shared is not any more"
     assert staged["same"].data_ptr() == staged["base"].data_ptr()
-    assert _C.snapshot_memory()["in_use_bytes"] > 0
+    assert snapshot_memory()["in_use_bytes"] > 0
     del staged
     assert no_snapshot_is_left()
     stager.close()
-    assert _C.snapshot_memory()["touched_bytes"] == 0
+    assert snapshot_memory()["touched_bytes"] == 0
 
 
 def test_parameters_stay_what_they_are() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import faults
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import vescale_ckpt
 from vescale_ckpt import SavePlanner, StorageReader, StorageWriter
-from vescale_ckpt._engine import _C
 
 
 def test_options_without_effect_are_taken(tmp_path: Path) -> None:
@@ -98,16 +98,16 @@ def test_the_future_of_a_save_is_done_after_its_callbacks(tmp_path: Path) -> Non
 
 
 def test_an_error_that_the_future_raised_is_not_raised_again(tmp_path: Path) -> None:
-    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    faults.inject("sync", errno.EIO, 0, 1000)
     handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
     with pytest.raises(vescale_ckpt.CheckpointError, match="Input/output"):
         handle.future.result(60)
-    _C.clear_faults()
+    faults.clear()
     vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})
 
-    _C.inject_fault("sync", errno.EIO, 0, 1000)
+    faults.inject("sync", errno.EIO, 0, 1000)
     handle = vescale_ckpt.save(tmp_path, {"w": torch.ones(3)}, async_checkpoint=True)
     assert isinstance(handle.future.exception(60), vescale_ckpt.CheckpointError)
-    _C.clear_faults()
+    faults.clear()
     with pytest.raises(vescale_ckpt.SaveFailedError):  # nobody has raised it yet
         vescale_ckpt.save(tmp_path, {"w": torch.ones(3)})

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-from fake_cuda import INSUFFICIENT_DRIVER, fake_cuda, load_runtime, needs_fake_cuda
-from rank_pool import in_fork
+from harness.fake_cuda import INSUFFICIENT_DRIVER, device_info, fake_cuda, load_runtime, needs_fake_cuda
+from harness.ranks import in_fork
 
 from vescale_ckpt._engine import _C
 
 
 def test_says_which_devices_there_are_or_why_there_are_none() -> None:
-    info = _C.device_info()
+    info = device_info()
     assert len(info["devices"]) == torch.cuda.device_count()
     assert bool(info["reason"]) == (not info["runtime"])
     assert torch.cuda.is_available() or "CUDA" in info["reason"]
@@ -20,7 +20,7 @@ def test_says_which_devices_there_are_or_why_there_are_none() -> None:
 
 def _info() -> tuple[dict[str, Any], int]:
     with fake_cuda() as fake:
-        return _C.device_info(), fake.count("cuDevicePrimaryCtxRetain")
+        return device_info(), fake.count("cuDevicePrimaryCtxRetain")
 
 
 @needs_fake_cuda

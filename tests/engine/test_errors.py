@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
+from harness import faults
+from harness.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_ckpt import (
@@ -99,7 +100,7 @@ def test_engine_errors_become_errors_of_this_package(tmp_path: os.PathLike[str],
     tensor = torch.ones(3)
     table = int_table((DTYPE_CODES[tensor.dtype], tensor.data_ptr(), 1, 3, 1))
     path = os.path.join(tmp_path, "file")
-    _C.inject_fault("write", number)
+    faults.inject("write", number)
     with pytest.raises(CheckpointError) as raised, named_errors(lambda row: f"key {row}", str(tmp_path), 99):
         writer = _C.FileWriter(path, int_table([12]), engine_options(None, "auto"), True)
         writer.write_tensors(table)

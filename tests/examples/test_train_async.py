@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from python_forks import run_python
-from rank_pool import run_ranks
+from harness.python_forks import run_python
+from harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

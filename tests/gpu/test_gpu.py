@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
+from harness.fake_cuda import device_info
+from harness.ranks import run_ranks
+from harness.snapshots import snapshot_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
-from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.nccl import DeviceGroup
 
 pytestmark = [
@@ -145,7 +146,7 @@ def test_later_changes_do_not_reach_the_file(
         handle.result(BOUND)
         expect_saved(tmp_path / str(seed), model_state(seed))
     vescale_ckpt.prepare(model_state(0))  # waits until all is locked
-    memory = _C.snapshot_memory()
+    memory = snapshot_memory()
     assert memory["registered_bytes"] == memory["touched_bytes"] > 0
 
 
@@ -263,7 +264,7 @@ def test_snapshots_hold_tensors_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_the_engine_finds_every_device() -> None:
-    info = _C.device_info()
+    info = device_info()
     assert info["runtime"] and info["reason"] == "" and len(info["devices"]) == torch.cuda.device_count()
 
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fake_cuda
 import pytest
-from python_forks import run_python
+from harness import fake_cuda
+from harness.python_forks import run_python
 
 from benchmarks import gpu, gpu_train
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from late_copies import late_copies
-from states import assert_same
+from harness.snapshots import late_copies
+from harness.states import assert_same
 from torch import nn
 
 import vescale_ckpt

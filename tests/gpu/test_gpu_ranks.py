@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RanksFailedError, run_ranks
-from states import numbers
+from harness.ranks import RanksFailedError, run_ranks
+from harness.states import numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch as stock_torch
 import torch
-from damage import flip
-from states import KiB, MiB, random_tensor
+from harness.fake_cuda import device_info
+from harness.files import flip
+from harness.states import KiB, MiB, random_tensor
 
 from vescale_ckpt import CorruptCheckpointError, safetensors
 from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES
@@ -56,7 +57,7 @@ def test_large_and_small_tensors(tmp_path: Path, make: object, verify: bool) -> 
     safetensors.save_file(wanted, tmp_path / "file")
     for device in ("cuda", 0, "cuda:0"):
         expect_loaded(safetensors.load_file(tmp_path / "file", device, verify=verify), wanted)
-    assert _C.copies_from_cuda(), _C.device_info()
+    assert _C.copies_from_cuda(), device_info()
 
 
 def test_all_dtypes_at_odd_offsets(tmp_path: Path) -> None:

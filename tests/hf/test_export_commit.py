@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import safetensors.torch as stock_torch
 import torch
+from harness import faults
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
@@ -197,15 +198,15 @@ def test_a_call_that_fails_leaves_the_old_model_or_the_new_one(
     for skip in itertools.count():
         directory = tmp_path / str(skip)
         prepare(directory, before)
-        _C.inject_fault(call, errno.EIO, skip, 1000)
+        faults.inject(call, errno.EIO, skip, 1000)
         raised = False
         try:
             export(directory, 1, after)
         except CheckpointError as error:
             raised = True
             assert call.replace("_", " ") in str(error) or call in ("open", "unlink")
-        seen = _C.calls_seen(call)
-        _C.clear_faults()
+        seen = faults.calls_seen(call)
+        faults.clear()
         (found,) = check_old_or_new(directory, before)
         assert raised or found == 1
         check_next(directory, after)
@@ -308,9 +309,9 @@ def test_the_names_of_all_files_cost_one_sync(tmp_path: Path, monkeypatch: pytes
 
 def test_without_second_names_a_model_keeps_its_spare_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for k in (0, 1, 2):
-        _C.inject_fault("link", errno.EPERM, 0, 1000)
+        faults.inject("link", errno.EPERM, 0, 1000)
         export(tmp_path, k, "two")
-        _C.clear_faults()
+        faults.clear()
         assert which(as_we(tmp_path)) == which(as_transformers(tmp_path)) == k
         assert len(list(tmp_path.glob("*.safetensors"))) == 2
         assert any("is complete" in message for message in caplog.messages) == (k >= 1)

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from damage import same
-from rank_pool import run_ranks
+from harness import faults
+from harness.ranks import run_ranks
+from harness.states import same
 from test_safetensors_save import nothing_left, read, state_of_rank, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -127,13 +128,13 @@ def _save_columns(directory: str, who: int, what: str) -> str:
             send.side_effect = fail_late
         elif mine and what:
             call, error = what.split()
-            _C.inject_fault(call, getattr(errno, error), 0, 1000)
+            faults.inject(call, getattr(errno, error), 0, 1000)
         try:
             save(directory, state)
         except CheckpointError as raised:
             return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
         finally:
-            _C.clear_faults()
+            faults.clear()
         return f"saved, {'together' if send.called else 'alone'}, {warned.call_count} warnings"
 
 

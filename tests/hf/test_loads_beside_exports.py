@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import run_ranks
-from states import assert_same
+from harness.ranks import run_ranks
+from harness.states import assert_same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, StorageReader

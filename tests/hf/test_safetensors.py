@@ -22,9 +22,10 @@ import pytest
 import safetensors as stock
 import safetensors.torch as stock_torch
 import torch
-from damage import fault, fork, in_child, same
-from kills import Shared, kill, wait_until
-from states import random_tensor
+from harness import faults
+from harness.children import Shared, fork, in_child, kill, wait_until
+from harness.faults import fault
+from harness.states import random_tensor, same
 from torch.utils.dlpack import from_dlpack
 
 from vescale_ckpt import (
@@ -537,7 +538,7 @@ def test_a_call_that_fails_fails_the_save_and_leaves_the_old_file(path: Path, ca
                 after = [state(1), state(2)] if call == "sync_directory" else [state(1)]
             else:
                 after = [state(2)]
-            reached = _C.calls_seen(call) > number
+            reached = faults.calls_seen(call) > number
         assert any(same(safetensors.load_file(path), values) for values in after)
         assert os.listdir(path.parent) == [path.name]
         if not reached:

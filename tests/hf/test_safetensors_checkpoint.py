@@ -15,9 +15,10 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import cause, flip, flipped
-from rank_pool import run_ranks
-from states import Tied, assert_same, numbers
+from harness.files import flip, flipped
+from harness.ranks import run_ranks
+from harness.saves import cause
+from harness.states import Tied, assert_same, numbers
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import safetensors.torch as stock_torch
 import torch
-from damage import flip, same
-from fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda
-from rank_pool import in_fork
-from states import KiB, MiB, numbers, random_tensor
+from harness.fake_cuda import FakeCuda, fake_cuda, needs_fake_cuda
+from harness.files import flip
+from harness.ranks import in_fork
+from harness.states import KiB, MiB, numbers, random_tensor, same
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, safetensors
 from vescale_ckpt._checkpoint.safetensors.header_texts import DTYPES

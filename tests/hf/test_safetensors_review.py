@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import same
-from rank_pool import run_ranks
+from harness import faults
+from harness.ranks import run_ranks
+from harness.states import same
 from test_safetensors_save import files, nothing_left, read, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -298,11 +299,11 @@ def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, exchanges: bool)
     made = tmp_path / "made"
     convert(tmp_path / "a.pt", made, format="npy")
     for error in (errno.EIO, errno.ENOSPC):
-        _C.inject_fault("exchange", error if exchanges else errno.EINVAL)
-        _C.inject_fault("rename", error, 1)
+        faults.inject("exchange", error if exchanges else errno.EINVAL)
+        faults.inject("rename", error, 1)
         with pytest.raises(StorageFullError if error == errno.ENOSPC else CheckpointError, match="made"):
             convert(tmp_path / "b.pt", made, format="npy", overwrite=True)
-        _C.clear_faults()
+        faults.clear()
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "made"] and os.listdir(made) == ["a.npy"]
 
 

@@ -20,10 +20,10 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import fork, same
-from kills import Shared, kill, wait_until
-from rank_pool import run_ranks
-from states import Tied, layouts
+from harness import faults
+from harness.children import Shared, fork, kill, wait_until
+from harness.ranks import run_ranks
+from harness.states import Tied, layouts, same
 from test_safetensors import all_dtypes
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -298,11 +298,11 @@ def test_an_older_export_is_replaced(checkpoint: Path, before: str, after: str) 
 def test_a_call_that_fails_before_the_commit_leaves_the_older_export(checkpoint: Path, call: str, error: int) -> None:
     save(checkpoint, model(0), max_shard_size="1MB")
     for skip in range(2 if call in ("open", "write") else 1):
-        _C.inject_fault(call, error, skip, 1000)
+        faults.inject(call, error, skip, 1000)
         wanted = StorageFullError if error == errno.ENOSPC and call in ("write", "allocate") else CheckpointError
         with pytest.raises(wanted):
             save(checkpoint, model(1), max_shard_size="2MB")
-        _C.clear_faults()
+        faults.clear()
         assert nothing_left(checkpoint)
         assert same(read(checkpoint), model(0))
     save(checkpoint, model(2), max_shard_size="2MB")
@@ -548,7 +548,7 @@ def _fail(directory: str, who: int, call: str, error: int) -> str:
     mine = dist.get_rank() == who
     if call == "die":
         if mine:
-            _C.inject_fault("sync", errno.EIO, 0, 0)
+            faults.inject("sync", errno.EIO, 0, 0)
             with mock.patch.object(
                 _C.SharedWriter, "finish", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             ):
@@ -556,13 +556,13 @@ def _fail(directory: str, who: int, call: str, error: int) -> str:
     elif mine and call == "object":
         state["mine"] = 1
     elif mine:
-        _C.inject_fault(call, error, 0, 1000)
+        faults.inject(call, error, 0, 1000)
     try:
         save(directory, state, timeout=60.0)
     except CheckpointError as raised:
         return f"{type(raised).__name__} {getattr(raised, 'rank', None)}: {raised}"
     finally:
-        _C.clear_faults()
+        faults.clear()
     return "saved"
 
 

@@ -18,10 +18,11 @@ import safetensors.torch as stock_torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import blank, same
-from fault_proxy import Action, FaultProxy, Kind, Rule
-from object_server import ObjectServer, unfinished_uploads
-from rank_pool import run_ranks
+from harness import stores
+from harness.fault_proxy import Action, FaultProxy, Kind, Rule
+from harness.object_server import ObjectServer, unfinished_uploads
+from harness.ranks import run_ranks
+from harness.states import blank, same
 from test_safetensors_save import model, state_of_rank, whole
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -35,7 +36,6 @@ from vescale_ckpt._collective import store_export as collective_export
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import int_table, words
 from vescale_ckpt._storage import leftovers, object_store
-from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._write import store_export
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -49,7 +49,7 @@ def save(url: str, state: dict[str, Any], **options: Any) -> Any:
 
 def names(url: str) -> set[str]:
     try:
-        return set(directory_at(url).names())
+        return set(stores.names(url))
     except FileNotFoundError:
         return set()
 
@@ -65,7 +65,7 @@ def download(url: str, folder: Path) -> State:
     """All tensors, as the safetensors library reads them from copies of the files that the index names."""
     folder.mkdir(parents=True)
     for name in names(url):
-        (folder / name).write_bytes(directory_at(url).read(name))
+        (folder / name).write_bytes(stores.read(url, name))
     index = json.loads((folder / INDEX_NAME).read_bytes())["weight_map"]
     assert names(url) == {*index.values(), INDEX_NAME}
     found: State = {}
@@ -205,7 +205,7 @@ def test_of_two_jobs_that_race_one_commits(url: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(store_export, "commit_objects", after_another)
     with pytest.raises(CheckpointError, match="another job committed it meanwhile"):
         save(url, model(1), overwrite=False)
-    index = json.loads(directory_at(url).read(INDEX_NAME))["weight_map"]
+    index = json.loads(stores.read(url, INDEX_NAME))["weight_map"]
     assert loads(url, model(0)) and names(url) == {*index.values(), INDEX_NAME}
 
 
@@ -231,7 +231,7 @@ def test_a_failed_save_leaves_the_model_before_and_nothing_else(url: str, monkey
 def test_repair_removes_what_a_killed_save_has_left(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left = object_names(2, "0123abcd")
     for name in left:
-        directory_at(url).write(name, b"half")
+        stores.write(url, name, b"half")
     with pytest.raises(CheckpointError, match="did not finish"):
         vescale_ckpt.load(url, model(0))
     save(url, model(0))
@@ -380,7 +380,7 @@ def test_passing_harm_is_outlived(fault_proxy: FaultProxy, bucket_url: str, kind
         fault_proxy.clear()
         assert rule.hits == 1
         assert loads(f"{bucket_url}/{skip}", large(1))
-        index = json.loads(directory_at(f"{bucket_url}/{skip}").read(INDEX_NAME))["weight_map"]
+        index = json.loads(stores.read(f"{bucket_url}/{skip}", INDEX_NAME))["weight_map"]
         assert names(f"{bucket_url}/{skip}") == {*index.values(), INDEX_NAME}
 
 

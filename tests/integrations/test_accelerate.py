@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 pytest.importorskip("accelerate")
 
-import jobs
 from accelerate import Accelerator
+from harness import jobs
 
 import vescale_ckpt
 from vescale_ckpt.integrations import _versions, accelerate

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from jobs import run
+from harness.jobs import run
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 

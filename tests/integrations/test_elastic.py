@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 pytestmark = pytest.mark.slow  # several jobs under torchrun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "elastic.py"

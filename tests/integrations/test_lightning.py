@@ -19,10 +19,10 @@ import pytest
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
 
-import jobs
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from harness import jobs
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as StockFabricModelParallel
 from lightning.fabric.utilities.load import _load_distributed_checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-import jobs
+from harness import jobs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -7,8 +7,8 @@ import re
 import signal
 from pathlib import Path
 
-import jobs
 import pytest
+from harness import jobs
 
 import vescale_ckpt
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchao")
 
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.prototype.mx_formats.mx_tensor import MXTensor

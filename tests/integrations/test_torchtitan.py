@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-import jobs
+from harness import jobs
 
 import vescale_ckpt
 

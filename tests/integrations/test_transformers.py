@@ -16,7 +16,7 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import jobs
+from harness import jobs
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 

@@ -24,8 +24,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from damage import blank, data_files, flipped, fork, in_child, records, same, small_state
-from rank_pool import run_ranks
+from harness import faults
+from harness.children import fork, in_child
+from harness.files import data_files, flipped, records
+from harness.ranks import run_ranks
+from harness.states import blank, same, small_state
 
 import vescale_ckpt
 from vescale_ckpt import (
@@ -561,10 +564,10 @@ def test_what_a_save_that_died_left_goes_with_the_next(checkpoint: Path) -> None
 def test_a_save_that_fails_removes_nothing(checkpoint: Path) -> None:
     save_steps(checkpoint, 1)
     with CheckpointManager(checkpoint, max_to_keep=1, async_checkpoint=False) as saver:
-        _C.inject_fault("write", errno.ENOSPC, 0, 10**6)
+        faults.inject("write", errno.ENOSPC, 0, 10**6)
         with pytest.raises(CheckpointError):
             saver.save(2, small_state(2))
-        _C.clear_faults()
+        faults.clear()
         assert saver.steps() == [1]
         saver.save(3, small_state(3))
         assert steps_in(checkpoint) == [3]
@@ -634,9 +637,9 @@ def test_a_removal_that_fails_is_made_up_for(
 
 def test_a_directory_that_cannot_be_synced_is_not_half_removed(checkpoint: Path) -> None:
     save_steps(checkpoint, 1, 2)
-    _C.inject_fault("sync_directory", errno.EIO, 0, 1)
+    faults.inject("sync_directory", errno.EIO, 0, 1)
     assert step_directories.remove(str(checkpoint), [1]) == [1]
-    _C.clear_faults()
+    faults.clear()
     assert verify(checkpoint / "step-1.deleting").ok  # a crash may bring its name back
     save_steps(checkpoint, 3)
     assert not (checkpoint / "step-1.deleting").exists()

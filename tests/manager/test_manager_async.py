@@ -17,9 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from background import held
-from damage import blank, in_child, same, small_state
-from rank_pool import run_ranks
+from harness import faults
+from harness.children import in_child
+from harness.ranks import run_ranks
+from harness.snapshots import held, snapshot_memory
+from harness.states import blank, same, small_state
 from test_manager import BOUND, Child, restored, save_steps, steps_in
 
 import vescale_ckpt
@@ -34,7 +36,6 @@ from vescale_ckpt import (
 )
 from vescale_ckpt._collective import background
 from vescale_ckpt._collective.background import BackgroundQueue
-from vescale_ckpt._engine import _C
 from vescale_ckpt._ranks.groups import PerGroup
 from vescale_ckpt.manager import manager
 from vescale_ckpt.manager.running_save import RunningSave
@@ -145,7 +146,7 @@ def test_a_save_that_fails(checkpoint: Path) -> None:
     saver = CheckpointManager(checkpoint, max_to_keep=1)
     saver.save(1, small_state(1))
     saver.wait()
-    _C.inject_fault("write", errno.ENOSPC, 0, 10**6)
+    faults.inject("write", errno.ENOSPC, 0, 10**6)
     handle = saver.save(2, small_state(2))
     assert handle is not None
     with pytest.raises(StorageFullError):
@@ -160,7 +161,7 @@ def test_a_save_that_fails(checkpoint: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointManager(checkpoint) as other:  # which is not hidden
         other.save(4, small_state(4))
         _ = 1 / 0
-    _C.clear_faults()
+    faults.clear()
     assert saver.steps() == [1]
     save_steps(checkpoint, 5)
     assert steps_in(checkpoint) == [1, 5]
@@ -179,11 +180,11 @@ def fail_on_one_of_two(directory: Path) -> tuple[int, str, str, str, list[int]]:
         saver.save(1, small_state(1))
         saver.wait()
         if rank == 1:
-            _C.inject_fault("open", errno.EIO, 0, 10**6)
+            faults.inject("open", errno.EIO, 0, 10**6)
         handle = saver.save(2, small_state(2))
         assert handle is not None
         error = handle.exception(BOUND)
-        _C.clear_faults()
+        faults.clear()
         if rank == 0:
             assert outcome(handle.result) == text_of(error) != ""
         values = blank(small_state(0))
@@ -204,12 +205,12 @@ def test_two_managers_of_one_group_hear_of_each_other(checkpoint: Path) -> None:
         assert one.steps() == [1] and handle is not None
     other.wait()
     one = CheckpointManager(checkpoint / "one")
-    _C.inject_fault("sync", errno.EIO, 0, 10**6)
+    faults.inject("sync", errno.EIO, 0, 10**6)
     one.save(2, small_state(2))
     failed = one._running
     assert failed is not None
     failed.wait_until_ended()
-    _C.clear_faults()
+    faults.clear()
     with pytest.raises(SaveFailedError, match="one/step-2 before"):
         other.save(2, small_state(2))
     other.save(3, small_state(3))
@@ -262,12 +263,12 @@ def test_the_first_save_after_restoring_plans_nothing(
         values = blank(small_state(0))
         saver.restore(values, prepare=prepare)
         assert len(plans) == prepare
-        memory = _C.snapshot_memory()["touched_bytes"]
+        memory = snapshot_memory()["touched_bytes"]
         saver.save(2, values)
         saver.wait()
         assert len(plans) == 1
         if prepare:
-            assert 0 < memory == _C.snapshot_memory()["touched_bytes"]
+            assert 0 < memory == snapshot_memory()["touched_bytes"]
 
 
 @contextlib.contextmanager
@@ -423,10 +424,10 @@ def test_the_last_save_is_made_though_the_one_before_failed(
 ) -> None:
     with CheckpointManager(checkpoint, save_on_signal=signal.SIGTERM) as saver:
         failing = saver if whose == "its own" else CheckpointManager(checkpoint)
-        _C.inject_fault("sync", errno.EIO, 0, 10**6)
+        faults.inject("sync", errno.EIO, 0, 10**6)
         handle = failing.save(1, small_state(1))
         assert handle is not None and handle.exception(BOUND) is not None
-        _C.clear_faults()
+        faults.clear()
         os.kill(os.getpid(), signal.SIGTERM)
         handle = saver.save(2, small_state(2))
         assert saver.preempted and handle is not None and handle.done()
@@ -437,10 +438,10 @@ def test_the_last_save_is_made_though_the_one_before_failed(
 def test_the_last_save_is_tried_again_if_it_fails(checkpoint: Path) -> None:
     with CheckpointManager(checkpoint, save_interval_steps=1000, save_on_signal=signal.SIGTERM) as saver:
         os.kill(os.getpid(), signal.SIGTERM)
-        _C.inject_fault("sync", errno.EIO, 0, 10**6)
+        faults.inject("sync", errno.EIO, 0, 10**6)
         with pytest.raises(CheckpointError):
             saver.save(1, small_state(1))
-        _C.clear_faults()
+        faults.clear()
         assert not saver.preempted
         saver.save(2, small_state(2))
         assert saver.preempted and saver.steps() == [2]

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import blank, data_files, flip, fork, same
-from kills import killed_before
-from rank_pool import run_ranks
+from harness.children import fork, killed_before
+from harness.files import data_files, flip
+from harness.ranks import run_ranks
+from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, CorruptCheckpointError

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import blank, same
+from harness import stores
+from harness.states import blank, same
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError, convert
@@ -42,7 +43,7 @@ def loads(path: str, state: State) -> bool:
 
 def names(path: str) -> set[str]:
     try:
-        return set(directory_at(path).names())
+        return set(stores.names(path))
     except FileNotFoundError:
         return set()
 
@@ -68,7 +69,7 @@ def test_a_removed_step_leaves_the_objects_that_others_name(url: str, tmp_path: 
         path = f"{url}/step-{step}"
         assert loads(path, lora(step)) and vescale_ckpt.verify(path).ok and vescale_ckpt.verify(path, quick=True).ok
         assert any(kept in name for name in vescale_ckpt.inspect(path).files)
-        assert sum(directory_at(path).stat(name).size for name in data_files(path)) < 100_000, "written again"
+        assert sum(stores.size(path, name) for name in data_files(path)) < 100_000, "written again"
     values = blank(lora(3))
     assert manager.restore(values) == 3 and same(values, lora(3))
     # A copy needs no other step, and stock DCP reads it.
@@ -77,7 +78,7 @@ def test_a_removed_step_leaves_the_objects_that_others_name(url: str, tmp_path: 
     dcp.load(values, checkpoint_id=tmp_path / "copy", no_dist=True)
     assert same(values, lora(3))
     copy(f"{url}/step-3", f"{url}/copy")
-    directory_at(f"{url}/step-0").remove(kept)
+    stores.remove(f"{url}/step-0", kept)
     assert loads(f"{url}/copy", lora(3))
     with pytest.raises(CorruptCheckpointError, match="step-0"):
         loads(f"{url}/step-3", lora(3))
@@ -98,7 +99,7 @@ def test_a_step_that_is_saved_again_keeps_what_others_name(url: str) -> None:
 def test_objects_are_kept_where_a_tool_dropped_the_mark(url: str) -> None:
     for step in range(2):
         vescale_ckpt.save(f"{url}/step-{step}", lora(step), base=f"{url}/step-0")
-    directory_at(f"{url}/step-0").remove(MARK_NAME)
+    stores.remove(f"{url}/step-0", MARK_NAME)
     vescale_ckpt.save(f"{url}/step-0", lora(7, 1))
     assert loads(f"{url}/step-0", lora(7, 1)) and loads(f"{url}/step-1", lora(1))
 
@@ -195,7 +196,7 @@ def test_conversions_and_copies_of_a_step_need_no_other(url: str, tmp_path: Path
     assert main(["copy", step, str(tmp_path / "copy")]) == 0
     convert(step, step + "-again", format="dcp")
     for name in data_files(f"{url}/step-0"):
-        directory_at(f"{url}/step-0").remove(name)
+        stores.remove(f"{url}/step-0", name)
     for path in (tmp_path / "dcp", f"{url}/dcp", f"{url}/copy", tmp_path / "copy", step + "-again"):
         assert loads(str(path), expected) and vescale_ckpt.verify(path).ok, path
     tensors = {name: expected[name] for name in ("frozen", "adapter")}

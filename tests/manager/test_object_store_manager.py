@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import stores
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
@@ -37,7 +38,7 @@ def test_a_run(url: str) -> None:
         assert manager.steps() == [2, 4] and manager.latest() == 4
         assert manager.metrics(2) == {"loss": 0.3}
     with pytest.raises(FileNotFoundError):
-        directory_at(f"{url}/step-3").names()
+        stores.names(f"{url}/step-3")
     with CheckpointManager(url) as manager:
         target = state(0)
         assert manager.restore(target) == 4
@@ -64,20 +65,20 @@ def test_a_damaged_checkpoint_is_passed_over(url: str, caplog: pytest.LogCapture
 
 
 def test_a_save_that_died_is_no_checkpoint_and_stays_for_a_day(url: str) -> None:
-    directory_at(f"{url}/step-7").write("__0_01234567.distcp", b"half")
+    stores.write(f"{url}/step-7", "__0_01234567.distcp", b"half")
     with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
         assert manager.steps() == [2]
     # It may be that of a save under way: there are no locks to ask.
-    assert directory_at(f"{url}/step-7").names() == ["__0_01234567.distcp"]
+    assert stores.names(f"{url}/step-7") == ["__0_01234567.distcp"]
 
 
 def test_a_run_moves_from_a_disk_to_a_store(url: str, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", async_checkpoint=False) as manager:
         manager.save(1, state(1))
     for file in (tmp_path / "run" / "step-1").iterdir():
-        directory_at(f"{url}/step-1").write(file.name, file.read_bytes())
+        stores.write(f"{url}/step-1", file.name, file.read_bytes())
     assert CheckpointManager(url).latest() == 1
     assert vescale_ckpt.verify(f"{url}/step-1").ok
 
@@ -93,7 +94,7 @@ def test_a_run_moves_from_a_disk_to_a_store(url: str, tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_read_is_a_named_error(
     fault_proxy: Any, bucket_url: str, action: Any, text: str, number: int
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
@@ -120,7 +121,7 @@ def test_nothing_begins_anew_because_reads_are_refused(
     fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists and HEAD are answered, GET is not: by a policy, or while the store throttles."""
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=2) as manager:
         for step in (1, 2):
@@ -146,7 +147,7 @@ def test_nothing_begins_anew_because_reads_are_refused(
 
 
 def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, bucket_url: str) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     options: Any = {"max_to_keep": 2, "best": "loss", "best_mode": "min", "async_checkpoint": False}
     manager = CheckpointManager(bucket_url, **options)
@@ -165,7 +166,7 @@ def test_the_best_step_stays_if_its_metrics_cannot_be_read(fault_proxy: Any, buc
 
 def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: str) -> None:
     """Without it a step that was abandoned would count as the newest."""
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
@@ -183,14 +184,14 @@ def test_a_branch_that_cannot_be_read_is_an_error(fault_proxy: Any, bucket_url: 
 def test_one_flipped_bit_costs_no_checkpoint(
     fault_proxy: Any, bucket_url: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         for step in (1, 2):
             manager.save(step, {**state(step), "o": {"step": step}})
-    for name in directory_at(f"{bucket_url}/step-2").names():
+    for name in stores.names(f"{bucket_url}/step-2"):
         if name == ".metadata.index":  # else nobody reads .metadata
-            directory_at(f"{bucket_url}/step-2").remove(name)
+            stores.remove(f"{bucket_url}/step-2", name)
     for skip in range(4):
         fault_proxy.add(Rule("flip", kind="get", path="step-2/.*" + path, skip=skip))
         target = {**state(0), "o": {"step": 0}}
@@ -281,7 +282,7 @@ def test_steps_are_uploaded_and_restored_from_where_they_are(url: str, local: Pa
         assert set(manager.tiers()) >= {2, 3}
     assert manager.tiers()[3] == "remote"
     assert CheckpointManager(url).latest() == 3
-    assert directory_at(f"{url}/step-3").read("config.json") == b"{}"
+    assert stores.read(f"{url}/step-3", "config.json") == b"{}"
     assert vescale_ckpt.verify(f"{url}/step-3").ok
 
     # A new node: the local directory is empty.
@@ -319,7 +320,7 @@ def test_going_back_uploads_the_step_again(url: str, local: Path) -> None:
 def test_a_store_that_is_away_does_not_stop_training(
     fault_proxy: Any, bucket_url: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "10")
     manager = CheckpointManager(bucket_url, local=local, async_checkpoint=False)
@@ -352,7 +353,7 @@ def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
     caplog: pytest.LogCaptureFixture,
     action: Any,
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, local=local, async_checkpoint=False) as manager:
         manager.save(1, state(1))
@@ -382,7 +383,7 @@ def test_a_job_goes_on_from_its_own_disk_while_the_store_is_away(
 
 
 def test_without_local_steps_a_store_that_is_away_is_an_error(fault_proxy: Any, bucket_url: str, local: Path) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     with CheckpointManager(bucket_url, async_checkpoint=False) as manager:
         manager.save(1, state(1))

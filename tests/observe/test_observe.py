@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
+from harness import faults
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import metrics
-from vescale_ckpt._engine import _C
 from vescale_ckpt._inspect import trace as traces
 from vescale_ckpt._observe import bar, logs
 from vescale_ckpt._observe.bar import Bar
@@ -113,7 +113,7 @@ def test_an_asynchronous_save_tells_how_long_training_waited(
 
 def test_a_failed_save_says_so_and_has_no_statistics(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vescale_ckpt")
-    _C.inject_fault("sync", 5)
+    faults.inject("sync", 5)
     handle = vescale_ckpt.save(checkpoint, _state(), async_checkpoint=True)
     with pytest.raises(vescale_ckpt.CheckpointError):
         handle.result()

@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import TIMEOUT as RUN_TIMEOUT
-from rank_pool import run_ranks
+from harness.ranks import TIMEOUT as RUN_TIMEOUT
+from harness.ranks import run_ranks
 
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError, RankFailedError, SaveFailedError, StorageFullError
 from vescale_ckpt._ranks import connections

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from machines import FAULTS, Fault, Machines, why_not
+from harness.machines import FAULTS, Fault, Machines, why_not
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CheckpointTimeoutError

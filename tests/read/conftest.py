@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from damage import save, state, stock_save
+from harness.saves import save, stock_save
+from harness.states import state
 
 
 @pytest.fixture(scope="module", params=["ours", "ours, a file each", "stock"])

@@ -11,27 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from damage import (
-    Record,
-    State,
-    blank,
-    cause,
-    data_files,
-    flipped,
-    in_child,
-    load,
-    load_boxes,
-    outcome,
-    records,
-    same,
-    save,
-    small_state,
-    state,
-)
+from harness.children import in_child
+from harness.files import Record, data_files, drop_from_cache, flipped, records
+from harness.saves import cause, load, load_boxes, outcome, save
+from harness.states import State, blank, same, small_state, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader, UntrustedCheckpointError
-from vescale_ckpt._bench.page_cache import drop_file
 
 BLOCK = 256 << 10  # what a checksum of our table covers
 TENSORS = {"model.large", "model.bias", "model.strided", "model.scalar"}
@@ -97,7 +83,7 @@ def test_every_flipped_bit_inside_a_tensor_is_found(saved: Path, source: str) ->
         bit = rng.randrange(8 * record.body.start, 8 * record.body.stop)
         with flipped(record.path, bit):
             if source == "disk":
-                drop_file(record.path)
+                drop_from_cache(record.path)
             error = outcome(saved, state(1))
         assert isinstance(error, CorruptCheckpointError)
         assert (error.key, error.file) == (record.key, str(record.path))

@@ -9,16 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import flip
-from fake_cuda import ASSERT, fake_cuda, needs_fake_cuda, neighbours
-from rank_pool import in_fork, run_ranks
-from states import KiB, MiB, assert_same, numbers
+from harness.fake_cuda import ASSERT, device_notes, fake_cuda, needs_fake_cuda, neighbours
+from harness.files import flip
+from harness.ranks import in_fork, run_ranks
+from harness.states import KiB, MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, StorageReader
-from vescale_ckpt._engine import _C
 
 pytestmark = needs_fake_cuda
 
@@ -132,7 +131,7 @@ def _failures(directory: Path) -> dict[str, str]:
         found = _blank(state)
         vescale_ckpt.load(directory, found)
         assert_same(found, state)
-        texts["notes"] = " / ".join(_C.device_notes())
+        texts["notes"] = " / ".join(device_notes())
         file = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
         flip(file, file.stat().st_size // 3 * 8)
         failed("damage", CorruptCheckpointError)
@@ -190,16 +189,16 @@ def _without_batches(directory: Path) -> list[int]:
         batches()
         patch.setenv("VESCALE_CKPT_COPY_BATCHES", "0")
         batches()
-        assert any("VESCALE_CKPT_COPY_BATCHES=0" in note for note in _C.device_notes())
+        assert any("VESCALE_CKPT_COPY_BATCHES=0" in note for note in device_notes())
         patch.delenv("VESCALE_CKPT_COPY_BATCHES")
         batches()
         fake.fail("cudaHostRegister")
         patch.setenv("VESCALE_CKPT_SLOT_BYTES", str(5 * MiB))  # in slots of other memory, one of which is not locked
         batches()
         assert fake.count("copies of memory that is not locked") > 0
-        notes = _C.device_notes()
+        notes = device_notes()
         batches()
-        assert _C.device_notes() == notes and sum("a page lock was refused" in note for note in notes) == 1
+        assert device_notes() == notes and sum("a page lock was refused" in note for note in notes) == 1
     return counts
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import Record, data_files, flip, flipped, load_boxes, read_metadata, records
-from rank_pool import run_ranks
+from harness.files import Record, data_files, flip, flipped, read_metadata, records
+from harness.ranks import run_ranks
+from harness.saves import load_boxes
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 

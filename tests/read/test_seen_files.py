@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import stock_save
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
+from harness.saves import stock_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 

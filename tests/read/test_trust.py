@@ -20,21 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import (
-    State,
-    blank,
-    cause,
-    data_files,
-    in_child,
-    load,
-    load_boxes,
-    outcome,
-    read_metadata,
-    rewrite_metadata,
-    same,
-    save,
-    small_state,
-)
+from harness.children import in_child
+from harness.files import data_files, read_metadata, rewrite_metadata
+from harness.saves import cause, load, load_boxes, outcome, save
+from harness.states import State, blank, same, small_state
 from torch.distributed.checkpoint import DefaultLoadPlanner, _extension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (

@@ -15,24 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import (
-    data_files,
-    flipped,
-    in_child,
-    outcome,
-    read_metadata,
-    records,
-    rewrite_metadata,
-    save,
-    state,
-    stock_save,
-)
-from rank_pool import run_ranks
+from harness import faults
+from harness.children import in_child
+from harness.files import data_files, drop_from_cache, flipped, read_metadata, records, rewrite_metadata
+from harness.ranks import run_ranks
+from harness.saves import outcome, save, stock_save
+from harness.states import state
 
 import vescale_ckpt
 from vescale_ckpt import StorageReader, VerifyReport, verify
-from vescale_ckpt._bench.page_cache import drop_file
-from vescale_ckpt._engine import _C
 
 
 def damaged_keys(report: VerifyReport) -> set[str | None]:
@@ -43,7 +34,7 @@ def test_a_sound_checkpoint_is_said_to_be(saved: Path) -> None:
     for source in ("page cache", "disk"):
         if source == "disk":
             for path in data_files(saved):
-                drop_file(path)
+                drop_from_cache(path)
         report = verify(saved)
         assert report.ok and report.damaged == []
         assert (report.keys, report.files) == (9, len(data_files(saved)))
@@ -118,18 +109,18 @@ def test_what_a_disk_does_not_give_is_unreadable_and_not_damaged(checkpoint: Pat
     save(checkpoint, values)
     (checkpoint / ".metadata.index").unlink()  # its reads would be the first to fail
     for path in data_files(checkpoint):
-        drop_file(path)
-    _C.inject_fault("read", errno.EIO, 0, 1)
+        drop_from_cache(path)
+    faults.inject("read", errno.EIO, 0, 1)
     assert verify(checkpoint).ok  # a moment's failure, as the second attempt shows
     # All lie in one transfer. Halves of halves fail, down to one record; the others are read.
-    _C.inject_fault("read", errno.EIO, 0, 9)
+    faults.inject("read", errno.EIO, 0, 9)
     report = verify(checkpoint)
     (place,) = report.unreadable
     assert place.key == "weight 000" and "Input/output error" in place.reason
     assert not report.ok and not report.damaged and report.reason == place.reason
-    _C.inject_fault("read", errno.EIO, 0, 10**9)
+    faults.inject("read", errno.EIO, 0, 10**9)
     assert {place.key for place in verify(checkpoint).unreadable} == set(values)
-    _C.clear_faults()
+    faults.clear()
     assert verify(checkpoint).ok
 
 
@@ -145,7 +136,7 @@ def test_no_memory_of_the_checkpoints_size_is_taken(checkpoint: Path, monkeypatc
     del values
     for name in ("ours", "stock"):
         for path in data_files(checkpoint / name):
-            drop_file(path)
+            drop_from_cache(path)
         answer = in_child(verify_in_child, checkpoint / name, False)
         assert answer.value.ok and answer.value.bytes > 90 << 20
         assert answer.peak_bytes < 64 << 20, f"{name}: {answer.peak_bytes >> 20} MiB"

@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from damage import flip
-from rank_pool import run_ranks
-from states import MiB, assert_same, numbers
+from harness.files import flip
+from harness.ranks import run_ranks
+from harness.states import MiB, assert_same, numbers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import flip
-from rank_pool import run_ranks
-from states import assert_same, numbers
+from harness.files import drop_from_cache, flip
+from harness.ranks import run_ranks
+from harness.states import assert_same, numbers
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +28,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, LoadPlanner, PerRank, StorageReader
-from vescale_ckpt._bench.page_cache import drop_file
 from vescale_ckpt._checkpoint.native import metadata_file
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import words
@@ -353,7 +352,7 @@ def _through_the_cache(directory: Path, by: str) -> dict[str, tuple[int, int]]:
         os.environ["LOCAL_WORLD_SIZE"] = ranks_here
         dist.barrier()
         for path in directory.glob("*.distcp"):
-            drop_file(path)
+            drop_from_cache(path)
         dist.barrier()
         zeros = torch.zeros_like(w)
         target: Any = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None) if name == "rows" else zeros

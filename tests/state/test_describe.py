@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from cost import calls_of
+from harness.cost import calls_of
+from harness.states import bits, random_tensor
 from hypothesis import given
 from hypothesis import strategies as st
-from states import bits, random_tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata

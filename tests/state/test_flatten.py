@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cost import calls_of
+from harness.cost import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version

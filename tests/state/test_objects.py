@@ -18,9 +18,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from harness.states import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import assert_same
 
 from vescale_ckpt import CheckpointError, UntrustedCheckpointError
 from vescale_ckpt._state import objects

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import PerRank, RandomState

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import assert_same
+from harness.states import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from vescale_ckpt import (

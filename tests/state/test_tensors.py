@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from cost import least_cpu_seconds
+from harness.cost import least_cpu_seconds
+from harness.states import DTYPES, SHAPES, layouts, random_tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import DTYPES, SHAPES, layouts, random_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

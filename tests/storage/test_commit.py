@@ -15,22 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import (
-    State,
-    blank,
-    cause,
-    data_files,
-    load,
-    only_named_files,
-    outcome,
-    read_metadata,
-    same,
-    save,
-    small_state,
-    state,
-    stock_save,
-)
-from rank_pool import run_ranks
+from harness import faults
+from harness.files import data_files, only_named_files, read_metadata
+from harness.ranks import run_ranks
+from harness.saves import cause, load, outcome, save, stock_save
+from harness.states import State, blank, same, small_state, state
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -181,9 +170,9 @@ def test_before_a_damaged_metadata_is_replaced_nothing_is_removed(checkpoint: Pa
     whole = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(damage)
     with pytest.raises(CheckpointException):  # not committed: the old data is still there for who can repair it
-        _C.inject_fault("rename", errno.EIO)
+        faults.inject("rename", errno.EIO)
         save(checkpoint, small_state(2))
-    _C.clear_faults()
+    faults.clear()
     assert (checkpoint / name).exists()
     (checkpoint / ".metadata").write_bytes(whole)
     assert outcome(checkpoint, small_state(1)) is None
@@ -216,9 +205,9 @@ def test_data_in_folders_is_kept(checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     assert outcome(checkpoint, small_state(1)) is None
     with pytest.raises(CheckpointException):
-        _C.inject_fault("rename", errno.EIO)
+        faults.inject("rename", errno.EIO)
         save(checkpoint, small_state(2))
-    _C.clear_faults()
+    faults.clear()
     assert outcome(checkpoint, small_state(1)) is None
 
 
@@ -237,9 +226,9 @@ def test_overwriting_can_be_forbidden(checkpoint: Path, existing: str) -> None:
 
 def test_what_a_dead_save_left_does_not_count_as_a_checkpoint(checkpoint: Path) -> None:
     with pytest.raises(CheckpointException):
-        _C.inject_fault("rename", errno.EIO)
+        faults.inject("rename", errno.EIO)
         save(checkpoint, small_state(1))
-    _C.clear_faults()
+    faults.clear()
     gc.collect()  # the dead save's writer holds its lock
     save(checkpoint, small_state(2), overwrite=False)
     assert only_named_files(checkpoint)
@@ -278,9 +267,9 @@ def test_a_failed_save_over_a_stock_checkpoint_leaves_it_loadable(checkpoint: Pa
     stock_save(checkpoint, state(1))
     for call in ("write", "sync", "rename"):
         with pytest.raises(CheckpointException):
-            _C.inject_fault(call, errno.EIO)
+            faults.inject(call, errno.EIO)
             save(checkpoint, state(2))
-        _C.clear_faults()
+        faults.clear()
         assert outcome(checkpoint, state(1)) is None
         assert same(stock_load(checkpoint, state(0)), state(1))
 
@@ -362,12 +351,12 @@ def save_and_load_alone(directory: Path) -> list[str]:
         (directory / "__1_0123abcd.distcp").write_bytes(b"left")
         (directory / "__11_0123abcd.distcp").write_bytes(b"of another rank")
         with pytest.raises(OSError, match="Input/output"):
-            _C.inject_fault("write", errno.EIO)
+            faults.inject("write", errno.EIO)
             try:
                 save_alone(directory, 9)
             except CheckpointError as error:
                 raise OSError(errno.EIO, str(error)) from error
-        _C.clear_faults()
+        faults.clear()
         dist.barrier()  # the one of the save that failed
     else:
         save_alone(directory, 3)

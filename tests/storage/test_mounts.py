@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import object_server as servers
 import pytest
 import torch
-from kills import Shared, kill, wait_until
+from harness import object_server as servers
+from harness.children import Shared, kill, wait_until
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, convert

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rank_pool import run_ranks
+from harness import faults
+from harness.ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._checkpoint.native.file_names import is_data_file
-from vescale_ckpt._engine import _C
 from vescale_ckpt._storage import directory, locks, mounts
 from vescale_ckpt._storage.directory import directory_at
 
@@ -48,11 +48,11 @@ def data_files(directory: Path) -> list[str]:
 
 @contextmanager
 def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None]:
-    _C.inject_fault(call, error, skip, times)
+    faults.inject(call, error, skip, times)
     try:
         yield
     finally:
-        _C.clear_faults()
+        faults.clear()
 
 
 # --- Reads that would block

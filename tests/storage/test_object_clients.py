@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_proxy import FaultProxy, Rule
+from harness.fault_proxy import FaultProxy, Rule
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fault_proxy import Action, FaultProxy, Kind, Rule
-from object_server import ObjectServer, unfinished_uploads
-from rank_pool import run_ranks
+from harness import stores
+from harness.fault_proxy import Action, FaultProxy, Kind, Rule
+from harness.object_server import ObjectServer, unfinished_uploads
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
@@ -374,7 +375,7 @@ def test_ranks_read_each_byte_once(fault_proxy: FaultProxy, bucket_url: str, obj
     fault_proxy.clear()
     assert run_ranks(2, _load_all, environment, bucket_url) == [[1.0], [1.0]]
     for key, ranges in fault_proxy.ranges("distcp").items():
-        size = directory_at(bucket_url).stat(key.rpartition("/")[2]).size
+        size = stores.size(bucket_url, key.rpartition("/")[2])
         read = sum(last - first for first, last in ranges)
         assert read <= size + 16 * KiB, f"{key}: {read - size:,} bytes were read twice: {ranges}"  # edges of blocks
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_proxy import Action, FaultProxy, Kind, Rule
-from object_server import ObjectServer
+from harness.fault_proxy import Action, FaultProxy, Kind, Rule
+from harness.object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore", reason="object stores need the package obstore")
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError  # noqa: E402
@@ -189,7 +189,7 @@ _USER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from object_server import running
+from harness.object_server import running
 with running(Path(sys.argv[2])) as server:
     print(server.port, flush=True)
     time.sleep(600)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from object_server import unfinished_uploads
-from rank_pool import run_ranks
+from harness import stores
+from harness.object_server import unfinished_uploads
+from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
@@ -92,7 +93,7 @@ def loaded(path: str, like: Any) -> dict[str, Any]:
 
 
 def data_files(path: str) -> set[str]:
-    return {name for name in directory_at(path).names() if name.endswith(".distcp")}
+    return {name for name in stores.names(path) if name.endswith(".distcp")}
 
 
 # --- Round trips
@@ -110,7 +111,7 @@ def test_what_was_saved_is_loaded_verified_and_listed(url: str, in_background: b
     assert info.tensors["large"].shape == (5 * MiB,)
     # No zeros behind the end of the file.
     (name,) = data_files(url)
-    assert info.files[name] == directory_at(url).stat(name).size
+    assert info.files[name] == stores.size(url, name)
 
 
 def test_the_file_is_that_of_a_local_save(url: str, checkpoint: Path) -> None:
@@ -118,7 +119,7 @@ def test_the_file_is_that_of_a_local_save(url: str, checkpoint: Path) -> None:
     vescale_ckpt.save(url, saved)
     vescale_ckpt.save(checkpoint, saved)
     (name,), (local,) = data_files(url), checkpoint.glob("*.distcp")
-    assert directory_at(url).read(name) == local.read_bytes()
+    assert stores.read(url, name) == local.read_bytes()
 
 
 def test_a_save_replaces_the_one_before_and_removes_its_files(url: str) -> None:
@@ -140,7 +141,7 @@ def test_a_part_of_a_tensor_is_read_by_ranges(url: str) -> None:
 
 def test_extra_files_and_keys(url: str) -> None:
     vescale_ckpt.save(url, {"w": torch.ones(3)}, extra_files={"config.json": b"{}"})
-    assert directory_at(url).read("config.json") == b"{}"
+    assert stores.read(url, "config.json") == b"{}"
     files: dict[str, bytes] = {}
     vescale_ckpt.load(url, {"w": torch.zeros(3)}, extra_files=files)
     assert files == {"config.json": b"{}"}
@@ -260,7 +261,7 @@ def test_overwrite_false_holds_between_racing_jobs(url: str) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("action", ["lost_answer", "late_error"])
 def test_a_commit_whose_answer_is_lost_counts(fault_proxy: Any, bucket_url: str, action: Any, overwrite: bool) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     fault_proxy.add(Rule(action, kind="put", path=".metadata"))
     vescale_ckpt.save(bucket_url, {"w": torch.ones(5)}, overwrite=overwrite)
@@ -268,7 +269,7 @@ def test_a_commit_whose_answer_is_lost_counts(fault_proxy: Any, bucket_url: str,
 
 
 def test_an_upload_whose_last_answer_is_lost_counts(fault_proxy: Any, bucket_url: str) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     fault_proxy.add(Rule("lost_answer", kind="complete_upload"))
     saved = {"w": torch.randn(5 * MiB)}
@@ -279,16 +280,16 @@ def test_an_upload_whose_last_answer_is_lost_counts(fault_proxy: Any, bucket_url
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_upload(
     fault_proxy: Any, bucket_url: str, object_server: Any
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     pytest.importorskip("boto3", reason="uploads that are left are listed by boto3")
     vescale_ckpt.save(bucket_url, state(1))
-    names = set(directory_at(bucket_url).names())
+    names = set(stores.names(bucket_url))
     fault_proxy.add(Rule("denied", kind="upload_part", skip=1, times=1000))
     with pytest.raises(CheckpointError, match="access was denied"):
         vescale_ckpt.save(bucket_url, state(2))
     fault_proxy.clear()
-    assert set(directory_at(bucket_url).names()) == names
+    assert set(stores.names(bucket_url)) == names
     assert not unfinished_uploads(object_server, bucket_url)
     assert_equal(loaded(bucket_url, state(1)), state(1))
     vescale_ckpt.save(bucket_url, state(3))
@@ -304,7 +305,7 @@ def test_a_save_that_is_given_up_aborts_its_upload(url: str) -> None:
     with pytest.raises(CheckpointError, match="my own error"):
         vescale_ckpt.save(url, {"w": torch.randn(5 * MiB), "bad": Unpicklable()})
     with pytest.raises(FileNotFoundError):
-        directory_at(url).names()
+        stores.names(url)
     assert not [thread for thread in threading.enumerate() if thread.name == "vescale_ckpt upload"]
 
 
@@ -317,7 +318,7 @@ vescale_ckpt.save(sys.argv[1], {"w": torch.full((10 << 20,), 2.0)})
 
 @pytest.mark.slow
 def test_a_killed_save_leaves_the_old_checkpoint(fault_proxy: Any, bucket_url: str) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     old = {"w": torch.ones(10 << 20)}
     vescale_ckpt.save(bucket_url, old)
@@ -346,7 +347,7 @@ def _saves_where_one_is_denied(environment: dict[str, str], url: str) -> str:
 
 
 def test_one_rank_that_is_denied_fails_the_save_on_all(fault_proxy: Any, bucket_url: str, object_server: Any) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     old = {"w": torch.ones(1000), "x": torch.ones(1000)}
     vescale_ckpt.save(bucket_url, old)
@@ -403,7 +404,7 @@ def test_an_object_that_is_replaced_is_no_mixture(url: str) -> None:
     vescale_ckpt.save(url, state())
     (name,) = data_files(url)
     assert_equal(loaded(url, state()), state())
-    directory_at(url).write(name, directory_at(url).read(name)[::-1])
+    stores.write(url, name, stores.read(url, name)[::-1])
     with pytest.raises(CheckpointError) as raised:
         loaded(url, state())
     assert isinstance(raised.value, CorruptCheckpointError)
@@ -413,7 +414,7 @@ def test_an_object_that_is_replaced_is_no_mixture(url: str) -> None:
 def test_a_missing_data_file_is_named(url: str) -> None:
     vescale_ckpt.save(url, state())
     (name,) = data_files(url)
-    directory_at(url).remove(name)
+    stores.remove(url, name)
     object_store_forgets()
     with pytest.raises(CorruptCheckpointError, match="data file is missing"):
         loaded(url, state())
@@ -429,9 +430,9 @@ def object_store_forgets() -> None:
 def test_damage_is_found(url: str) -> None:
     vescale_ckpt.save(url, state())
     (name,) = data_files(url)
-    content = bytearray(directory_at(url).read(name))
+    content = bytearray(stores.read(url, name))
     content[12 * MiB] ^= 1
-    directory_at(url).write(name, bytes(content))
+    stores.write(url, name, bytes(content))
     object_store_forgets()
     with pytest.raises(CorruptCheckpointError, match="checksum"):
         loaded(url, state())
@@ -440,7 +441,7 @@ def test_damage_is_found(url: str) -> None:
 
 @pytest.mark.parametrize("action", ["flip", "shorten", "truncate", "reset_middle"])
 def test_reads_through_faults_are_right_or_raise(fault_proxy: Any, bucket_url: str, action: Any) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     saved = state()
     vescale_ckpt.save(bucket_url, saved)
@@ -474,7 +475,7 @@ def test_reads_through_faults_are_right_or_raise(fault_proxy: Any, bucket_url: s
 def test_what_lasts_raises_in_bounded_time_and_says_what_it_is(
     fault_proxy: Any, bucket_url: str, monkeypatch: pytest.MonkeyPatch, way: str, action: Any, text: str
 ) -> None:
-    from fault_proxy import Rule
+    from harness.fault_proxy import Rule
 
     monkeypatch.setenv("VESCALE_CKPT_OBJECT_STORE_TIMEOUT", "5")
     if way == "load":
@@ -522,7 +523,7 @@ def test_a_folder_of_safetensors_is_read(url: str, tmp_path: Path) -> None:
     saved = {"a": torch.randn(3 * MiB), "b": torch.randn(100)}
     vescale_ckpt.save(tmp_path / "model", saved, format="safetensors", max_shard_size="1MB")
     for file in (tmp_path / "model").iterdir():
-        directory_at(url).write(file.name, file.read_bytes())
+        stores.write(url, file.name, file.read_bytes())
     assert_equal(loaded(url, saved), saved)
     assert vescale_ckpt.verify(url).ok
     assert set(vescale_ckpt.inspect(url).tensors) == {"a", "b"}
@@ -619,7 +620,7 @@ def test_a_directory_of_objects(url: str) -> None:
         found.read_range("a", -5, 5)
     found.write("a", b"0123456789")
     found.write("empty", b"")
-    directory_at(f"{url}/step-1").write("x", b"1")
+    stores.write(f"{url}/step-1", "x", b"1")
     assert sorted(found.names()) == ["a", "empty", "step-1"] and found.folders() == ["step-1"]
     assert found.stat().is_folder and found.stat("step-1").is_folder and found.stat("a").is_file
     assert directory.is_file(f"{url}/a") and not directory.is_file(f"{url}/b")
@@ -644,7 +645,7 @@ def test_a_directory_of_objects(url: str) -> None:
     assert not found.has("a")
     found.set_aside("step-1", first="x")
     with pytest.raises(FileNotFoundError):  # some servers show an empty folder for a while
-        directory_at(f"{url}/step-1").names()
+        stores.names(f"{url}/step-1")
 
 
 def test_large_metadata_is_checked_before_it_is_read(url: str) -> None:

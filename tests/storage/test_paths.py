@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from background import held
-from damage import blank, same, small_state
+from harness.snapshots import held
+from harness.states import blank, same, small_state
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import load, no_snapshot_is_left
-from late_copies import late_copies
-from rank_pool import run_ranks
+from harness.ranks import run_ranks
+from harness.saves import load
+from harness.snapshots import late_copies, no_snapshot_is_left
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner

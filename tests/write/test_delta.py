@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import blank, data_files, flip, fork, in_child, read_metadata, rewrite_metadata, same
-from kills import killed_before
-from rank_pool import run_ranks
-from states import KiB, random_tensor
+from harness.children import fork, in_child, killed_before
+from harness.files import data_files, flip, read_metadata, rewrite_metadata
+from harness.ranks import run_ranks
+from harness.states import KiB, blank, random_tensor, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

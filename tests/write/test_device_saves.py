@@ -6,15 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from damage import no_snapshot_is_left
-from fake_cuda import ASSERT, OUT_OF_MEMORY, FakeCuda, device_of, fake_cuda, needs_fake_cuda, neighbours
-from rank_pool import in_fork
-from states import MiB, assert_same, numbers
+from harness.fake_cuda import (
+    ASSERT,
+    OUT_OF_MEMORY,
+    FakeCuda,
+    device_info,
+    device_notes,
+    device_of,
+    fake_cuda,
+    needs_fake_cuda,
+    neighbours,
+)
+from harness.ranks import in_fork
+from harness.snapshots import no_snapshot_is_left
+from harness.states import MiB, assert_same, numbers
 from torch import nn
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, Gate
-from vescale_ckpt._engine import _C
 
 pytestmark = needs_fake_cuda
 
@@ -123,8 +132,8 @@ def _full_device(directory: Path) -> list[str]:
                 handle.result(BOUND)
                 assert fake.count("cuLaunchKernel") == 0
             _expect_saved(directory, _state())
-        assert not _C.device_info()["kernel_built"] or fake.count("cuLaunchKernel") > 0, "it is tried again"
-        return _C.device_notes() if _C.device_info()["kernel_built"] else ["has no 8 MiB to pack small tensors in"]
+        assert not device_info()["kernel_built"] or fake.count("cuLaunchKernel") > 0, "it is tried again"
+        return device_notes() if device_info()["kernel_built"] else ["has no 8 MiB to pack small tensors in"]
 
 
 def test_a_full_device_has_no_slab_and_is_saved_all_the_same(tmp_path: Path) -> None:
@@ -142,7 +151,7 @@ def _refused_lock(directory: Path) -> list[str]:
             _expect_saved(directory, _state())
         assert fake.count("copies of memory that is not locked") > 0
         assert fake.count("cudaMemcpyBatchAsync") == 0
-    return _C.device_notes()
+    return device_notes()
 
 
 def test_a_refused_page_lock_makes_saves_slower_not_wrong(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damage import load, no_snapshot_is_left, same
-from late_copies import late_copies
+from harness.saves import load
+from harness.snapshots import late_copies, no_snapshot_is_left, snapshot_memory
+from harness.states import same
 from torch import nn
 
 import vescale_ckpt
@@ -67,7 +68,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         ) -> None:
             super().__init__(table, budget, threads)
             asked.snapshots.append((list(memoryview(devices).cast("B").cast("q")), list(producers), self.bytes))
-            asked.most_in_use = max(asked.most_in_use, _C.snapshot_memory()["in_use_bytes"])
+            asked.most_in_use = max(asked.most_in_use, snapshot_memory()["in_use_bytes"])
 
     monkeypatch.setattr(tensor_table_module, "torch_calls", lambda: None)  # else the table is made within one call
     monkeypatch.setattr(_C, "tensor_table", lambda tensors, *how: moved(tensors, read(tensors, *how)))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from damage import load, no_snapshot_is_left
-from late_copies import late_copies
-from rank_pool import run_ranks
-from states import assert_same
+from harness.ranks import run_ranks
+from harness.saves import load
+from harness.snapshots import late_copies, no_snapshot_is_left
+from harness.states import assert_same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

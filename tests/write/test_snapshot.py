@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from damage import no_snapshot_is_left
+from harness.snapshots import no_snapshot_is_left, snapshot_memory
 
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.dtypes import dtype_code
@@ -32,7 +32,7 @@ def table_of(tensors: list[torch.Tensor]) -> array[int]:
 
 def test_is_gone_once_released() -> None:
     snapshot = _C.Snapshot(table_of([torch.ones(10)]), PLENTY, 2)
-    assert _C.snapshot_memory()["in_use_bytes"] > 0
+    assert snapshot_memory()["in_use_bytes"] > 0
     snapshot.release()
     snapshot.release()
     for use in (snapshot.copy, snapshot.table, lambda: snapshot.first):

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from rank_pool import _forks
+from harness.ranks import forks
 
 BOUND = 300.0  # seconds
 
@@ -58,7 +58,7 @@ class PythonProcess:
     ) -> None:
         interpreter, *arguments = map(str, command)
         assert interpreter == sys.executable
-        context = _forks()
+        context = forks()
         self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         ends: dict[int, Connection | str] = {}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ckpt import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from vescale_ckpt._engine.dtypes import DTYPE_CODES
 
+State = dict[str, Any]
 KiB = 1 << 10
 MiB = 1 << 20
 
@@ -72,7 +72,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The values' bytes in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = plain.clone(memory_format=torch.contiguous_format)
-    storage = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8, device="cpu").set_(plain.untyped_storage())
     return storage.numpy().tobytes()[: plain.numel() * plain.itemsize]
 
 
@@ -99,6 +99,15 @@ def assert_same(actual: Any, expected: Any, where: str = "state") -> None:
         assert actual == expected, f"{where}: {actual!r}, not {expected!r}"
 
 
+def same(actual: Any, expected: Any) -> bool:
+    """Whether `assert_same` would pass."""
+    try:
+        assert_same(actual, expected)
+    except AssertionError:
+        return False
+    return True
+
+
 def blank(state: Any) -> Any:
     """The same structure with other values, to load into."""
     if isinstance(state, torch.Tensor):
@@ -113,27 +122,84 @@ def blank(state: Any) -> Any:
     return None
 
 
-def save(
-    path: str | os.PathLike[str], state: dict[str, Any], *, no_dist: bool = False, **options: Any
-) -> StorageWriter:
-    """Saves with our writer and planner; options are the writer's."""
-    writer = StorageWriter(path, **options)
-    dcp.save(state, storage_writer=writer, planner=SavePlanner(), no_dist=no_dist)
-    return writer
+def state(k: int) -> State:
+    """A training state whose every value depends on `k`: large, small, strided and empty tensors, and objects."""
+    return {
+        "model": {
+            "large": torch.arange(600_000, dtype=torch.float32).add_(k).view(1000, 600),  # above 2 MiB: sent alone
+            "bias": torch.full((1000,), float(k), dtype=torch.bfloat16),
+            "strided": torch.arange(12_000, dtype=torch.int32).add_(k).view(100, 120).t(),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(0.5 + k),
+        },
+        "step": k,
+        "text": f"saved as {k}",
+        "history": [k, {"loss": 1.0 / (1 + k)}],
+    }
 
 
-def load(path: str | os.PathLike[str], state: dict[str, Any], **options: Any) -> StorageReader:
-    """Loads with our reader and planner; options are the reader's."""
-    reader = StorageReader(path, **options)
-    dcp.load(state, storage_reader=reader, planner=LoadPlanner())
-    return reader
+def small_state(k: int) -> State:
+    """The same, a few KiB."""
+    return {
+        "model": {
+            "weight": torch.arange(96, dtype=torch.float32).add_(k).view(12, 8),
+            "scale": torch.arange(96, dtype=torch.float32).sub_(k).view(12, 8),
+            "bias": torch.full((7,), float(k)),
+        },
+        "step": k,
+        "text": f"saved as {k}",
+    }
 
 
-def load_blank(path: str | os.PathLike[str], state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """What loading into a blank copy of `state` gives."""
-    target: dict[str, Any] = blank(state)
-    load(path, target, **options)
-    return target
+def many_kinds(k: int) -> dict[str, Any]:
+    """Everything that copies may get wrong: strides, shared memory, lazy values, objects that are changed in place."""
+    base = torch.arange(300_000, dtype=torch.float32).add_(k)
+    return {
+        **state(k),
+        "base": base,
+        "view": base[1000:250_000].view(249, 1000),
+        "overlapping": base[200_000:],
+        "transposed": base[:90_000].view(300, 300).t(),
+        "same": base,
+        "conjugate": torch.complex(base[:99], base[1:100]).conj(),
+        "bool": base > 1000 + k,
+        "float16": base[:5].half(),
+        "many": [torch.full((3,), float(k + i)) for i in range(300)],
+        "list": [k, [k + 1]],
+    }
+
+
+def change_all(values: Any) -> None:
+    """In place."""
+    if isinstance(values, torch.Tensor):
+        values.zero_() if values.dtype is not torch.bool else values.logical_not_()
+    elif isinstance(values, dict):
+        for item in values.values():
+            change_all(item)
+    elif isinstance(values, list):
+        for item in values:
+            change_all(item)
+        values.append("changed")
+
+
+ROWS, COLUMNS = 2048, 400  # large enough to be sent alone
+
+
+def whole_state(k: int) -> dict[str, Any]:
+    return {
+        "rows": torch.arange(ROWS * COLUMNS, dtype=torch.float32).add_(k).view(ROWS, COLUMNS),
+        "replicated": torch.full((700_000,), float(k)),
+        "small": torch.full((100,), float(k)),
+        "step": k,
+    }
+
+
+def state_of_rank(k: int) -> dict[str, Any]:
+    values = whole_state(k)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = values["rows"].chunk(dist.get_world_size())[dist.get_rank()].clone()
+    values["rows"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return values
 
 
 def mixed_state() -> dict[str, Any]:
@@ -168,16 +234,6 @@ class Tied(torch.nn.Module):
         self.inner = torch.nn.Linear(8, 8)
         self.head = torch.nn.Linear(8, 50, bias=False)
         self.head.weight = self.embed.weight
-
-
-def data_files(path: Path) -> list[str]:
-    return sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")
-
-
-def error_in(error: BaseException, rank: int = 0) -> BaseException:
-    """What a rank raised inside DCP's CheckpointException."""
-    failures = error.failures  # type: ignore[attr-defined]
-    return failures[rank][0]
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:

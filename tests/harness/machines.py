@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from rank_pool import _forks
+from harness.ranks import forks
 
 #: `down`: the machine's link is. `lost`: the router loses all from and to it. `deaf`: only what is sent to it.
 Fault = Literal["down", "lost", "deaf"]
@@ -190,9 +190,9 @@ class Ranks:
         self._processes, self._pipes = [], []
         call = pickle.dumps((function.__module__, function.__qualname__, args))
         for rank, machine in enumerate(machine_of):
-            ours, theirs = _forks().Pipe()
+            ours, theirs = forks().Pipe()
             place = (rank, len(machine_of), machine)
-            process = _forks().Process(target=_serve, args=(machines, place, theirs, call, self._directory))
+            process = forks().Process(target=_serve, args=(machines, place, theirs, call, self._directory))
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -29,9 +29,9 @@ from vescale_ckpt._read import load
 from vescale_ckpt._state import tensor_table
 
 LEAST = 100
-_SOURCE = Path(__file__).parent / "cpp" / "device" / "fake_cuda.cpp"
-_BUILD = Path(__file__).parents[1] / "build" / "fake_cuda"
-_KERNEL = Path(__file__).parents[1] / "csrc" / "device" / "pack_rows.h"
+_SOURCE = Path(__file__).parents[1] / "cpp" / "device" / "fake_cuda.cpp"
+_BUILD = Path(__file__).parents[2] / "build" / "fake_cuda"
+_KERNEL = Path(__file__).parents[2] / "csrc" / "device" / "pack_rows.h"
 # By which the engine finds what is loaded.
 _RUNTIME, _DRIVER, _OTHER_RUNTIME = "libcudart.so.13", "libcuda.so.1", "libcudart.so.12"
 # cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorAssert
@@ -106,8 +106,18 @@ def fake_cuda() -> Iterator[FakeCuda]:
         patch.setattr(device_streams, "current_streams", lambda: {i: torch.cuda.current_stream(i) for i in (0, 1)})
         patch.setattr(load, "is_host_memory", lambda tensor: tensor.numel() <= LEAST and is_host_memory(tensor))
         patch.setattr(device_streams, "made_current", lambda streams, devices: nullcontext())
-        assert _C.copies_from_cuda(), _C.device_info()
+        assert _C.copies_from_cuda(), device_info()
         yield fake
+
+
+def device_notes() -> list[str]:
+    """What the engine tells of devices that it cannot use as it would."""
+    return _C.device_notes()
+
+
+def device_info() -> dict[str, Any]:
+    """What the engine found of CUDA."""
+    return _C.device_info()
 
 
 def device_of(tensor: torch.Tensor) -> int:

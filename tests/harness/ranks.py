@@ -93,7 +93,7 @@ def run_ranks(
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
     """Calls it in a new process, where torch is imported and nothing else has happened."""
-    pool = ProcessPoolExecutor(1, mp_context=_forks())
+    pool = ProcessPoolExecutor(1, mp_context=forks())
     answer = pool.submit(function, *args)
     try:
         return answer.result(TIMEOUT)
@@ -112,7 +112,7 @@ def close_ranks() -> None:
         _pools.popitem()[1].close()
 
 
-def _forks() -> ForkServerContext:
+def forks() -> ForkServerContext:
     """Forks of one process that has imported what they need: a new process costs milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -127,7 +127,7 @@ class _Failure:
 
 class _Pool:
     def __init__(self, world_size: int) -> None:
-        context = _forks()
+        context = forks()
         self.directory = Path(tempfile.mkdtemp(prefix="ranks_"))
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []

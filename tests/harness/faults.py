@@ -1,0 +1,33 @@
+"""System calls of the engine that fail: in this process, and in those forked from it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from vescale_ckpt._engine import _C
+
+
+def inject(call: str, error: int, skip: int = 0, times: int = 1) -> None:
+    """System calls of a kind fail from now on with this `errno`, but the first `skip`."""
+    _C.inject_fault(call, error, skip, times)
+
+
+def clear() -> None:
+    _C.clear_faults()
+
+
+def calls_seen(call: str) -> int:
+    """How many calls of this kind were made since the last `inject`."""
+    return _C.calls_seen(call)
+
+
+@contextlib.contextmanager
+def fault(call: str, error: int, skip: int = 0, times: int = 1) -> Iterator[None]:
+    """System calls of a kind fail, but the first `skip`."""
+    clear()
+    inject(call, error, skip, times)
+    try:
+        yield
+    finally:
+        clear()

@@ -1,0 +1,92 @@
+"""Checkpoints as files: what lies where in them, read raw, and bits turned around."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from vescale_ckpt._bench.page_cache import drop_file
+from vescale_ckpt._checkpoint.native import metadata_file
+
+
+@dataclass(frozen=True)
+class Record:
+    """One stored tensor or object, bytes of its file."""
+
+    key: str
+    path: Path
+    begin: int
+    end: int
+    body: range  #: the tensor's bytes or the object's pickle
+
+
+def read_metadata(directory: Path) -> Metadata:
+    return metadata_file.read_metadata(str(directory))
+
+
+def rewrite_metadata(directory: Path, metadata: Metadata) -> None:
+    """As it is, without what our writer would put right."""
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def records(directory: Path) -> list[Record]:
+    found = []
+    for index, info in read_metadata(directory).storage_data.items():
+        path = directory / info.relative_path
+        data = path.read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            names = archive.namelist()
+            entry = archive.getinfo(next((n for n in names if n.endswith("/data/0")), names[0]))
+            header = entry.header_offset
+        name, extra = struct.unpack_from("<HH", data, header + 26)
+        start = info.offset + header + 30 + name + extra
+        found.append(
+            Record(index.fqn, path, info.offset, info.offset + info.length, range(start, start + entry.file_size))
+        )
+    return found
+
+
+def data_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.distcp"))
+
+
+def only_named_files(directory: Path) -> bool:
+    """Whether the directory holds `.metadata`, perhaps its index, and exactly what it names."""
+    named = {info.relative_path for info in read_metadata(directory).storage_data.values()}
+    return set(os.listdir(directory)) - {".metadata.index"} == named | {".metadata"}
+
+
+@contextlib.contextmanager
+def flipped(path: Path, bit: int) -> Iterator[None]:
+    """One bit of a file turned around; turned back at the end."""
+    flip(path, bit)
+    try:
+        yield
+    finally:
+        flip(path, bit)
+
+
+def flip(path: Path, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def drop_from_cache(path: Path) -> None:
+    """The file's next readers read its disk."""
+    drop_file(path)
+
+
+def data_file_names(path: Path) -> list[str]:
+    return sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")

@@ -1,0 +1,27 @@
+"""Folders and prefixes of object stores by one name: what is there, and what others put there or take away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vescale_ckpt._storage.directory import directory_at
+
+
+def names(url: str | Path) -> list[str]:
+    return list(directory_at(str(url)).names())
+
+
+def read(url: str | Path, name: str) -> bytes:
+    return bytes(directory_at(str(url)).read(name))
+
+
+def write(url: str | Path, name: str, data: bytes) -> None:
+    directory_at(str(url)).write(name, data)
+
+
+def remove(url: str | Path, name: str) -> None:
+    directory_at(str(url)).remove(name)
+
+
+def size(url: str | Path, name: str) -> int:
+    return int(directory_at(str(url)).stat(name).size)
