@@ -39,8 +39,7 @@ from ._ranks.store_thread import GRACE_SECONDS
 from ._state.application import check_is_mapping, saved_form, trained_tensors
 from ._state.key_selection import Rename, Selection
 from ._state.tensor_table import device_number
-from ._storage.directory import checkpoint_path
-from ._storage.urls import is_url
+from ._storage.open_storage import checkpoint_path, storage_at
 from ._write import snapshot_budget
 from ._write.frozen import FrozenContents, FrozenTensors
 from ._write.optimizer_gate import Gate
@@ -185,7 +184,7 @@ def save(
             if planner.placement == "local":
                 kind = LocalExport
             else:
-                kind = CollectiveStoreExport if is_url(directory) else CollectiveExport
+                kind = CollectiveExport if storage_at(directory).shares_files else CollectiveStoreExport
             if kind is LocalExport and fqn_to_index_mapping is not None:
                 raise ValueError("fqn_to_index_mapping: with placement='local' each rank writes one file of its own")
         options = {"format": format, "overwrite": overwrite, "max_shard_size": max_shard_size, "metadata": metadata}

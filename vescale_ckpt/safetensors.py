@@ -40,7 +40,7 @@ from ._engine.tensor_checks import as_host_tensor
 from ._state.shared_memory import shared_memory_error, sharing_memory
 from ._state.tensor_table import ON_HOST, PLAIN_TYPES, TensorReads, read_tensors, ready_tensors, tensor_table
 from ._state.watch import WatchedState
-from ._storage.directory import checkpoint_path
+from ._storage.open_storage import checkpoint_path
 from ._storage.pending import PendingFile
 from .errors import CheckpointError, MissingKeysError, some
 

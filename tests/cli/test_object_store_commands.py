@@ -15,8 +15,8 @@ from harness import stores
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt._convert.copy import copy
-from vescale_ckpt._storage import leftovers
-from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._storage import orphans
+from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.cli import main
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -72,12 +72,12 @@ def test_repair_removes_what_is_old_and_unnamed(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vescale_ckpt.save(url, state())
-    storage = directory_at(url)
+    storage = storage_at(url)
     storage.write("__3_01234567.distcp", b"of a save that died")
     named = set(storage.names())
     run(capsys, "repair", url)
     assert set(storage.names()) == named, "it may be that of a save under way"
-    monkeypatch.setattr(leftovers, "SAVE_GRACE", 0.5)
+    monkeypatch.setattr(orphans, "SAVE_GRACE", 0.5)
     time.sleep(2)
     run(capsys, "repair", "--dry-run", url)
     assert set(storage.names()) == named
@@ -102,7 +102,7 @@ def test_repair_aborts_uploads_of_dead_saves(
     client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/__0_01234567.distcp")
     run(capsys, "repair", bucket_url)
     assert uploads() == [f"{prefix}/__0_01234567.distcp"], "it is too young"
-    monkeypatch.setattr(leftovers, "SAVE_GRACE", 0.5)
+    monkeypatch.setattr(orphans, "SAVE_GRACE", 0.5)
     time.sleep(2)
     run(capsys, "repair", "--dry-run", bucket_url)
     assert uploads()

@@ -19,7 +19,7 @@ from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, UntrustedCheckpointError
-from vescale_ckpt._storage.directory import Directory
+from vescale_ckpt._storage.file_system import FileSystem
 from vescale_ckpt.cli import main
 
 
@@ -136,13 +136,13 @@ def test_a_commit_that_fails_puts_the_copies_back(tmp_path: Path) -> None:
 
 def test_a_commit_that_was_done_and_reported_as_failed_has_no_copies_of_the_one_before(tmp_path: Path) -> None:
     vescale_ckpt.save(tmp_path, state(1), extra_files=files(1))
-    commit = Directory.commit
+    commit = FileSystem.commit
 
-    def answer_lost(directory: Directory, name: str, content: bytes, overwrite: bool) -> None:
+    def answer_lost(directory: FileSystem, name: str, content: bytes, overwrite: bool) -> None:
         commit(directory, name, content, overwrite)
         raise OSError(errno.EIO, "the answer was lost")
 
-    with mock.patch.object(Directory, "commit", answer_lost), pytest.raises(CheckpointError):
+    with mock.patch.object(FileSystem, "commit", answer_lost), pytest.raises(CheckpointError):
         vescale_ckpt.save(tmp_path, state(2), extra_files=files(2))
     assert loaded(tmp_path) == (2, files(2))
     assert not (tmp_path / "meta.pt").exists() and not (tmp_path / "config.json").exists()

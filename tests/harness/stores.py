@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._storage.open_storage import storage_at
 
 
 def names(url: str | Path) -> list[str]:
-    return list(directory_at(str(url)).names())
+    return list(storage_at(str(url)).names())
 
 
 def read(url: str | Path, name: str) -> bytes:
-    return bytes(directory_at(str(url)).read(name))
+    return bytes(storage_at(str(url)).read(name))
 
 
 def write(url: str | Path, name: str, data: bytes) -> None:
-    directory_at(str(url)).write(name, data)
+    storage_at(str(url)).write(name, data)
 
 
 def remove(url: str | Path, name: str) -> None:
-    directory_at(str(url)).remove(name)
+    storage_at(str(url)).remove(name)
 
 
 def size(url: str | Path, name: str) -> int:
-    return int(directory_at(str(url)).stat(name).size)
+    return int(storage_at(str(url)).stat(name).size)

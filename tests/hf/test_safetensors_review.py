@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ import vescale_ckpt
 from vescale_ckpt import CheckpointError, SavePlanner, StorageFullError, StorageWriter, convert, safetensors
 from vescale_ckpt._convert.formats import Format
 from vescale_ckpt._engine import _C
-from vescale_ckpt._storage import leftovers
 
 SIZES = [1, "100KB", "5GB", 4096]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
@@ -340,7 +340,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_nothing(
                 patched.setattr(_C, "exchange_names", lambda first, second: False)
             for name in ("rename_file", "exchange_names", "sync_directory", "remove_file"):
                 patched.setattr(_C, name, killed(getattr(_C, name)))
-            patched.setattr(leftovers.shutil, "rmtree", killed(leftovers.shutil.rmtree))
+            patched.setattr(shutil, "rmtree", killed(shutil.rmtree))
             convert(tmp_path / "b.pt", made, format=format, max_shard_size=4, overwrite=True)
 
     def keys(path: Path) -> list[str]:

@@ -44,7 +44,8 @@ from vescale_ckpt._checkpoint.safetensors import folder as hf_folder
 from vescale_ckpt._checkpoint.safetensors import model_names
 from vescale_ckpt._checkpoint.safetensors.folder import shard_bytes
 from vescale_ckpt._engine import _C
-from vescale_ckpt._storage import leftovers, locks
+from vescale_ckpt._storage import locks, orphans
+from vescale_ckpt._storage.file_system import FileSystem
 
 State = dict[str, torch.Tensor]
 
@@ -514,23 +515,23 @@ def test_ranks_that_share_no_folder_write_a_file_each(checkpoint: Path) -> None:
 def test_who_marks_a_file_that_is_being_removed_makes_another(checkpoint: Path) -> None:
     """Two exports that begin in one folder: the one's clean-up has just found the other's file, not marked yet."""
     marks: list[str] = []
-    lock, remove = locks.lock, leftovers.remove_entry
+    lock, remove = locks.lock, FileSystem.remove
 
     def lock_late(path: str) -> Any:
         if not marks:
             marks.append(path)
-            leftovers.remove(hf_folder.left_by_exports(os.path.dirname(path)))
+            orphans.remove(hf_folder.left_by_exports(os.path.dirname(path)))
         return lock(path)
 
-    def remove_while_marked(path: str, is_folder: bool) -> None:
-        with pytest.raises(locks.TakenForLeftoverError):
-            lock(path)
-        remove(path, is_folder)
+    def remove_while_marked(storage: FileSystem, name: str) -> bool:
+        with pytest.raises(locks.TakenForOrphanError):
+            lock(os.path.join(storage.path, name))
+        return remove(storage, name)
 
     checkpoint.mkdir()
     with (
         mock.patch.object(locks, "lock", lock_late),
-        mock.patch.object(leftovers, "remove_entry", remove_while_marked),
+        mock.patch.object(FileSystem, "remove", remove_while_marked),
     ):
         folder = _folder(checkpoint)
     assert not os.path.exists(marks[0]) and folder.files._lock is not None

@@ -35,7 +35,7 @@ from vescale_ckpt._collective import joined_write
 from vescale_ckpt._collective import store_export as collective_export
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.rows import int_table, words
-from vescale_ckpt._storage import leftovers, object_store
+from vescale_ckpt._storage import object_store, orphans
 from vescale_ckpt._write import store_export
 
 pytest.importorskip("obstore", reason="object stores need obstore")
@@ -236,9 +236,9 @@ def test_repair_removes_what_a_killed_save_has_left(url: str, monkeypatch: pytes
         vescale_ckpt.load(url, model(0))
     save(url, model(0))
     assert loads(url, model(0)) and set(left) < names(url)
-    assert leftovers.remove(hf_folder.left_by_exports(url)) == []
+    assert orphans.remove(hf_folder.left_by_exports(url)) == []
     monkeypatch.setattr(hf_folder, "SAVE_GRACE", 0.0)
-    assert leftovers.remove(hf_folder.left_by_exports(url)) == [f"{url}/{name}" for name in left]
+    assert orphans.remove(hf_folder.left_by_exports(url)) == [f"{url}/{name}" for name in left]
     assert loads(url, model(0)) and not set(left) & names(url)
 
 

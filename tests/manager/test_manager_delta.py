@@ -20,8 +20,9 @@ from harness.states import blank, same
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, CorruptCheckpointError
 from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
-from vescale_ckpt._storage.directory import Directory
-from vescale_ckpt._storage.locks import LOCK_NAME, share
+from vescale_ckpt._storage.file_system import FileSystem
+from vescale_ckpt._storage.locks import share
+from vescale_ckpt._storage.storage import LOCK_NAME
 from vescale_ckpt.cli import main
 from vescale_ckpt.manager import step_directories
 
@@ -198,8 +199,11 @@ def test_what_is_damaged_is_named_by_no_later_step(
 
 #: what changes a directory in a save or a clean-up
 CHANGES = [
-    *((Directory, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside")),
-    *((step_directories, "remove_entry"), (os, "unlink"), (os, "rmdir")),
+    *(
+        (FileSystem, name)
+        for name in ("write", "remove", "keep_mark", "leave_mark", "sync", "set_aside", "remove_folder")
+    ),
+    *((os, "unlink"), (os, "rmdir")),
 ]
 
 

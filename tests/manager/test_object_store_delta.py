@@ -19,9 +19,9 @@ from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointEr
 from vescale_ckpt._checkpoint.native.commit_metadata import remove_leftovers
 from vescale_ckpt._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
 from vescale_ckpt._convert.copy import copy
-from vescale_ckpt._storage import leftovers, use_notes
-from vescale_ckpt._storage.directory import directory_at
-from vescale_ckpt._storage.leftovers import SAVE_GRACE
+from vescale_ckpt._storage import object_leases, orphans
+from vescale_ckpt._storage.open_storage import storage_at
+from vescale_ckpt._storage.orphans import SAVE_GRACE
 from vescale_ckpt.cli import main
 from vescale_ckpt.manager import step_directories
 
@@ -112,22 +112,21 @@ def test_a_checkpoint_of_a_store_has_its_base_there(tmp_path: Path) -> None:
 
 
 def test_users_and_removers_keep_out_of_each_others_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(use_notes, "_REMOVAL_SECONDS", 0.3)
-    directory = directory_at(f"{url}/step-0")
+    monkeypatch.setattr(object_leases, "_REMOVAL_SECONDS", 0.3)
+    directory = storage_at(f"{url}/step-0")
     directory.keep_mark(MARK_NAME)
-    note = use_notes.use(directory, MARK_NAME, SAVE_GRACE)
-    assert note is not None
-    with use_notes.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+    lease = object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
+    with object_leases.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
         assert not unused
-        assert use_notes.use(directory, MARK_NAME, SAVE_GRACE) is None
-    other = use_notes.use(directory, MARK_NAME, SAVE_GRACE)
-    assert other is not None
-    note.release()
-    note.release()
-    with use_notes.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
+        with pytest.raises(CheckpointError, match="being cleaned up"):
+            object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
+    object_leases.lease(directory, MARK_NAME, SAVE_GRACE)
+    lease.release()
+    lease.release()
+    with object_leases.removing(directory, MARK_NAME, SAVE_GRACE) as unused:
         assert not unused
-    # The other has died: its note counts for a day.
-    with use_notes.removing(directory, MARK_NAME, 0.0) as unused:
+    # The other has died: its lease counts for a day.
+    with object_leases.removing(directory, MARK_NAME, 0.0) as unused:
         assert unused
     assert directory.names() == [MARK_NAME]
 
@@ -137,7 +136,7 @@ def test_a_save_waits_for_a_remover(url: str) -> None:
     inside = threading.Event()
 
     def remove() -> None:
-        with use_notes.removing(directory_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE):
+        with object_leases.removing(storage_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE):
             inside.set()
             time.sleep(0.5)
 
@@ -152,12 +151,11 @@ def test_a_save_waits_for_a_remover(url: str) -> None:
 def test_a_running_save_keeps_what_it_may_name(url: str) -> None:
     save_steps(url, range(2))
     with CheckpointManager(url, max_to_keep=1, async_checkpoint=False) as manager:
-        note = use_notes.use(directory_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE)
-        assert note is not None
+        lease = object_leases.lease(storage_at(f"{url}/step-0"), MARK_NAME, SAVE_GRACE)
         manager.save(2, lora(2, 7))
         assert manager.steps() == [0, 2], "step 1 is not used"
         assert remove_leftovers(f"{url}/step-0", {next(iter(data_files(f"{url}/step-0")))}) == []
-        note.release()
+        lease.release()
         manager.save(3, lora(3, 7))
         assert manager.steps() == [3]
     assert not data_files(f"{url}/step-0"), "nobody names it"
@@ -180,7 +178,7 @@ def test_prune_leaves_what_kept_steps_name(url: str, capsys: pytest.CaptureFixtu
     assert not any(names(f"{url}/step-{step}") for step in range(1, 4)) and kept in names(f"{url}/step-0")
     with pytest.MonkeyPatch.context() as patch:  # it goes when it is a day old
         patch.setattr(step_directories, "SAVE_GRACE", 0.0)
-        patch.setattr(leftovers, "SAVE_GRACE", 0.0)
+        patch.setattr(orphans, "SAVE_GRACE", 0.0)
         assert main(["repair", url]) == 0
     assert not data_files(f"{url}/step-0")
     assert loads(f"{url}/step-5", lora(5, 1))

@@ -18,7 +18,7 @@ from harness import stores
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager
 from vescale_ckpt._storage import object_clients
-from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._storage.open_storage import storage_at
 from vescale_ckpt.manager import remote_tier
 from vescale_ckpt.manager.clean_up import clean_up
 
@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_passed_over(url: str, caplog: pytest.LogCapture
     with CheckpointManager(url, async_checkpoint=False) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
-        storage = directory_at(f"{url}/step-2")
+        storage = storage_at(f"{url}/step-2")
         (name,) = (name for name in storage.names() if name.endswith(".distcp"))
         storage.remove(name)
         with caplog.at_level(logging.WARNING):
@@ -206,7 +206,7 @@ def test_one_flipped_bit_costs_no_checkpoint(
 def test_an_object_that_was_put_back_is_no_damage(url: str) -> None:
     with CheckpointManager(url, async_checkpoint=False, max_to_keep=1) as manager:
         manager.save(1, state(1))
-        storage = directory_at(f"{url}/step-1")
+        storage = storage_at(f"{url}/step-1")
         (name,) = (name for name in storage.names() if name.endswith(".distcp"))
         content = storage.read(name)
         assert manager.restore(state(0)) == 1
@@ -240,7 +240,7 @@ def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, m
         assert clean_up(url, manager.retention, 1, frozenset({2})) == {2}
         assert manager.steps() == [1, 2]
         # It is damaged indeed: it goes, and what a load would fall back to stays.
-        storage = directory_at(f"{url}/step-2")
+        storage = storage_at(f"{url}/step-2")
         (name,) = (name for name in storage.names() if name.endswith(".distcp"))
         storage.remove(name)
         manager.save(3, state(3))
@@ -252,7 +252,7 @@ def test_damage_that_a_verification_does_not_confirm_removes_nothing(url: str, m
 def test_a_retired_checkpoint_goes_with_few_requests(fault_proxy: Any, bucket_url: str) -> None:
     with CheckpointManager(bucket_url, async_checkpoint=False, max_to_keep=1) as manager:
         manager.save(1, state(1))
-        storage = directory_at(f"{bucket_url}/step-1")
+        storage = storage_at(f"{bucket_url}/step-1")
         for rank in range(1, 30):
             storage.write(f"__{rank}_01234567.distcp", b"")
         fault_proxy.clear()

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointTimeoutError
 from vescale_ckpt._checkpoint.native.file_names import is_data_file
-from vescale_ckpt._storage import directory, locks, mounts
-from vescale_ckpt._storage.directory import directory_at
+from vescale_ckpt._storage import file_system, locks
+from vescale_ckpt._storage.open_storage import storage_at
 
 State = dict[str, Any]
 
@@ -84,7 +84,7 @@ def test_a_read_that_would_block_is_an_error_by_name(
         file = _WouldBlock(descriptor, mode)
         return file if buffering == 0 else io.BufferedReader(file)
 
-    monkeypatch.setattr(directory, "open", opened, raising=False)
+    monkeypatch.setattr(file_system, "open", opened, raising=False)
     with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata: .*Resource temporarily unavailable") as told:
         vescale_ckpt.load(checkpoint, state(-1))
     assert told.value.errno == errno.EAGAIN
@@ -168,7 +168,7 @@ def test_a_client_is_made_to_ask_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, times: int, look: str
 ) -> None:
     (tmp_path / "file").write_bytes(b"content")
-    storage = directory_at(str(tmp_path))
+    storage = storage_at(str(tmp_path))
     looks: dict[str, Callable[[], Any]] = {
         "names": storage.names,
         "has": lambda: storage.has("file"),
@@ -319,11 +319,11 @@ def test_which_locks_other_machines_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: tuple[int, int], file: bool, folder: bool
 ) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTS)
-    monkeypatch.setattr(mounts, "_MOUNTS", str(tmp_path / "mountinfo"))
-    mounts._mount_of.cache_clear()
+    monkeypatch.setattr(locks, "_MOUNTS", str(tmp_path / "mountinfo"))
+    locks._mount_of.cache_clear()
     try:
         for mode, wanted in ((0o100644, file), (0o040755, folder)):
             status = SimpleNamespace(st_dev=os.makedev(*device), st_mode=mode)
-            assert mounts.locks_reach_others(status) is wanted  # type: ignore[arg-type]
+            assert locks.locks_reach_others(status) is wanted  # type: ignore[arg-type]
     finally:
-        mounts._mount_of.cache_clear()
+        locks._mount_of.cache_clear()

@@ -14,8 +14,8 @@ from harness.fault_proxy import FaultProxy, Rule
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._storage import object_clients
-from vescale_ckpt._storage.directory import checkpoint_path
 from vescale_ckpt._storage.object_clients import abort_dead_uploads
+from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt.cli import main
 
 pytest.importorskip("obstore", reason="object stores need obstore")

@@ -24,9 +24,9 @@ from harness.ranks import run_ranks
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CheckpointManager, CorruptCheckpointError
 from vescale_ckpt._storage import object_store
-from vescale_ckpt._storage.directory import directory_at
 from vescale_ckpt._storage.object_clients import abort_dead_uploads
 from vescale_ckpt._storage.object_store import Client
+from vescale_ckpt._storage.open_storage import storage_at
 
 pytest.importorskip("obstore", reason="object stores need obstore")
 
@@ -216,7 +216,7 @@ def test_a_store_without_conditional_requests_is_asked_first(
     # One that takes them and does not heed them.
     monkeypatch.setattr(Client, "put", lambda *_, **__: None)
     with pytest.raises(CheckpointError, match="does not heed"):
-        directory_at(bucket_url).check_exclusive_commits()
+        storage_at(bucket_url).check_exclusive_commits()
 
 
 @pytest.mark.parametrize("kind", ["upload_part", pytest.param("put", marks=SLOW)])
@@ -308,7 +308,7 @@ def test_one_of_racing_jobs_commits_whatever_is_lost(
         fault_proxy.clear()
         won = [k for k, error in outcomes.items() if error is None]
         assert len(outcomes) == 4 and len(won) <= 1, outcomes
-        there = directory_at(url).has(".metadata")
+        there = storage_at(url).has(".metadata")
         if won:
             assert content(url) == won[0] and vescale_ckpt.verify(url).ok
         elif there:

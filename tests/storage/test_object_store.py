@@ -23,8 +23,8 @@ from harness.ranks import run_ranks
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError
-from vescale_ckpt._storage import directory, object_clients, urls
-from vescale_ckpt._storage.directory import checkpoint_path, directory_at
+from vescale_ckpt._storage import object_clients, paths
+from vescale_ckpt._storage.open_storage import checkpoint_path, is_file, storage_at
 
 obstore = pytest.importorskip("obstore", reason="object stores need obstore")
 from obstore.store import LocalStore, MemoryStore  # noqa: E402
@@ -387,7 +387,7 @@ def test_a_save_that_is_given_up_while_it_sends_ends(bucket_url: str, object_ser
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip().endswith("True"), done.stderr
     assert not unfinished_uploads(object_server, bucket_url)
-    assert directory_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
+    assert storage_at(bucket_url).folders() == [] and not data_files_or_none(bucket_url)
 
 
 def data_files_or_none(path: str) -> set[str]:
@@ -608,8 +608,8 @@ def test_a_second_process_sees_what_the_first_saved(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_objects(url: str) -> None:
-    found = directory_at(url)
-    assert found.is_remote and found.folders() == [] and not found.has("a")
+    found = storage_at(url)
+    assert found.by_requests and found.folders() == [] and not found.has("a")
     with pytest.raises(FileNotFoundError):
         found.names()
     with pytest.raises(FileNotFoundError):
@@ -623,7 +623,7 @@ def test_a_directory_of_objects(url: str) -> None:
     stores.write(f"{url}/step-1", "x", b"1")
     assert sorted(found.names()) == ["a", "empty", "step-1"] and found.folders() == ["step-1"]
     assert found.stat().is_folder and found.stat("step-1").is_folder and found.stat("a").is_file
-    assert directory.is_file(f"{url}/a") and not directory.is_file(f"{url}/b")
+    assert is_file(f"{url}/a") and not is_file(f"{url}/b")
     assert found.stat("a").size == 10
     for begin, length, content in [
         (2, 3, b"234"),
@@ -649,7 +649,7 @@ def test_a_directory_of_objects(url: str) -> None:
 
 
 def test_large_metadata_is_checked_before_it_is_read(url: str) -> None:
-    found, sizes = directory_at(url), []
+    found, sizes = storage_at(url), []
     found.write("a", b"x" * (3 * MiB))
 
     def check(beginning: bytes, size: int) -> None:
@@ -663,4 +663,4 @@ def test_what_obstore_says_is_in_one_line() -> None:
     url = "s3://bucket/a"
     error = object_clients.named(RuntimeError("it is\n  so\n\nDebug source:\nX {}"), url)
     assert str(error) == f"{url}: it is so"
-    assert urls.split("memory://a/b") == ("memory://", "a/b")
+    assert paths.split("memory://a/b") == ("memory://", "a/b")

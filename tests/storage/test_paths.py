@@ -16,7 +16,7 @@ from harness.states import blank, same, small_state
 import vescale_ckpt
 from vescale_ckpt import CheckpointManager, StorageReader, StorageWriter, verify
 from vescale_ckpt._collective.background import BackgroundQueue
-from vescale_ckpt._storage.directory import checkpoint_path
+from vescale_ckpt._storage.open_storage import checkpoint_path
 from vescale_ckpt.safetensors import load_file, safe_open, save_file
 
 

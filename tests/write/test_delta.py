@@ -31,8 +31,8 @@ from vescale_ckpt._checkpoint.native import commit_metadata, delta_table
 from vescale_ckpt._checkpoint.native.file_names import DELTA_NAME, MARK_NAME, METADATA_NAME
 from vescale_ckpt._engine import _C
 from vescale_ckpt._engine.options import engine_options
-from vescale_ckpt._storage.directory import Directory
-from vescale_ckpt._storage.siblings import data_path
+from vescale_ckpt._storage.file_system import FileSystem
+from vescale_ckpt._storage.paths import data_path
 from vescale_ckpt._write import delta_base
 from vescale_ckpt._write.host_batches import write_table
 
@@ -518,7 +518,7 @@ def _overwrite(base: Path) -> list[str]:
 
 
 #: what changes a directory in a save
-CHANGES = [(Directory, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync")]
+CHANGES = [(FileSystem, name) for name in ("write", "remove", "keep_mark", "leave_mark", "sync")]
 
 
 def test_a_kill_before_any_step_leaves_every_checkpoint_whole(tmp_path: Path) -> None:

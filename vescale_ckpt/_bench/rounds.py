@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from .. import api, settings
 from .._engine.errors import check_space, named_system_errors
-from .._storage import leftovers
-from .._storage.directory import checkpoint_path, directory_at, is_folder
-from .._storage.leftovers import Leftover
+from .._storage import orphans
+from .._storage.open_storage import checkpoint_path, is_folder, storage_at
+from .._storage.orphans import Orphan
 from .._storage.pending import make_locked
-from .._storage.urls import refuse
 from ..errors import CheckpointError
 from ..settings import SETTINGS, MiB
 from .page_cache import MEMORY_FILE_SYSTEMS, StillResidentError, drop, file_system_of
@@ -116,7 +115,7 @@ def bench(
     """
     settings.check()
     root = checkpoint_path(directory)
-    refuse(root, "a benchmark", "It measures local disks and mounted file systems")
+    storage_at(root).check_mounted("a benchmark", "It measures local disks and mounted file systems")
     if not is_folder(root):
         raise FileNotFoundError(f"{root} is no directory")
     size = size if size is not None else _bytes_that_fit(root)
@@ -149,18 +148,18 @@ def _working_folder(root: str) -> Iterator[str]:
     def make() -> tuple[str, str]:
         path = os.path.join(root, _PREFIX + secrets.token_hex(4))
         os.mkdir(path)
-        directory_at(path).leave_mark(_MARK)
+        storage_at(path).leave_mark(_MARK)
         return path, path
 
     with named_system_errors(root):
-        old = [os.path.join(root, name) for name in directory_at(root).folders() if name.startswith(_PREFIX)]
-        old = [path for path in old if directory_at(path).has(_MARK)]
-        leftovers.remove(Leftover([path], path, leftovers.NEVER, are_folders=True) for path in old)
+        old = [os.path.join(root, name) for name in storage_at(root).folders() if name.startswith(_PREFIX)]
+        old = [path for path in old if storage_at(path).has(_MARK)]
+        orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in old)
         path, lock = make_locked(make)
     try:
         yield path
     finally:
-        leftovers.remove_entry(path, True)
+        storage_at(root).remove_folder(os.path.basename(path))
         if lock is not None:
             lock.release()
 
@@ -223,7 +222,7 @@ class _Bench:
                 self._cold = self._cold and _dropped(path)
                 loaded = self._timed(load, path)
         finally:
-            leftovers.remove_entry(str(path), True)
+            storage_at(str(path.parent)).remove_folder(path.name)
         if name != DISK and not all(torch.equal(self._target[key], tensor) for key, tensor in self._state.items()):
             raise CheckpointError(f"{name} has loaded something else than was saved", path=str(path))
         return saved, loaded

@@ -35,9 +35,8 @@ from .._state.key_selection import Rename, Selection, renamed, renaming, suggest
 from .._state.load_targets import tied, with_memory
 from .._state.per_rank import PerRank, Restoring, counted
 from .._state.structure import Path, structure_of
-from .._storage.directory import check_relative
-from .._storage.siblings import data_path
-from .._storage.urls import is_url
+from .._storage.open_storage import storage_at
+from .._storage.paths import check_relative, data_path
 from ..errors import (
     CheckpointError,
     IncompatibleStateError,
@@ -295,9 +294,8 @@ class CollectiveLoad:
             plan = self._together(lambda: planner.finish_plan(planner.create_local_plan()), "plan reading")
         broadcast = None
         if self._broadcast is not False and self._exchange.size > 1:
-            broadcast = BroadcastLoad(
-                self._exchange, self._broadcast, self._phase("read for each other"), not is_url(self._reader.path)
-            )
+            cached = not storage_at(self._reader.path).by_requests
+            broadcast = BroadcastLoad(self._exchange, self._broadcast, self._phase("read for each other"), cached)
 
         began, items, alone = _C.bytes_read(), plan.items, broadcast is None
 

@@ -25,7 +25,7 @@ from .._ranks.shared_directory import DirectoryMark
 from .._state.application import saved_form
 from .._state.extra_files import with_files
 from .._state.per_rank import counted
-from .._storage.urls import refuse
+from .._storage.open_storage import storage_at
 from .._write.frozen import FrozenTensors
 from .._write.local_plan import write_packed
 from .._write.optimizer_gate import Gate
@@ -168,7 +168,9 @@ class CollectiveSave(ABC):
         mine = given if exchange.is_coordinator or self.planner.placement == "local" else {}
         values = with_files(saved_form(state), mine)
         if self.planner.placement == "local":
-            refuse(self.path, "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out")
+            storage_at(self.path).check_mounted(
+                "a checkpoint of each node (placement='local')", "Nodes share it: leave placement out"
+            )
         self._save.begin()
         if exchange.is_coordinator:
             self._save.clean_up()  # no rank writes before the plan is made

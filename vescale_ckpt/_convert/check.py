@@ -12,8 +12,8 @@ from .._engine.errors import named_system_errors
 from .._read import contents
 from .._read.check_records import Progress, add_error, as_damage
 from .._read.verify import verify_checkpoint
-from .._storage.directory import checkpoint_path, directory_at, is_folder
 from .._storage.file_kinds import kind_of_file
+from .._storage.open_storage import checkpoint_path, is_folder, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -74,7 +74,7 @@ def _is_raw(path: str) -> bool:
         return kind_of_file(path) != "other"
     if metadata_file.metadata_ranks(path) or contents.is_safetensors(path):
         return False
-    return any(name.endswith(".npy") for name in directory_at(path).names())
+    return any(name.endswith(".npy") for name in storage_at(path).names())
 
 
 def _verify_raw(path: str, quick: bool, progress: Progress | None) -> VerifyReport:

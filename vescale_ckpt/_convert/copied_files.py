@@ -23,9 +23,9 @@ from .._engine.torch_private import DEFAULT_SUFFIX
 from .._read import contents
 from .._read.check_records import list_records
 from .._read.no_checkpoint import explained
-from .._storage.directory import directory_at, is_file
-from .._storage.locks import LOCK_NAME
-from .._storage.siblings import data_path, in_sibling
+from .._storage.open_storage import is_file, storage_at
+from .._storage.paths import data_path, in_sibling
+from .._storage.storage import LOCK_NAME
 from ..errors import CheckpointError, CorruptCheckpointError
 from .formats import open_source
 
@@ -61,7 +61,7 @@ def files_of_checkpoint(path: str) -> set[str]:
 
 def metadata_files(path: str) -> dict[str, tuple[int, ...]]:
     """The files that say which others are the checkpoint, with what tells their versions apart."""
-    storage = directory_at(path)
+    storage = storage_at(path)
     found = [name for name in storage.names() if is_metadata_file(name) or name.endswith(INDEX_SUFFIX)]
     return {name: storage.stat(name).identity for name in found}
 
@@ -69,7 +69,7 @@ def metadata_files(path: str) -> dict[str, tuple[int, ...]]:
 def names_to_copy(path: str, of_checkpoint: set[str]) -> tuple[list[str], list[str]]:
     """The files to copy, `.metadata` last, and the names that are left out."""
     other, left_out = set(), []
-    for name in directory_at(path).names():
+    for name in storage_at(path).names():
         if name == LOCK_NAME or name.startswith(MARK_NAME) or name in of_checkpoint:
             continue
         is_left = is_temporary_file(name) or is_temporary_index(name) or token_of(name) is not None
@@ -120,6 +120,6 @@ class SelfContained:
 
     def written(self, folder: str) -> tuple[str, int, int]:
         """Replaces the copied metadata. Returns name, length and CRC-32."""
-        directory_at(folder).write(DELTA_NAME, self.delta)
-        directory_at(folder).write(METADATA_NAME, self.metadata)
+        storage_at(folder).write(DELTA_NAME, self.delta)
+        storage_at(folder).write(METADATA_NAME, self.metadata)
         return METADATA_NAME, len(self.metadata), _C.crc32(self.metadata)

@@ -28,11 +28,10 @@ from .._engine import _C
 from .._engine.errors import check_space, named_system_errors
 from .._engine.torch_private import DEFAULT_SUFFIX
 from .._read.check_records import Progress
-from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder, stat_of
+from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
+from .._storage.paths import data_path
 from .._storage.pending import PendingFile
 from .._storage.resumable import JOURNAL_NAME, ResumableFolder
-from .._storage.siblings import data_path
-from .._storage.urls import is_url
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import VerifyReport
 from ..settings import checked_flag, checked_path
@@ -76,13 +75,11 @@ def copy(
     report = CopyReport(path)
     with ExitStack() as held, named_system_errors(path):
         if is_folder(source):
-            lock = directory_at(source).share(metadata_name(None))
+            lock = storage_at(source).share(metadata_name(None))
             if lock is not None:
                 held.callback(lock.release)
-            if is_url(path):
-                StoreCopy(source, path, overwrite, report, progress).run()
-            else:
-                _FolderCopy(source, path, overwrite, report, progress).run()
+            kind = _FolderCopy if storage_at(path).renames else StoreCopy
+            kind(source, path, overwrite, report, progress).run()
         else:
             _copy_file(source, path, overwrite, report, progress)
     report.seconds = time.perf_counter() - began
@@ -94,7 +91,7 @@ def _copy_file(source: str, path: str, overwrite: bool, report: CopyReport, prog
         pass  # it is a checkpoint
     _check_file_destination(source, path, overwrite)
     transfer = Transfer(2 * stat_of(source).size, progress)
-    directory_at(os.path.dirname(path)).make()
+    storage_at(os.path.dirname(path)).make()
     with PendingFile(path) as pending:
         length, crc = transfer.copy(source, pending.directory, pending.create)
         _compare(source, pending.paths[0], [("", length, crc)], transfer, report)
@@ -145,7 +142,7 @@ class _FolderCopy:
             self._remove_others(folder.temporary)
             _compare(self._source, folder.temporary, done, transfer, report)
             for name in {os.path.dirname(name_in_copy(name)) for name in self._names} - {""}:
-                directory_at(os.path.join(folder.temporary, name)).sync()
+                storage_at(os.path.join(folder.temporary, name)).sync()
             self._check_destination()
             folder.commit()
         except KeyboardInterrupt:
@@ -167,8 +164,8 @@ class _FolderCopy:
             self._report.resumed_files += 1
             self._report.resumed_bytes += entry.bytes
             return name, entry.bytes, entry.crc
-        directory_at(os.path.dirname(path)).make()
-        directory_at(folder.temporary).remove(name)
+        storage_at(os.path.dirname(path)).make()
+        storage_at(folder.temporary).remove(name)
 
         def create(make: Callable[[str], _C.FileWriter]) -> _C.FileWriter:
             return make(path)
@@ -181,9 +178,9 @@ class _FolderCopy:
     def _remove_others(self, temporary: str) -> None:
         """Removes what a copy that died took of an earlier state of the source."""
         names = {JOURNAL_NAME, *map(name_in_copy, self._names), *([] if self._made is None else [DELTA_NAME])}
-        for name in directory_at(temporary).names():
+        for name in storage_at(temporary).names():
             if name not in names and is_file(os.path.join(temporary, name)):
-                directory_at(temporary).remove(name)
+                storage_at(temporary).remove(name)
 
     def _check_destination(self) -> None:
         """Raises `CheckpointError` unless the copy may take its name. With `overwrite` it replaces a checkpoint, but
@@ -194,7 +191,7 @@ class _FolderCopy:
         _check_not_same(self._source, path)
         if not is_folder(path):
             raise CheckpointError(f"{path} is no folder, where one would be written", path=path)
-        names = directory_at(path).names()
+        names = storage_at(path).names()
         if not names:
             return
         if not self._overwrite:

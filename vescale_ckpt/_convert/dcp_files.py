@@ -42,9 +42,8 @@ from .._state import objects
 from .._state.inventory_rows import packed_row
 from .._state.shard_boxes import ShardBox
 from .._state.structure import Path, structure_of
-from .._storage.answers import read_twice, says_nothing
-from .._storage.directory import check_relative, checkpoint_path, directory_at
-from .._storage.siblings import data_path
+from .._storage.open_storage import checkpoint_path, read_twice, says_nothing, storage_at
+from .._storage.paths import check_relative, data_path
 from .._write.host_batches import write_table
 from .._write.native_save import NativeSave
 from .._write.rank_save import RankSave, SaveOptions
@@ -67,7 +66,7 @@ class DcpSource(Source):
 
     def __init__(self, path: str) -> None:
         self._path = checkpoint_path(path)
-        self._lock = directory_at(self._path).share(METADATA_NAME)
+        self._lock = storage_at(self._path).share(METADATA_NAME)
         self._seen = SeenFiles(os.path.join(self._path, METADATA_NAME))
         try:
             with gc_paused():
@@ -166,7 +165,7 @@ class DcpSource(Source):
     def _has_table(self, name: str) -> bool:
         if name not in self._with_table:
             try:
-                _, magic = directory_at(self._path).read_range(name, -_FOOTER_BYTES, len(_TABLE_MAGIC))
+                _, magic = storage_at(self._path).read_range(name, -_FOOTER_BYTES, len(_TABLE_MAGIC))
             except OSError:  # the read that follows raises the error
                 return True
             self._with_table[name] = magic == _TABLE_MAGIC

@@ -12,10 +12,9 @@ from typing import Any, Literal
 from .._checkpoint.native.metadata_file import NO_CHECKPOINT, has_metadata
 from .._checkpoint.safetensors.model_names import holds_export
 from .._read.no_checkpoint import explained
-from .._storage.directory import directory_at, stat_of
-from .._storage.directory import is_folder as is_directory
 from .._storage.file_kinds import kind_of_file
-from .._storage.urls import is_url, refuse
+from .._storage.open_storage import is_folder as is_directory
+from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
 from .archive import entries
 from .dcp_files import DcpSource
@@ -54,8 +53,11 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
     """Raises `CheckpointError` if the destination must not be replaced. With `overwrite` a file may be replaced by a
     file, a DCP checkpoint by another, and a folder by one of the same format if it holds no other files. In an object
     store, a folder of safetensors files is not replaced."""
+    where = storage_at(path)
     if format == "npy":
-        refuse(path, "a folder of .npy files, which no file makes complete,", "Convert to one file: format='npz'")
+        where.check_mounted(
+            "a folder of .npy files, which no file makes complete,", "Convert to one file: format='npz'"
+        )
     if not _is_there(path):
         return
     is_there = is_directory(path)
@@ -64,10 +66,10 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
     if is_there != is_folder(path, format):
         kinds = ("a file", "a folder") if is_folder(path, format) else ("a folder", "a file")
         raise CheckpointError(f"{path} is {kinds[0]}, where {kinds[1]} would be written", path=path)
-    names = directory_at(path).names() if is_there else [""]
+    names = storage_at(path).names() if is_there else [""]
     if names and not overwrite:
         raise CheckpointError(f"{path} exists: it is only replaced with overwrite=True", path=path)
-    if is_url(path) and is_there and format == "safetensors" and holds_export(path):
+    if is_there and not where.renames and format == "safetensors" and holds_export(path):
         raise CheckpointError(
             f"{path} holds a model, which cannot be replaced in one step in an object store: convert to another folder",
             path=path,
@@ -81,18 +83,12 @@ def check_destination(source: str, path: str, format: Format, overwrite: bool) -
 def goes_into_place(path: str, format: Format) -> bool:
     """Whether files are written where they stay: into an existing directory of DCP's, as a save does, and in object
     stores, where the last file makes the others a checkpoint."""
-    return is_url(path) or (format == "dcp" and is_directory(path) and bool(directory_at(path).names()))
+    return not storage_at(path).renames or (format == "dcp" and is_directory(path) and bool(storage_at(path).names()))
 
 
 def _is_there(path: str) -> bool:
-    if not is_url(path):
-        directory, name = os.path.split(path.rstrip("/") or path)
-        return directory_at(directory).has(name)
-    try:
-        stat_of(path)
-    except FileNotFoundError:
-        return False
-    return True
+    directory, name = os.path.split(path.rstrip("/") or path)
+    return storage_at(directory).has(name) or is_directory(path)
 
 
 def _same(source: str, path: str) -> bool:
@@ -113,7 +109,7 @@ def open_source(path: str) -> Source:
     if is_directory(path):
         if has_metadata(path, None):
             return DcpSource(path)
-        names = directory_at(path).names()
+        names = storage_at(path).names()
         if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
             return SafetensorsSource(path)
         if any(name.endswith(".npy") for name in names):
@@ -131,7 +127,7 @@ def open_source(path: str) -> Source:
         )
     if kind == "other":
         return SafetensorsSource(path)
-    refuse(path, "a file of torch.save or numpy that is read", "Copy it to a disk first")
+    storage_at(path).check_mounted("a file of torch.save or numpy that is read", "Copy it to a disk first")
     if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
         return TorchSource(path)
     return _numpy_source(path)

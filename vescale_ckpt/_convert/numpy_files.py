@@ -22,7 +22,7 @@ import torch
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._state.structure import Path
-from .._storage.directory import directory_at, is_folder
+from .._storage.open_storage import is_folder, storage_at
 from ..errors import CheckpointError, CorruptCheckpointError
 from .archive import ArchiveLayout, Entry, Member, damage_named, entries
 from .plan import Output
@@ -77,12 +77,12 @@ class NumpySource(Source):
         self._files = self._open_folder() if is_folder(path) else self._open_archive()
 
     def _open_folder(self) -> RawFiles:
-        names = sorted(name for name in directory_at(self._path).names() if name.endswith(_SUFFIX))
+        names = sorted(name for name in storage_at(self._path).names() if name.endswith(_SUFFIX))
         files = RawFiles([os.path.join(self._path, name) for name in names], self._path)
         dtypes: dict[str, str] = {}
         beside = os.path.join(self._path, _DTYPES_NAME)
-        if directory_at(self._path).has(_DTYPES_NAME):
-            dtypes = _loaded_dtypes(directory_at(self._path).read(_DTYPES_NAME), beside)
+        if storage_at(self._path).has(_DTYPES_NAME):
+            dtypes = _loaded_dtypes(storage_at(self._path).read(_DTYPES_NAME), beside)
         for number, (name, path) in enumerate(zip(names, files.paths, strict=True)):
             with open(path, "rb") as file:
                 header = _header(file, path)
@@ -231,7 +231,7 @@ def npy_files(outputs: Sequence[Output]) -> Files:
 
     def write_dtypes(directory: str) -> None:
         with named_errors(str, directory, len(dtypes)):
-            directory_at(directory).write(_DTYPES_NAME, dtypes)
+            storage_at(directory).write(_DTYPES_NAME, dtypes)
 
     return Files(files, write_dtypes if dtypes else None)
 

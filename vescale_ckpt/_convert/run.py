@@ -18,9 +18,8 @@ from .._checkpoint.safetensors.folder import shard_bytes
 from .._engine.errors import of_system
 from .._ranks.exchange import Exchange
 from .._read.check_records import Progress
-from .._storage.directory import checkpoint_path, directory_at
+from .._storage.open_storage import checkpoint_path, storage_at
 from .._storage.pending import PendingFolder, put_back
-from .._storage.urls import is_url
 from ..errors import CheckpointError, some
 from ..settings import checked_flag, checked_path
 from . import formats
@@ -245,10 +244,10 @@ class _Conversion:
         try:
             self._together(write, "write")
         except BaseException:
-            if is_url(directory):  # there is no pending folder that would be removed
+            if not storage_at(directory).renames:  # there is no pending folder that would be removed
                 for name in filter(None, written):
                     with contextlib.suppress(OSError):
-                        directory_at(directory).remove(name)
+                        storage_at(directory).remove(name)
             raise
         if files.finish is not None:
             finish = files.finish

@@ -17,7 +17,7 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.rows import int_table
 from .._read.seen_files import SeenFiles
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from .pipeline import Piece
 from .plan import Output
 from .source import Read, Source, TensorInfo, parts_of
@@ -128,7 +128,7 @@ def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: in
     def write_index(directory: str) -> None:
         with named_errors(str, directory, len(text)):
             # In an object store it is the commit: shards without an index are no model.
-            directory_at(directory).commit(INDEX_NAME, text.encode(), overwrite=False)
+            storage_at(directory).commit(INDEX_NAME, text.encode(), overwrite=False)
 
     return Files(files, write_index)
 

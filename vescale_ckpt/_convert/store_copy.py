@@ -12,8 +12,9 @@ from .._checkpoint.native.named_files import named_files
 from .._engine import _C
 from .._engine.errors import named_system_errors
 from .._read.check_records import Progress
-from .._storage.directory import Directory, directory_at, stat_of
-from .._storage.siblings import data_path
+from .._storage.open_storage import stat_of, storage_at
+from .._storage.paths import data_path
+from .._storage.storage import Storage
 from ..errors import CheckpointError, CorruptCheckpointError
 from .copied_files import (
     SelfContained,
@@ -61,7 +62,7 @@ class StoreCopy:
         self._cancelled = True
 
     def run(self) -> None:
-        report, source, storage = self._report, directory_at(self._source), directory_at(self._path)
+        report, source, storage = self._report, storage_at(self._source), storage_at(self._path)
         if not self._overwrite:
             storage.check_exclusive_commits()
         metadata = metadata_files(self._source)  # before they are read
@@ -98,7 +99,7 @@ class StoreCopy:
         if superseded:
             remove_leftovers(self._path, superseded)
 
-    def _sent_before(self, storage: Directory, last: list[str], of_checkpoint: set[str]) -> tuple[set[str], set[str]]:
+    def _sent_before(self, storage: Storage, last: list[str], of_checkpoint: set[str]) -> tuple[set[str], set[str]]:
         """The data files of the checkpoint that is there, which this one replaces; and what a copy of this one has
         sent. Raises `CheckpointError` if the copy must not be made."""
         try:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from .._engine import _C
 from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from .._storage.pending import PendingFile
-from .._storage.urls import is_url
 from ..errors import CheckpointError
 from .pipeline import PAGE, Batch, Buffers, FormatBytes, Piece, Segment, memory_of, pieces_of, transfer
 from .plan import Output
@@ -65,7 +64,7 @@ class Files:
 def write_file(file: OutputFile, path: str, source: Source, buffers: Buffers) -> None:
     """Writes a file into the folder `path`: its content is durable, its directory entry is not yet. A file without a
     name appears as `path` when it is complete and durable, or not at all, as every file in an object store does."""
-    if is_url(path):
+    if not storage_at(path).renames:
         _write_object(file, os.path.join(path, file.name) if file.name else path, source, buffers)
     elif file.name:
         _write(path, lambda make: make(os.path.join(path, file.name)), file.layout(), source, buffers)
@@ -104,7 +103,7 @@ def _write(
     """`create` calls the function that it gets with the file's path. `check` is called before the file is complete, and
     may raise."""
     with named_errors(str, directory, layout.length):
-        directory_at(directory).check_space(layout.length)
+        storage_at(directory).check_space(layout.length)
         options = engine_options(None, direct_io_setting("auto"))
         writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
         transfer(_segments(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)

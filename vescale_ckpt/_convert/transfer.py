@@ -14,7 +14,7 @@ from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import overlap
 from .._engine.rows import int_table
 from .._read.check_records import Progress
-from .._storage.directory import stat_of
+from .._storage.open_storage import stat_of
 from ..errors import CheckpointError
 from .pipeline import Buffers
 

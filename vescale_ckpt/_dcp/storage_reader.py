@@ -33,9 +33,8 @@ from .._read.load import Load, ReadOptions
 from .._read.packed import load_packed
 from .._read.seen_files import SeenFiles
 from .._routes.begin import BroadcastLoad
-from .._storage.directory import checkpoint_path, directory_at
-from .._storage.locks import FileLock
-from .._storage.urls import is_url
+from .._storage.open_storage import checkpoint_path, storage_at
+from .._storage.storage import Lease
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..reports import LoadStats
 from ..settings import MOST_THREADS, Broadcast, DirectIO, checked_count, checked_flag, checked_path
@@ -104,7 +103,7 @@ class StorageReader(DcpStorageReader):
         self._metadata_error: CheckpointError | None = None
         self._is_set_up = False
         self._seen = SeenFiles()  # identities of the files of this load, to detect a replaced file
-        self._lock: FileLock | None = None  # keeps clean-ups from removing the checkpoint while it is read
+        self._lock: Lease | None = None  # keeps clean-ups from removing the checkpoint while it is read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "process_group": None}
@@ -184,7 +183,7 @@ class StorageReader(DcpStorageReader):
     def _lock_checkpoint(self, rank: int | None) -> None:
         """Locks `.metadata` while the checkpoint is read. Safetensors folders have no such file and no lock."""
         self._unlock()
-        self._lock = directory_at(self.path).share(metadata_name(rank))
+        self._lock = storage_at(self.path).share(metadata_name(rank))
 
     def _metadata_of(self, found: Contents) -> Metadata:
         """The contents as DCP's `Metadata`, which planners may change. Its objects are built on the first access."""
@@ -237,7 +236,9 @@ class StorageReader(DcpStorageReader):
         if isinstance(plan.storage_data, _BroadcastDecision):
             exchange = Exchange.of(self.process_group, purpose="load")
             phase = f"loading {self.given_path}: read for each other"
-            broadcast = BroadcastLoad(exchange, plan.storage_data.broadcast, phase, not is_url(self.path))
+            broadcast = BroadcastLoad(
+                exchange, plan.storage_data.broadcast, phase, not storage_at(self.path).by_requests
+            )
         self.read(plan, planner, broadcast)
         future: Future[None] = Future()
         future.set_result(None)

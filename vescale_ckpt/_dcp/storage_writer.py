@@ -25,7 +25,7 @@ from .._observe import timeline
 from .._observe.timeline import Timeline
 from .._plan.save_plan import PackedResults
 from .._ranks.groups import check_alone_on_purpose
-from .._storage.directory import checkpoint_path
+from .._storage.open_storage import checkpoint_path
 from .._write.rank_save import SaveOptions, new_save_id
 from ..errors import CheckpointError
 from ..reports import SaveStats

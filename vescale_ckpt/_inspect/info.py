@@ -19,9 +19,9 @@ from .._read.check_records import locations_by_key
 from .._read.contents import Contents, of_safetensors
 from .._read.no_checkpoint import explained
 from .._state.key_selection import Selection
-from .._storage.directory import check_relative, checkpoint_path, directory_at, is_file, is_folder, stat_of
 from .._storage.file_kinds import kind_of_file
-from .._storage.siblings import data_path
+from .._storage.open_storage import checkpoint_path, is_file, is_folder, stat_of, storage_at
+from .._storage.paths import check_relative, data_path
 from ..errors import CheckpointError, MissingKeysError
 from ..reports import CheckpointInfo, StoredChunk, StoredObject, StoredTensor
 from ..settings import checked_path
@@ -126,7 +126,7 @@ def _writer(path: str, rank: int | None, part: Contents) -> str:
     """The software that wrote the metadata, as far as the end of the file and its version tell."""
     length = metadata_file.TRAILER_BYTES
     with named_system_errors(path):
-        _, end = directory_at(path).read_range(metadata_name(rank), -length, length)
+        _, end = storage_at(path).read_range(metadata_name(rank), -length, length)
     if metadata_file.has_checksum(end):
         return "vescale_ckpt"
     version = getattr(part.metadata, "version", None)

@@ -12,7 +12,7 @@ import torch
 
 from .._convert.formats import open_source
 from .._state.key_selection import Selection
-from .._storage.directory import checkpoint_path
+from .._storage.open_storage import checkpoint_path
 from ..errors import MissingKeysError
 from .boxes import as_numbers, values
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 
 from .._engine import _C
-from .._storage.directory import MARK_PREFIX, directory_at, stat_of
+from .._storage.open_storage import stat_of, storage_at
+from .._storage.storage import MARK_PREFIX
 from ..errors import CheckpointError
 from .node import node_of_this_process
 
@@ -56,14 +57,14 @@ class DirectoryMark:
     def leave(self) -> None:
         """Raises OSError."""
         number = secrets.randbelow(NO_NUMBER)
-        directory_at(self.directory).leave_mark(_name(number))
+        storage_at(self.directory).leave_mark(_name(number))
         self.number, self._name = number, _name(number)
 
     def look(self, number: int, rank: int) -> None:
         """Raises SeparateDirectoriesError if the coordinator's mark of that number is not in the directory."""
         if number == NO_NUMBER or number == self.number:
             return
-        directory = directory_at(self.directory)
+        directory = storage_at(self.directory)
         deadline = time.monotonic() + _VISIBLE_SECONDS
         while not directory.sees_mark(_name(number)):
             if time.monotonic() >= deadline:
@@ -74,7 +75,7 @@ class DirectoryMark:
         """May be called again."""
         if self._name is not None:
             with contextlib.suppress(_C.EngineError):
-                directory_at(self.directory).remove(self._name)
+                storage_at(self.directory).remove(self._name)
         self._name = None
 
 

@@ -19,10 +19,8 @@ from .._engine.errors import named_errors
 from .._engine.options import direct_io_setting, engine_options
 from .._engine.overlap import GROUP_TENSORS, overlap
 from .._engine.rows import int_table
-from .._storage.answers import look_again, read_twice, says_nothing
-from .._storage.directory import check_relative, directory_at
-from .._storage.siblings import data_path
-from .._storage.urls import is_url
+from .._storage.open_storage import read_twice, says_nothing, storage_at
+from .._storage.paths import check_relative, data_path
 from ..errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from ..reports import Damage, VerifyReport
 from .contents import Contents
@@ -145,7 +143,8 @@ def check_records(
                 tensors.append(record)
             else:
                 archives.append((record, kind is listing.tensors))
-    options = engine_options(None, direct_io_setting("auto"), requests=is_url(listing.root))
+    storage = storage_at(listing.root)
+    options = engine_options(None, direct_io_setting("auto"), requests=storage.by_requests)
     reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
 
     def check(
@@ -162,7 +161,7 @@ def check_records(
             return error
 
     done, total = 0, sum(record.length for record in tensors)
-    again: list[Record] | None = [] if is_url(listing.root) else None  # that seem to be damaged; None: that is told
+    again: list[Record] | None = [] if storage.rereads else None  # that seem to be damaged; None: that is told
     while tensors:
         for (group, _), found in overlap(_groups(tensors, by_file=listing.safetensors), check):
             if progress is not None:
@@ -188,7 +187,7 @@ def check_records(
             archives += [(group[row], True) for row in not_plain]
         tensors, again = again or [], None
         if tensors:
-            look_again(listing.root)
+            storage.look_again()
             reads = _C.SafetensorsReads(True, options) if listing.safetensors else None
     for record, of_tensor in archives:
         if _check_archive(record, paths[record.file], of_tensor, report):
@@ -258,7 +257,8 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
     it a load of a part of a tensor reads and verifies all of its record."""
     names = list(listing.ends)
     # The files of a delta save, and those that it names, may hold records that only older metadata names.
-    may_hold_others = directory_at(listing.root).has(DELTA_NAME)
+    storage = storage_at(listing.root)
+    may_hold_others = storage.has(DELTA_NAME)
     crcs: dict[str, dict[int, int]] = {}
     for record in listing.tensors:
         is_wrapper = (record.file, record.offset) in listing.wrappers  # it is read whole, as objects are
@@ -268,8 +268,8 @@ def check_tables(listing: Listing, missing: Collection[str], report: VerifyRepor
         path = data_path(listing.root, name)
         try:
             rows, offset = _C.checksum_table(path)
-            if rows is None and is_url(path):
-                look_again(path)
+            if rows is None and storage.rereads:
+                storage.look_again()
                 rows, offset = _C.checksum_table(path)
         except _C.EngineError as error:
             report.harmless.append(Damage(None, path, error.offset, str(error)))

@@ -20,9 +20,7 @@ from .._engine import _C
 from .._engine.errors import named_errors, of_system
 from .._engine.torch_private import StorageInfo
 from .._ranks.message import pack, unpack
-from .._storage.answers import says_nothing
-from .._storage.directory import directory_at, is_file
-from .._storage.urls import is_url
+from .._storage.open_storage import is_file, says_nothing, storage_at
 from ..errors import CorruptCheckpointError
 from .no_checkpoint import explained
 
@@ -112,12 +110,12 @@ def is_safetensors(path: str) -> bool:
     if metadata_file.has_metadata(path, None):  # first: many ranks call this, and to list a large directory is slow
         return False
     try:
-        names = directory_at(path).names()
+        names = storage_at(path).names()
         return any(name.endswith(headers.SUFFIXES) for name in names) and not any(map(is_metadata_file, names))
     except NotADirectoryError:
         return is_file(path)
     except OSError as error:
-        if is_url(path) and says_nothing(error.errno, path):
+        if storage_at(path).can_be_away and says_nothing(error.errno, path):
             raise of_system(error, path) from error
         return False
 
@@ -150,7 +148,7 @@ def packed(path: str, verify: bool) -> bytes:
     if is_safetensors(path):
         return pack(b"", b"", SafetensorsContents.read(path, verify).pack())
     with suppress(OSError):
-        if directory_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
+        if storage_at(path).stat(INDEX_NAME).size > _MOST_INDEX_BYTES:
             return b""
     index = metadata_file.index_bytes(path)
     if index is not None:

@@ -25,10 +25,8 @@ from .._engine.wrapper_tensors import is_wrapper
 from .._routes.rounds import FailedElsewhereError
 from .._state.describe import Description
 from .._state.tensor_table import ON_HOST, device_number, is_fast_to_fill, narrowed, place_of
-from .._storage.answers import read_twice, says_nothing
-from .._storage.directory import check_relative, stat_of
-from .._storage.siblings import data_path
-from .._storage.urls import is_url
+from .._storage.open_storage import read_twice, says_nothing, stat_of, storage_at
+from .._storage.paths import check_relative, data_path
 from .._write.optimizer_gate import wait_until_copied
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleStateError
 from ..reports import LoadStats
@@ -106,9 +104,12 @@ class Load:
         self._wrappers = WrapperLoad()
         self.streams: device_streams.Streams = {}  #: of the thread that loads, after whose work tensors are filled
         # By whether the page cache is used in any case.
+        by_requests = storage_at(self.where).by_requests
         self._engine_options = {
             cached: engine_options(
-                options.thread_count, False if cached else options.direct_io, requests=is_url(self.where)
+                options.thread_count,
+                False if cached else options.direct_io,
+                requests=by_requests,
             )
             for cached in (False, True)
         }

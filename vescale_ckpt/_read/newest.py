@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container, Sequence
 
 from .._checkpoint.native.step_order import SavedOrder, path_of
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .verify import verify_checkpoint
 
@@ -43,7 +43,7 @@ def newest_sound(
             report = verify_checkpoint(path, quick=quick)
             if report.ok:
                 return step, path
-            if not report.damaged and directory_at(root).is_remote:
+            if not report.damaged and storage_at(root).can_be_away:
                 unknown = CheckpointError(
                     f"{path} cannot be read, and may be sound: {report.reason}. Nothing is taken in its place. Try "
                     "again when the store answers, or name a step",

@@ -14,7 +14,7 @@ import torch
 
 from .._engine import _C
 from .._engine.wrapper_tensors import is_wrapper
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 
 _REBUILD = "torch._utils _rebuild_wrapper_subclass"  # what torch.save names in front of a wrapper's class
 
@@ -87,7 +87,7 @@ class _Slice(io.RawIOBase):
 
     def __init__(self, path: str, begin: int, length: int) -> None:
         directory, self._name = os.path.split(path)
-        self._directory = directory_at(directory)
+        self._directory = storage_at(directory)
         self._begin, self._length, self._at = begin, length, 0
 
     def readable(self) -> bool:

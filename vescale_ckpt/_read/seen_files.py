@@ -10,8 +10,7 @@ import os
 from collections.abc import Iterable
 
 from .._checkpoint.native.file_names import is_data_file
-from .._storage.directory import stat_of
-from .._storage.urls import is_url
+from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
 
 _Identity = tuple[int, ...]
@@ -34,7 +33,7 @@ class SeenFiles:
         """Records the identity of a file, unless it is recorded."""
         if path not in self._seen:
             # Reads of an object ask for the one that was opened (its ETag), so a data file needs no look before.
-            is_pinned = is_url(path) and is_data_file(os.path.basename(path))
+            is_pinned = is_data_file(os.path.basename(path)) and storage_at(path).pins_data_files
             self._seen[path] = None if is_pinned else _identity(path)
 
     def check(self, paths: Iterable[str]) -> None:

@@ -13,9 +13,8 @@ from .._checkpoint.safetensors.headers import SafetensorsContents
 from .._engine import _C
 from .._engine.errors import of_system
 from .._engine.gc import gc_paused
-from .._storage.answers import says_nothing
-from .._storage.directory import check_relative, checkpoint_path, directory_at, stat_of
-from .._storage.siblings import data_path
+from .._storage.open_storage import checkpoint_path, says_nothing, stat_of, storage_at
+from .._storage.paths import check_relative, data_path
 from ..errors import CheckpointError
 from ..reports import Damage, VerifyReport
 from ..settings import checked_flag, checked_path
@@ -53,7 +52,7 @@ def _verify_metadata_files(directory: str, report: VerifyReport, progress: Progr
             raise of_system(error, directory) from error
         ranks = [None]
     for rank in ranks:
-        lock = directory_at(directory).share(metadata_name(rank))
+        lock = storage_at(directory).share(metadata_name(rank))
         try:
             with explained(directory):
                 _verify_metadata_file(directory, rank, report, progress)
@@ -114,7 +113,7 @@ def _check_files(directory: str, ends: dict[str, int], report: VerifyReport) -> 
     bad = set()
     known: dict[str, int] = {}
     with suppress(OSError):
-        known = directory_at(directory).sizes()
+        known = storage_at(directory).sizes()
     for name, end in ends.items():
         if known.get(name, -1) >= end:
             continue

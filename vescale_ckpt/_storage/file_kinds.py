@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Literal
 
-from .directory import directory_at
+from .open_storage import storage_at
 
 _ZIP, _PICKLE = b"PK\3\4", b"\x80"
 _LENGTH_BYTES = 8  # at the start of a safetensors file, with any values; its header follows
@@ -26,7 +26,7 @@ def advice_for_file(path: str) -> str | None:
 def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
     """The kind of a file, by its first bytes. Raises OSError."""
     directory, name = os.path.split(path)
-    _, begin = directory_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
+    _, begin = storage_at(directory).read_range(name, 0, _LENGTH_BYTES + 1)
     if begin[_LENGTH_BYTES:] == b"{":
         return "other"
     return "archive" if begin.startswith(_ZIP) else "pickle" if begin.startswith(_PICKLE) else "other"
@@ -35,7 +35,7 @@ def kind_of_file(path: str) -> Literal["archive", "pickle", "other"]:
 def advice_for_directory(path: str) -> str | None:
     """The advice for a directory without a checkpoint that holds such files. None if it holds none."""
     with contextlib.suppress(OSError):
-        names = sorted(name for name in directory_at(path).names() if name.endswith(_SUFFIXES))
+        names = sorted(name for name in storage_at(path).names() if name.endswith(_SUFFIXES))
         if names:
             found = path if names[0].endswith(".npy") else os.path.join(path, names[0])
             more = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""

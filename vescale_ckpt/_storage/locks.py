@@ -1,7 +1,7 @@
 """Locks local files and folders by `flock` for the processes that write, read or remove them.
 
-The locks end with their process. Some file systems have no locks, and some have locks that other machines do not see
-(`mounts`). There the functions return None, unless a process of this machine has locked the file.
+The locks end with their process. Some file systems have no locks, and some have locks that other machines do not see.
+There the functions return None, unless a process of this machine has locked the file.
 """
 
 from __future__ import annotations
@@ -9,23 +9,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import os
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 from .._engine.live_objects import LiveObjects
 from ..errors import CheckpointError
-from . import urls
-from .clock import seconds_since
-from .mounts import locks_reach_others
+from .storage import LOCK_NAME
 
-LOCK_NAME = ".lock"  #: the file that a save locks in its directory before it writes anything
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  #: not blocking: opening a FIFO would wait for a writer
 _REMOVAL_SECONDS = 10.0  # to wait for the removal of a directory, which holds the locks for one rename
 _REMOVAL_POLL_SECONDS = 0.005
 _COMMIT_SECONDS = 60.0  # to wait for the commit of another export, which takes some renames and syncs
 _COMMIT_POLL_SECONDS = 0.02
+
+_LOCAL_LOCKS = frozenset(
+    {"fuse", "fuseblk", "9p", "virtiofs", "beegfs", "gpfs", "vboxsf", "afs", "orangefs", "pvfs2", "cifs", "smb3"}
+)
+#: Those whose daemon asks a server for locks.
+_FUSE_WITH_LOCKS = frozenset({"fuse.juicefs", "fuse.ceph", "fuse.ceph-fuse", "fuse.glusterfs"})
+_MOUNTS = "/proc/self/mountinfo"
 
 
 class FileLock:
@@ -48,6 +55,11 @@ class FileLock:
 
     __del__ = release
 
+    @classmethod
+    def of_nothing(cls) -> FileLock:
+        """For a file system without locks, where the file's time tells of its use."""
+        return cls(None, -1)
+
 
 _held: LiveObjects[FileLock] = LiveObjects()  # by this process
 
@@ -60,22 +72,19 @@ def _release_after_fork() -> None:
 os.register_at_fork(after_in_child=_release_after_fork)
 
 
-class TakenForLeftoverError(CheckpointError):
+class TakenForOrphanError(CheckpointError):
     """The clean-up of another writer removed a file before it was locked."""
 
 
 def lock(path: str) -> FileLock | None:
-    """Marks a file or folder as being written. Returns None if the file system has no locks, and for object stores,
-    which have none. Raises `TakenForLeftoverError` if another process removed it, `CheckpointError` if it cannot be
-    opened."""
-    if urls.is_url(path):
-        return None
+    """Marks a file or folder as being written. Returns None if the file system has no locks. Raises
+    `TakenForOrphanError` if another process removed it, `CheckpointError` if it cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise CheckpointError(f"cannot open {path} to lock it: {error}", path=path, errno=error.errno) from error
-        raise TakenForLeftoverError(f"{path} was removed while it was written: {error}", path=path) from error
+        raise TakenForOrphanError(f"{path} was removed while it was written: {error}", path=path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         taken = os.fstat(descriptor).st_nlink == 0
@@ -86,14 +95,14 @@ def lock(path: str) -> FileLock | None:
         return None
     if taken:
         os.close(descriptor)
-        raise TakenForLeftoverError(f"{path} was taken for a leftover by another save in this directory", path=path)
+        raise TakenForOrphanError(f"{path} was taken for an orphan by another save in this directory", path=path)
     return FileLock(os.path.dirname(os.path.abspath(path)), descriptor)
 
 
 def drop_dead_locks(directory: str) -> None:
     """Releases the locks of saves of this process into the directory that failed. The traceback of such a save's error
     keeps the writer alive, and so the lock. Every rank calls it, because the coordinator cleans up for all."""
-    if not urls.is_url(directory) and any(held.directory == os.path.abspath(directory) for held in _held):
+    if any(held.directory == os.path.abspath(directory) for held in _held):
         gc.collect()
 
 
@@ -121,9 +130,7 @@ def abandoned(marked: str, grace_seconds: float, others: Iterable[str] = ()) -> 
     try:
         alone = try_lock_alone(descriptor)
         if alone is None:
-            touched = max([os.fstat(descriptor).st_mtime, *(os.stat(path).st_mtime for path in others)])
-            directory = os.path.dirname(os.path.abspath(marked))
-            alone = seconds_since(touched, directory, grace_seconds) >= grace_seconds
+            alone = are_older([marked, *others], grace_seconds)
         yield alone
     finally:
         os.close(descriptor)
@@ -245,3 +252,66 @@ def _is_at(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
         return False
+
+
+# --- The age of files
+
+
+def are_older(paths: Iterable[str], grace_seconds: float) -> bool:
+    """Whether none of some files of one directory was modified for so long. Raises OSError."""
+    status = {path: os.stat(path).st_mtime for path in paths}
+    directory = os.path.dirname(os.path.abspath(next(iter(status))))
+    return seconds_since(max(status.values()), directory, grace_seconds) >= grace_seconds
+
+
+def seconds_since(modified: float, directory: str, enough: float) -> float:
+    """Seconds since the time `modified` of a file system's clock; of an age below `enough` by this machine's clock, it
+    is only known that it is less. `directory`: where a file may be made for a moment, to learn that clock's time.
+
+    Files on a shared disk have the time of its server or of the machine that wrote them. A machine whose clock is ahead
+    would take the files of a running save for old ones. If no file can be made, this machine's clock is believed.
+    """
+    here = time.time() - modified
+    if here < enough:
+        return here
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return min(here, os.fstat(file.fileno()).st_mtime - modified)
+    except OSError:
+        return here
+
+
+# --- Which locks other machines see
+
+
+def locks_reach_others(status: os.stat_result) -> bool:
+    """Whether a lock on this file or folder is seen by every machine that has mounted its file system.
+
+    File systems of one machine count as such. What is not known counts as one.
+    """
+    kind, options = _mount_of(status.st_dev)
+    if kind in ("nfs", "nfs4"):
+        # Locks of files are the server's. Those of folders stay with the client.
+        told = {"nolock", "local_lock=all", "local_lock=flock"}.isdisjoint(options)
+        return told and stat.S_ISREG(status.st_mode)
+    if kind == "lustre":
+        return "flock" in options
+    if kind.startswith("fuse."):
+        return kind in _FUSE_WITH_LOCKS
+    return kind not in _LOCAL_LOCKS
+
+
+@functools.lru_cache(maxsize=256)
+def _mount_of(device: int) -> tuple[str, frozenset[str]]:
+    """Type and options of the mounted file system with this device number."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split(" ", 3)[2] == wanted:
+                    kind, _, options = after.rstrip("\n").split(" ", 2)
+                    return kind, frozenset(options.split(","))
+    except (OSError, ValueError, IndexError):
+        pass
+    return "", frozenset()

@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import settings
 from ..errors import CheckpointError
-from . import urls
+from . import paths
 
 EXTRA = "object-stores"
 _MOST_TEXT = 600  # characters of what a store says
@@ -72,12 +72,12 @@ def register_store(url: str, store: Any) -> None:
     Every process calls it before it uses such a path. Objects lie below the store's prefix, if it has one.
     """
     if isinstance(url, str):
-        urls.check_no_secret(url)
-    if not isinstance(url, str) or not urls.is_url(url) or urls.split(url)[1]:
-        raise ValueError(f"{url!r}: a scheme ({', '.join(urls.SCHEMES)}) and a bucket are wanted, as 's3://bucket'")
+        paths.check_no_secret(url)
+    if not isinstance(url, str) or not paths.is_url(url) or paths.split(url)[1]:
+        raise ValueError(f"{url!r}: a scheme ({', '.join(paths.SCHEMES)}) and a bucket are wanted, as 's3://bucket'")
     obstore()
     with _lock:
-        _registered[urls.split(url)[0]] = store
+        _registered[paths.split(url)[0]] = store
 
 
 def store_at(root: str) -> Any:
@@ -201,7 +201,7 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
     """Aborts the uploads below a URL that began so long ago, which killed saves have left: a store keeps their parts,
     and charges for them. Returns the URLs of the objects. None where they cannot be listed: obstore does not, so boto3
     is asked, with the environment's credentials. Raises `CheckpointError`."""
-    root, key = urls.split(url)
+    root, key = paths.split(url)
     if root == "memory://":
         return []
     if not root.startswith("s3://") or root in _registered:
@@ -222,7 +222,7 @@ def abort_dead_uploads(url: str, grace_seconds: float, *, dry_run: bool) -> list
                 continue
             if not dry_run:
                 client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-            found.append(urls.joined(root, upload["Key"]))
+            found.append(paths.joined(root, upload["Key"]))
     except CheckpointError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`ObjectDirectory` is a directory in an object store: the objects whose keys begin with its own.
+"""`ObjectStore` is a folder in an object store: the objects whose keys begin with its own.
 
 An object store has no folders, locks, renames or syncs, and an object appears whole or not at all. Each method says
 what stands in their place.
@@ -22,15 +22,13 @@ from .. import settings
 from .._engine import _C
 from .._engine.errors import of_system
 from ..errors import CheckpointError
-from . import urls, use_notes
-from .directory import BEGINNING_BYTES, CheckBeginning, Directory, IsTaken, Stat
-from .leftovers import SAVE_GRACE
-from .locks import FileLock
+from . import object_leases, paths
 from .object_clients import (
     ObjectChangedError,
     ObjectExistsError,
     ObjectMissingError,
     ObjectStoreError,
+    abort_dead_uploads,
     hurried,
     is_opened_here,
     is_panic,
@@ -40,7 +38,8 @@ from .object_clients import (
     refuses,
     store_at,
 )
-from .use_notes import UseNote
+from .object_leases import ObjectLease
+from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
 
 _MOST_SINGLE_PUT = 64 << 20  # bytes; stores take 5 GB at once, but a retry sends all again
 # Names that are random, so that no save writes to one again.
@@ -56,11 +55,11 @@ class Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.root, self.key = urls.split(url)
+        self.root, self.key = paths.split(url)
         self.store = store_at(self.root)
 
     def at(self, name: str) -> Client:
-        return Client(urls.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
+        return Client(paths.joined(self.root, f"{self.key}/{name}" if self.key else name)) if name else self
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -143,7 +142,7 @@ class Client:
         except OSError:  # some stores refuse if one of them is gone already
             for key in keys:
                 with contextlib.suppress(ObjectMissingError):
-                    Client(urls.joined(self.root, key)).delete()
+                    Client(paths.joined(self.root, key)).delete()
 
     def listed(self) -> tuple[list[str], list[dict[str, Any]]]:
         """The keys of folders and the objects directly below."""
@@ -174,14 +173,18 @@ class Client:
         return [one for one in found if one["path"].rstrip("/") != self.key]
 
 
-class ObjectDirectory(Directory):
-    """A directory in an object store. It exists as long as objects are in it. All its methods' errors are OSError."""
+class ObjectStore(Storage):
+    """A folder in an object store. It exists as long as objects are in it. All its methods' errors are OSError."""
 
-    is_remote = True
+    by_requests = can_be_away = rereads = pins_data_files = True
+    has_locks = renames = shares_files = False
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._client = Client(path)
+
+    def check_mounted(self, what: str, instead: str) -> None:
+        raise CheckpointError(f"{self.path}: {what} cannot be in an object store. {instead}", path=self.path)
 
     # --- What is there
 
@@ -196,7 +199,6 @@ class ObjectDirectory(Directory):
         return [_last(key) for key in self._client.listed()[0]]
 
     def has(self, name: str) -> bool:
-        """Raises `CheckpointError` if the store cannot tell: all that follows would wait as long again."""
         try:
             self._client.at(name).head()
         except ObjectMissingError:
@@ -224,7 +226,15 @@ class ObjectDirectory(Directory):
     def sizes(self) -> dict[str, int]:
         return {_last(found["path"]): found["size"] for found in self._client.listed()[1]}
 
-    # --- Small files
+    def age(self, modified_ns: int, enough: float) -> float:
+        # This machine's clock is right within minutes: otherwise the store refuses its signatures.
+        return time.time() - modified_ns / 1e9
+
+    def says_nothing(self, number: int) -> bool:
+        # Access denied, too many requests, no such bucket and no network are no answers.
+        return number != errno.ENOENT
+
+    # --- Reads
 
     def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
         client = self._client.at(name)
@@ -248,6 +258,21 @@ class ObjectDirectory(Directory):
             if found["size"] > max(begin, 0):
                 raise
             return _stat(found), b""  # there is no such range
+
+    def look_again(self) -> None:
+        """By new connections."""
+        with _known_lock:
+            for known in [each for each in _known if paths.split(each)[0] == self._client.root]:
+                del _known[known]
+        reconnect(self._client.root)
+
+    # --- Writes
+
+    def make(self) -> None:
+        """A key needs no folder."""
+
+    def check_space(self, needed: int) -> None:
+        """A bucket has no end."""
 
     def write(self, name: str, content: bytes) -> None:
         """An object appears when it is complete, and is durable then."""
@@ -311,6 +336,11 @@ class ObjectDirectory(Directory):
             path=self.path,
         )
 
+    def sync(self) -> None:
+        """An object is durable when it appears."""
+
+    # --- Removals
+
     def remove(self, name: str) -> bool:
         """True if it is gone; stores do not tell whether it was there."""
         try:
@@ -322,18 +352,32 @@ class ObjectDirectory(Directory):
     def remove_all(self, names: Iterable[str]) -> None:
         self._client.delete_all([self._client.at(name).key for name in names])
 
-    def add_name(self, name: str, other: str) -> None:
-        raise OSError(errno.EOPNOTSUPP, "an object has one name", self._at(name))
+    def remove_folder(self, name: str) -> None:
+        folder = self._client.at(name)
+        folder.delete_all([found["path"] for found in folder.all_below()])
 
-    # --- Whether ranks use one directory
+    def set_aside(self, name: str, first: str) -> None:
+        """Removes the folder, the object `first` before all others: there is no rename. An interruption leaves a folder
+        without `first`, or a whole one."""
+        folder = self._client.at(name)
+        below = folder.all_below()
+        ObjectStore(folder.url).remove(first)
+        folder.delete_all([found["path"] for found in below])
 
-    def keep_mark(self, name: str) -> None:
-        """Makes an empty object unless it is there. Its time means nothing: users leave notes."""
-        if not self.has(name):
-            self.write(name, b"")
+    def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
+        """`set_aside` leaves nothing."""
+
+    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
+        return abort_dead_uploads(self.path, grace_seconds, dry_run=dry_run)
+
+    # --- Whether ranks use one folder
 
     def leave_mark(self, name: str) -> None:
         self._client.at(name).put(b"", create=True)
+
+    def keep_mark(self, name: str) -> None:
+        if not self.has(name):  # its time means nothing: leases tell who uses it
+            self.write(name, b"")
 
     def sees_mark(self, name: str) -> bool:
         try:
@@ -341,51 +385,32 @@ class ObjectDirectory(Directory):
         except CheckpointError:
             return False
 
-    # --- The directory itself
-
-    def make(self) -> None:
-        """Does nothing: a key needs no folder."""
-
-    def make_durable(self, holds_one: bool) -> None:
-        """Does nothing: objects are durable when they appear."""
-
-    def sync(self) -> None:
-        """Does nothing, for the same reason."""
-
-    def check_space(self, needed: int) -> None:
-        """Does nothing: a bucket has no end."""
-
     # --- Others who use it: there are no locks, so nobody is kept from removing anything
 
-    def share(self, name: str = "") -> FileLock | None:
+    def lock(self, name: str) -> None:
         return None
 
-    def alone(self, held: Iterable[str], tested: Iterable[str]) -> IsTaken:
+    @contextlib.contextmanager
+    def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
+        newest = max((self.stat(name).modified_ns for name in names), default=0) if grace_seconds else 0
+        yield not grace_seconds or self.age(newest, grace_seconds) >= grace_seconds
+
+    def share(self, name: str = LOCK_NAME) -> None:
+        return None
+
+    def alone(self, held: Iterable[str], tested: Iterable[str]) -> contextlib.AbstractContextManager[bool | None]:
         return contextlib.nullcontext(None)
 
     # --- Those who name its data files from elsewhere
 
-    def use(self, mark: str) -> UseNote | None:
-        return use_notes.use(self, mark, SAVE_GRACE)
+    def lease(self, mark: str, grace_seconds: float, *, make: bool) -> ObjectLease | None:
+        if not make and not self.has(mark):
+            return None
+        self.keep_mark(mark)
+        return object_leases.lease(self, mark, grace_seconds)
 
-    def unused(self, mark: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
-        return use_notes.removing(self, mark, grace_seconds)
-
-    # --- Folders in it
-
-    def set_aside(self, name: str, first: str) -> None:
-        """Removes the folder, the object `first` before all others: there is no rename. An interruption leaves a folder
-        without `first`, or a whole one."""
-        folder = self._client.at(name)
-        below = folder.all_below()
-        ObjectDirectory(folder.url).remove(first)
-        folder.delete_all([found["path"] for found in below])
-
-    def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
-        """Does nothing: `set_aside` leaves nothing."""
-
-    def _at(self, name: str) -> str:
-        return f"{self.path}/{name}"
+    def unleased(self, mark: str, grace_seconds: float) -> contextlib.AbstractContextManager[bool]:
+        return object_leases.removing(self, mark, grace_seconds)
 
 
 def _last(key: str) -> str:
@@ -433,15 +458,6 @@ class _OpenObject:
             with _known_lock:
                 _known.pop(self._client.url, None)
             raise
-
-
-def forget(url: str) -> None:
-    """Forgets what is known of the objects of the URL's store, and the connections to it."""
-    root, _ = urls.split(url)
-    with _known_lock:
-        for known in [each for each in _known if urls.split(each)[0] == root]:
-            del _known[known]
-    reconnect(root)
 
 
 def _upload(window: _C.PartWindow) -> None:

@@ -14,9 +14,11 @@ from typing import TypeVar
 
 from .._engine import _C
 from .._engine.errors import named_errors, named_system_errors
-from . import leftovers, locks, urls
-from .directory import directory_at
-from .leftovers import Leftover
+from . import locks, orphans
+from .file_system import FileSystem
+from .open_storage import storage_at
+from .orphans import Orphan
+from .storage import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +29,15 @@ _ATTEMPTS = 3  # to make a file that clean-ups of other processes remove before 
 _serial = itertools.count()
 
 
-def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, locks.FileLock | None]:
+def make_locked(make: Callable[[], tuple[str, Made]]) -> tuple[Made, Lease | None]:
     """Makes a file or folder and locks it. `make` returns its path and an object for the caller. It is called again,
     for another name, if the clean-up of another writer removes the file before it is locked."""
     for attempts_left in range(_ATTEMPTS - 1, -1, -1):
         path, made = make()
         try:
-            lock = locks.lock(path)
+            lock = storage_at(os.path.dirname(path)).lock(os.path.basename(path))
             break
-        except locks.TakenForLeftoverError:
+        except locks.TakenForOrphanError:
             del made  # closes what it has open now; the error's traceback would keep it
             if not attempts_left:
                 raise
@@ -49,17 +51,15 @@ class Pending:
     As a context, it removes at its end what was not committed.
     """
 
-    is_folder = False
-
     def __init__(self, directory: str) -> None:
-        urls.refuse(
-            directory,
+        storage_at(directory).check_mounted(
             "a file or folder that is written under another name first, and renamed,",
             "Write it to a local path. A checkpoint of DCP's layout is copied from there (vescale-ckpt copy)",
         )
         self.directory = directory  #: that they will belong to
+        self.storage = FileSystem(directory)
         self.paths: list[str] = []  #: not committed yet
-        self._lock: locks.FileLock | None = None
+        self._lock: Lease | None = None
 
     def begin(self, make: Callable[[], tuple[str, Made]]) -> Made:
         """Makes the first file, and locks it, as `make_locked` does."""
@@ -88,12 +88,16 @@ class Pending:
         try:
             for path in reversed(self.paths):  # the locked one last
                 with contextlib.suppress(_C.EngineError):
-                    leftovers.remove_entry(path, self.is_folder)
+                    self._remove(path)
         finally:
             self.paths = []
             if self._lock is not None:
                 self._lock.release()
             self._lock = None
+
+    def _remove(self, path: str) -> None:
+        """Removes one of the paths. Raises `_C.EngineError`."""
+        self.storage.remove(os.path.basename(path))
 
     def __enter__(self: PendingT) -> PendingT:
         return self
@@ -117,7 +121,7 @@ class PendingFile(Pending):
 
     def create(self, make: Callable[[str], Made]) -> Made:
         """Calls `make` with the path of the file to create, and returns its result."""
-        leftovers.remove(Leftover([path], path, leftovers.SMALL_FILE_GRACE) for path in temporary_ones(self.path))
+        orphans.remove(Orphan([path], path, orphans.SMALL_FILE_GRACE) for path in temporary_ones(self.path))
 
         def named() -> tuple[str, Made]:
             temporary = temporary_name(self.path)
@@ -140,8 +144,6 @@ class PendingFolder(Pending):
     leaves both folders; `put_back` repairs that. Folders of processes that died are removed when the next one is made.
     """
 
-    is_folder = True
-
     def __init__(self, path: str) -> None:
         self.path = path.rstrip("/") or path
         super().__init__(os.path.dirname(self.path) or ".")
@@ -153,15 +155,14 @@ class PendingFolder(Pending):
 
     def make(self) -> None:
         """Makes the folder. One rank calls it."""
-        above = directory_at(self.directory)
-        above.make()
+        self.storage.make()
         with named_system_errors(self.directory):
-            above.make_durable(holds_one=False)
-            found = self._left_over()
-            leftovers.remove(Leftover([path], path, leftovers.NEVER, are_folders=True) for path in found)
+            self.storage.make_durable(holds_one=False)
+            found = self._orphans()
+            orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in found)
             self.begin(self._make)
 
-    def _left_over(self) -> Iterator[str]:
+    def _orphans(self) -> Iterator[str]:
         """The folders that other processes have made for this path; those that are alive keep theirs locked."""
         yield from temporary_ones(self.path)
         if os.path.lexists(self.path):  # otherwise an old folder that was set aside is the only one left
@@ -189,12 +190,15 @@ class PendingFolder(Pending):
             _C.sync_directory(self.directory)
         if old:
             with contextlib.suppress(_C.EngineError):
-                leftovers.remove_entry(old, True)  # of a link only the link is removed
+                self._remove(old)  # of a link only the link
+
+    def _remove(self, path: str) -> None:
+        self.storage.remove_folder(os.path.basename(path))
 
     def _replace_in_two_steps(self, temporary: str) -> str:
         """Returns the new path of the old folder."""
         aside = temporary_name(self.path + _ASIDE)
-        # The lock keeps clean-ups from taking the old folder for a leftover.
+        # The lock keeps clean-ups from taking the old folder for an orphan.
         mark = None if os.path.islink(self.path) else locks.lock(self.path)
         try:
             _C.rename_file(self.path, aside)
@@ -263,11 +267,10 @@ def final_name(name: str) -> str | None:
 
 
 def temporary_ones(path: str) -> Iterator[str]:
-    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read, and in object
-    stores, where nothing has a temporary name."""
-    if urls.is_url(path):
-        return
+    """The paths with temporary names for `path`, of any process. Empty if the directory cannot be read."""
     directory, name = os.path.dirname(path) or ".", os.path.basename(path)
+    if not storage_at(directory).renames:
+        return
     with contextlib.suppress(OSError):
         for found in os.listdir(directory):
             if found.startswith(name) and _TEMPORARY.fullmatch(found, len(name)):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._engine import _C
-from . import leftovers, locks
-from .directory import directory_at
-from .leftovers import Leftover
+from . import locks, orphans
+from .open_storage import storage_at
+from .orphans import Orphan
 from .pending import PendingFolder, temporary_name, temporary_ones
 
 JOURNAL_NAME = ".copy.journal"  #: in the folder until the commit: a line of JSON for each complete file
@@ -26,25 +26,25 @@ class ResumableFolder(PendingFolder):
         """Takes over the folder of a process that died, or makes one."""
         super().make()
         others = (path for path in temporary_ones(self.path) if path != self.temporary and is_unfinished(path))
-        leftovers.remove(Leftover([path], path, leftovers.NEVER, are_folders=True) for path in others)
+        orphans.remove(Orphan([path], path, orphans.NEVER, are_folders=True) for path in others)
 
-    def _left_over(self) -> Iterator[str]:
-        return (path for path in super()._left_over() if not is_unfinished(path))
+    def _orphans(self) -> Iterator[str]:
+        return (path for path in super()._orphans() if not is_unfinished(path))
 
     def _make(self) -> tuple[str, None]:
         temporary = temporary_name(self.path)
         for found in filter(is_unfinished, temporary_ones(self.path)):
-            with contextlib.suppress(OSError, _C.EngineError), locks.abandoned(found, leftovers.NEVER) as free:
+            with contextlib.suppress(OSError, _C.EngineError), locks.abandoned(found, orphans.NEVER) as free:
                 if free:
                     _C.rename_file(found, temporary)
                     return temporary, None
         os.mkdir(temporary)
-        directory_at(temporary).leave_mark(JOURNAL_NAME)
+        storage_at(temporary).leave_mark(JOURNAL_NAME)
         return temporary, None
 
     def journal(self) -> list[Any]:
         """What was noted, without a last line that a kill has cut."""
-        _, content = directory_at(self.temporary).read_range(JOURNAL_NAME, 0, _MOST_JOURNAL_BYTES)
+        _, content = storage_at(self.temporary).read_range(JOURNAL_NAME, 0, _MOST_JOURNAL_BYTES)
         entries = []
         for line in content.split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):
@@ -57,7 +57,7 @@ class ResumableFolder(PendingFolder):
             file.write(b"\n" + json.dumps(entry).encode() + b"\n")  # begins a line also behind one that was cut
 
     def commit(self) -> None:
-        directory_at(self.temporary).remove(JOURNAL_NAME)
+        storage_at(self.temporary).remove(JOURNAL_NAME)
         super().commit()
 
     def leave(self) -> None:
@@ -68,4 +68,4 @@ class ResumableFolder(PendingFolder):
 
 def is_unfinished(path: str) -> bool:
     """Whether a folder is what a copy has left, or is being filled by one."""
-    return directory_at(path).has(JOURNAL_NAME)
+    return storage_at(path).has(JOURNAL_NAME)

@@ -13,10 +13,10 @@ from .._checkpoint.native.delta_table import DeltaTable, Row
 from .._checkpoint.native.file_names import MARK_NAME, METADATA_NAME
 from .._checkpoint.native.metadata_file import has_metadata
 from .._engine import _C
-from .._storage.directory import Directory, directory_at
-from .._storage.locks import FileLock
-from .._storage.siblings import InSibling, data_path, folder_above, in_sibling
-from .._storage.use_notes import UseNote
+from .._storage.open_storage import storage_at
+from .._storage.orphans import SAVE_GRACE
+from .._storage.paths import InSibling, data_path, folder_above, in_sibling
+from .._storage.storage import Lease, Storage
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,10 @@ MOST_FOLDERS = 8  #: older directories whose files a checkpoint may name
 LEAST_SHARE = 0.25
 #: Smaller records are always written: a file should not be kept for them.
 LEAST_RECORD_BYTES = 4096
-_ATTEMPTS = 3  # to lock a mark that clean-ups of other processes remove before
 
 
 class DeltaBase:
-    """The records of `base` that a save to `target` may name, and locks that keep their files until `release`.
+    """The records of `base` that a save to `target` may name, and leases that keep their files until `release`.
 
     Raises `CheckpointError` if the two are not in one directory. Any other reason for which the base cannot be used is
     logged: `table` is empty then, and the save writes everything.
@@ -41,7 +40,7 @@ class DeltaBase:
         self.table = DeltaTable(os.urandom(delta_table.SEED_BYTES), [], b"")
         self._target = target
         self._above, self._own = folder_above(target)
-        self._locks: list[FileLock | UseNote] = []
+        self._leases: list[Lease] = []
         above, folder = folder_above(base)
         if above != self._above:
             raise CheckpointError(
@@ -59,9 +58,9 @@ class DeltaBase:
 
     def release(self) -> None:
         """Ends the protection of the files. May be called again."""
-        for lock in self._locks:
-            lock.release()
-        self._locks = []
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
 
     def check(self, names: Iterable[str]) -> None:
         """Call it before the commit. Raises `CheckpointError` if a file of another directory, of `names`, that the new
@@ -75,35 +74,27 @@ class DeltaBase:
                 )
 
     def _open(self, folder: str) -> None:
-        storage = directory_at(os.path.join(self._above, folder))
+        storage = storage_at(os.path.join(self._above, folder))
         if not storage.has(METADATA_NAME):
             raise CheckpointError(f"{storage.path} holds no checkpoint", path=storage.path)
         if (lock := storage.share(METADATA_NAME)) is not None:
-            self._locks.append(lock)
+            self._leases.append(lock)
         table = delta_table.read(storage.path)
         self._protect(storage, make=True)
         places = [in_sibling(name) or InSibling(folder, name) for name in table.files]
         older = {place.folder for place in places} - {folder}
-        lost = {name for name in older if not self._protect(directory_at(os.path.join(self._above, name)), make=False)}
+        lost = {name for name in older if not self._protect(storage_at(os.path.join(self._above, name)), make=False)}
         rows = [row for row in table.rows() if row.file < len(places) and places[row.file].folder not in lost]
         rows = self._affordable(rows, places)
         self.table = DeltaTable.of(table.seed, [self._name(place) for place in places], rows)
 
-    def _protect(self, storage: Directory, *, make: bool) -> bool:
+    def _protect(self, storage: Storage, *, make: bool) -> bool:
         """Keeps the files of a directory from being removed. `make`: gives it the mark. Returns False if it has none:
         then its files are not kept for anybody."""
-        for _ in range(_ATTEMPTS):
-            if not make and not storage.has(MARK_NAME):
-                return False
-            storage.keep_mark(MARK_NAME)
-            if (lock := storage.use(MARK_NAME)) is not None:
-                self._locks.append(lock)
-                return True
-            if storage.is_remote:  # it has waited
-                break
-            if storage.has(MARK_NAME):  # no locks in the file system: the mark's time counts
-                return True
-        raise CheckpointError(f"{storage.path} is being cleaned up by another process", path=storage.path)
+        lease = storage.lease(MARK_NAME, SAVE_GRACE, make=make)
+        if lease is not None:
+            self._leases.append(lease)
+        return lease is not None
 
     def _affordable(self, rows: list[Row], places: list[InSibling]) -> list[Row]:
         """The rows whose files are there and in use to a fair share, in at most `MOST_FOLDERS` directories."""
@@ -116,7 +107,7 @@ class DeltaBase:
             path = os.path.join(self._above, *places[file])
             if not _is_whole(path, end):
                 logger.warning("%s: %s is missing or too short, so its tensors are written again", self._target, path)
-            elif used[file] >= LEAST_SHARE * directory_at(path).stat().size:
+            elif used[file] >= LEAST_SHARE * storage_at(path).stat().size:
                 fit.add(file)
         of_folder = Counter[str]()
         for file in fit:
@@ -131,6 +122,6 @@ class DeltaBase:
 
 def _is_whole(path: str, end: int) -> bool:
     with contextlib.suppress(OSError):
-        found = directory_at(path).stat()
+        found = storage_at(path).stat()
         return found.is_file and found.size >= end
     return False

@@ -22,8 +22,7 @@ from .._observe.timeline import phase
 from .._plan.save_plan import GlobalSavePlan, JoinedRanges
 from .._ranks.shared_directory import separate_directories
 from .._state.describe import Description
-from .._storage.directory import directory_at
-from .._storage.urls import refuse
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .rank_save import RankSave, SaveOptions
@@ -57,12 +56,12 @@ class ExportSave(RankSave):
         path = self.options.path
         if self.options.alone:
             raise CheckpointError("safetensors files are written by all ranks together", path=path)
-        refuse(
-            path,
+        storage = storage_at(path)
+        storage.check_mounted(
             "a model in format='safetensors' that is saved in the steps of dcp.save",
             "vescale_ckpt.save(path, state, format='safetensors') saves it there, without a planner of your own",
         )
-        directory_at(path).make()
+        storage.make()
         if not self.options.overwrite and holds_export(path):
             raise holds_model(path)
 
@@ -117,7 +116,7 @@ class ExportSave(RankSave):
         options, paths = self.options, self._paths
         for_engine = engine_options(options.thread_count, options.direct_io, in_background)
         # The coordinator made all of them.
-        if paths and not directory_at(options.path).has(os.path.basename(paths[0])):
+        if paths and not storage_at(options.path).has(os.path.basename(paths[0])):
             raise separate_directories(options.path, [options.rank])
         with named_errors(str, options.path):
             self._files = _C.SharedWriter(paths, self._targets, for_engine)

@@ -20,9 +20,10 @@ from .._engine.rows import words
 from .._observe.timeline import phase
 from .._plan.save_plan import PackedItems
 from .._ranks.shared_directory import separate_directories
-from .._storage.directory import directory_at
-from .._storage.locks import FileLock, drop_dead_locks
+from .._storage.locks import drop_dead_locks
+from .._storage.open_storage import storage_at
 from .._storage.pending import make_locked, new_token
+from .._storage.storage import Lease
 from ..errors import CheckpointError
 from ..reports import SaveStats
 from .delta import Delta
@@ -39,7 +40,7 @@ class NativeSave(RankSave):
         self._superseded: set[str] = set()  # the files of the checkpoint that this save replaces
         self._names: list[str] = []
         self._token = ""
-        self._lock: FileLock | None = None  # on the first file; it marks all files as those of a running save
+        self._lock: Lease | None = None  # on the first file; it marks all files as those of a running save
         self._file: _C.FileWriter | None = None
         self._needed = 0  # bytes, for the open file
         self._in_background = False
@@ -52,7 +53,7 @@ class NativeSave(RankSave):
     def begin(self) -> None:
         path = self.options.path
         drop_dead_locks(path)
-        directory_at(path).make()
+        storage_at(path).make()
         if not self.options.overwrite and has_metadata(path, self.metadata_rank):
             raise CheckpointError(f"{path} holds a checkpoint already and overwrite=False", path=path)
         if self.metadata_rank is not None and has_metadata(path, None):
@@ -65,7 +66,7 @@ class NativeSave(RankSave):
     def clean_up(self) -> None:
         """Removes files that no metadata names. Raises `CheckpointError` if `overwrite=False` cannot hold there."""
         if not self.options.overwrite:
-            directory_at(self.options.path).check_exclusive_commits()
+            storage_at(self.options.path).check_exclusive_commits()
         self._superseded = named_files(self.options.path, self.metadata_rank)
         self._remove_leftovers()
 
@@ -91,7 +92,7 @@ class NativeSave(RankSave):
                 self._token = new_token()
             self.name = data_name(options.rank, self._token, part)
             with named_errors(str, options.path, self._needed):
-                directory_at(options.path).check_space(self._needed)
+                storage_at(options.path).check_space(self._needed)
                 return self._path, _C.FileWriter(self._path, body_bytes, self._for_engine(), options.checksums)
 
         if self._names:
@@ -164,7 +165,7 @@ class NativeSave(RankSave):
         self._finish_file()
         if self.options.sync_files and self._names:
             with named_errors(str, self.options.path), phase("sync", self.options.path):
-                directory_at(self.options.path).sync()  # makes the names durable, too
+                storage_at(self.options.path).sync()  # makes the names durable, too
         stats = self._stats(tensors, objects, self._tensor_bytes, self._file_bytes, self._stats_of_files)
         if self.delta is None:
             return stats
@@ -183,7 +184,7 @@ class NativeSave(RankSave):
         self._file = None  # an unfinished file removes itself
         for name in self._names:
             with contextlib.suppress(_C.EngineError, OSError):  # the error that led here is raised
-                directory_at(self.options.path).remove(name)
+                storage_at(self.options.path).remove(name)
 
     # --- The commit
 
@@ -191,7 +192,7 @@ class NativeSave(RankSave):
         """Call it before the commit. Raises `CheckpointError` if files that ranks have written, `names` by rank, are
         not in this directory."""
         path = self.options.path
-        storage = directory_at(path)
+        storage = storage_at(path)
         here = set(storage.names())
         missing = [
             rank for rank, of_rank in enumerate(names) if not all(name in here or storage.has(name) for name in of_rank)
@@ -215,13 +216,13 @@ class NativeSave(RankSave):
             raise
         extra.publish()
         self._release_base()  # the new metadata keeps its files from now on
-        if self._superseded or not directory_at(path).is_remote:
+        if self._superseded or storage_at(path).has_locks:
             commit_metadata.remove_leftovers(path, self._superseded, only_rank=self.metadata_rank)
         self._superseded = set()
 
     def _remove_leftovers(self) -> None:
-        # In an object store only age tells that a save has died: `vescale-ckpt repair` looks for such files.
-        if not directory_at(self.options.path).is_remote:
+        # Where only age tells that a save has died, `vescale-ckpt repair` looks for such files.
+        if storage_at(self.options.path).has_locks:
             commit_metadata.remove_leftovers(self.options.path, only_rank=self.metadata_rank)
 
     def _release_base(self) -> None:

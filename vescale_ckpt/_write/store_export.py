@@ -24,8 +24,8 @@ from .._observe.timeline import phase
 from .._plan.save_plan import JoinedRanges
 from .._ranks.message import pack, unpack
 from .._ranks.node import memory_domain
-from .._storage.directory import directory_at
 from .._storage.object_clients import ObjectExistsError
+from .._storage.open_storage import storage_at
 from .._storage.pending import new_token
 from ..errors import CheckpointError
 from ..reports import SaveStats
@@ -81,7 +81,7 @@ class StoreExport(ExportSave):
     def make_files(self, made: _C.ExportLayout, names: list[str] | None = None) -> str:
         """Only chooses names: objects appear when they are complete. Returns the token in the names."""
         if not self.options.overwrite:
-            directory_at(self.options.path).check_exclusive_commits()
+            storage_at(self.options.path).check_exclusive_commits()
         with named_system_errors(self.options.path):
             check_replaceable(self.options.path)
         self._layout = made
@@ -231,7 +231,7 @@ class StoreExport(ExportSave):
     def _remove(self, names: list[str]) -> None:
         with contextlib.suppress(OSError, CheckpointError):  # what stays is a leftover, which `repair` finds by its age
             for name in names:
-                directory_at(self.options.path).remove(name)
+                storage_at(self.options.path).remove(name)
 
     # --- The commit
 

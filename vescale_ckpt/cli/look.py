@@ -178,7 +178,7 @@ def _set_scale(axes: Any, values: list[Any]) -> None:
 
 def latest(options: SimpleNamespace) -> int:
     from .._read.newest import newest_sound
-    from .._storage.directory import checkpoint_path, is_folder
+    from .._storage.open_storage import checkpoint_path, is_folder
 
     root = checkpoint_path(options.directory)
     if not is_folder(root):

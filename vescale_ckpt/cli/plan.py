@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from .._observe.texts import size
-from .._storage.directory import is_file, is_folder
+from .._storage.open_storage import is_file, is_folder
 from ..settings import Broadcast
 from ..simulate import models
 from ..simulate.loading import simulate_load

@@ -6,7 +6,7 @@ import io
 import os
 from typing import Any
 
-from .._storage.directory import checkpoint_path, directory_at, is_folder
+from .._storage.open_storage import checkpoint_path, is_folder, storage_at
 from .output import clean
 
 FORMATS = ("png", "svg", "pdf")
@@ -42,7 +42,7 @@ def write(drawn: Any, path: str) -> None:
     drawn.savefig(content, format=path.rpartition(".")[2].lower(), dpi=150)
     _library().close(drawn)
     directory, name = os.path.split(checkpoint_path(path))
-    directory_at(directory).write(name, content.getvalue())
+    storage_at(directory).write(name, content.getvalue())
 
 
 def _library() -> Any:

@@ -15,12 +15,11 @@ from .._checkpoint.native.step_order import SavedOrder, all_steps, path_of
 from .._checkpoint.safetensors.folder import left_by_exports
 from .._convert.formats import format_of, is_part_of_export
 from .._inspect.info import inspect
-from .._storage import leftovers
-from .._storage.directory import checkpoint_path, directory_at, is_file, is_folder
-from .._storage.leftovers import Leftover
+from .._storage import orphans
+from .._storage.open_storage import checkpoint_path, is_file, is_folder, storage_at
+from .._storage.orphans import Orphan
 from .._storage.pending import final_name
 from .._storage.resumable import is_unfinished
-from .._storage.urls import is_url
 from ..errors import CheckpointError
 from ..manager import step_directories
 from ..manager.clean_up import to_remove
@@ -67,8 +66,8 @@ def repair(options: SimpleNamespace) -> int:
     for directory in (root, *(path_of(root, step) for step in all_steps(root))):
         if directory not in removed:
             removed += [os.path.join(directory, name) for name in remove_leftovers(directory, dry_run=dry_run)]
-    removed += leftovers.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
-    uploads = _dead_uploads(root, dry_run)
+    removed += orphans.remove([*left_by_exports(root), *_left_by_conversions(root)], dry_run=dry_run)
+    uploads = storage_at(root).abort_uploads(orphans.SAVE_GRACE, dry_run=dry_run)
     written = []
     for directory in (root, *(path_of(root, step) for step in all_steps(root))):
         if directory not in removed:
@@ -91,15 +90,6 @@ def repair(options: SimpleNamespace) -> int:
     return FINE
 
 
-def _dead_uploads(root: str, dry_run: bool) -> list[str] | None:
-    """Aborts unfinished uploads of dead saves in an object store. None where they cannot be listed."""
-    if not is_url(root):
-        return []
-    from .._storage.object_clients import abort_dead_uploads
-
-    return abort_dead_uploads(root, leftovers.SAVE_GRACE, dry_run=dry_run)
-
-
 def _written_copies(directory: str, dry_run: bool) -> list[str]:
     """Writes the copies of extra files that are missing beside a checkpoint."""
     files: dict[str, bytes] = {}
@@ -111,18 +101,18 @@ def _written_copies(directory: str, dry_run: bool) -> list[str]:
     return write_missing(directory, files, dry_run=dry_run)
 
 
-def _left_by_conversions(root: str) -> Iterator[Leftover]:
+def _left_by_conversions(root: str) -> Iterator[Orphan]:
     """Files and folders with temporary names that hold nothing but a part of a checkpoint. While they are written,
     their writers keep them locked."""
-    for name in sorted(directory_at(root).names()):
+    for name in sorted(storage_at(root).names()):
         path, final = os.path.join(root, name), final_name(name)
         if final is None:
             continue
         if is_folder(path):
-            if is_unfinished(path) or all(map(_is_of_checkpoint, directory_at(path).names())):
-                yield Leftover([path], path, leftovers.NEVER, are_folders=True)
+            if is_unfinished(path) or all(map(_is_of_checkpoint, storage_at(path).names())):
+                yield Orphan([path], path, orphans.NEVER, are_folders=True)
         elif is_file(path) and format_of(final) is not None:
-            yield Leftover([path], path, leftovers.SMALL_FILE_GRACE)
+            yield Orphan([path], path, orphans.SMALL_FILE_GRACE)
 
 
 def _is_of_checkpoint(name: str) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .. import settings
 from .._checkpoint.native.file_names import METADATA_NAME
 from .._collective.handle import SaveHandle
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from ..api import save
 from ..manager.step_directories import exclusive
 from ..settings import checked_flag
@@ -122,7 +122,7 @@ def _remove_folder(path: str) -> bool:
     with exclusive(path) as unused:
         if unused is False:
             return False
-        directory_at(above).set_aside(name, METADATA_NAME)
+        storage_at(above).set_aside(name, METADATA_NAME)
     suffix = os.path.splitext(name)[1] or name
-    directory_at(above).erase_set_aside(lambda found: found.endswith(suffix), METADATA_NAME)
+    storage_at(above).erase_set_aside(lambda found: found.endswith(suffix), METADATA_NAME)
     return True

@@ -25,7 +25,7 @@ from .._dcp.stager import Stager
 from .._dcp.storage_reader import StorageReader
 from .._dcp.storage_writer import StorageWriter
 from .._engine import torch_private
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from ..settings import Broadcast
 
@@ -91,7 +91,7 @@ class DefaultHuggingFaceWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         # Of a folder with files of ranks transformers would read these, and the new ones as more of the same.
-        folder = directory_at(self.path)
+        folder = storage_at(self.path)
         for name in filter(is_file_of_rank, folder.names()):
             folder.remove(name)
         folder.sync()

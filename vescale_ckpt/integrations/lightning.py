@@ -30,7 +30,7 @@ from .._inspect.info import inspect
 from .._read.verify import verify_checkpoint
 from .._state.application import saved_form
 from .._state.optimizers import OptimizerState
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from ..api import load
 from ..errors import CheckpointError, MissingKeysError, UntrustedCheckpointError
 from ..settings import Broadcast
@@ -90,7 +90,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
         if os.path.isfile(path):
             written[path] = os.stat(path).st_mtime_ns
         elif metadata_file.has_metadata(path, None):
-            written[path] = directory_at(path).stat(METADATA_NAME).modified_ns
+            written[path] = storage_at(path).stat(METADATA_NAME).modified_ns
     sound = (
         path for path in sorted(written, key=written.__getitem__, reverse=True) if os.path.isfile(path) or _sound(path)
     )
@@ -101,7 +101,7 @@ def _sound(path: str) -> bool:
     report = verify_checkpoint(path, quick=True)
     if not report.ok:
         logger.warning("%s is passed over: %s", path, report.reason)
-    return report.ok and (directory_at(path).has(_META) or _META in inspect(path).extra_files)
+    return report.ok and (storage_at(path).has(_META) or _META in inspect(path).extra_files)
 
 
 def _found(path: str) -> tuple[str, bool]:

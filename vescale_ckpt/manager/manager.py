@@ -28,9 +28,7 @@ from .._engine.errors import named_system_errors
 from .._ranks.exchange import Exchange, digest
 from .._ranks.groups import check_alone_on_purpose, resolved
 from .._read.newest import newest_sound
-from .._storage.answers import says_nothing
-from .._storage.directory import checkpoint_path
-from .._storage.urls import is_url
+from .._storage.open_storage import checkpoint_path, says_nothing, storage_at
 from .._write.optimizer_gate import Gate
 from ..errors import CheckpointError, CorruptCheckpointError, some
 from ..settings import checked_flag, checked_seconds
@@ -106,7 +104,7 @@ class CheckpointManager:
         self.remote: str | None = None  #: where they are copied then
         if local is not None:
             self.directory, self.remote = checkpoint_path(local), self.directory
-            if is_url(self.directory) or not is_url(self.remote):
+            if storage_at(self.directory).can_be_away or not storage_at(self.remote).can_be_away:
                 raise ValueError("local= is for a local path, and wants the URL of an object store as directory")
         elif upload_bytes_per_second:
             raise ValueError("upload_bytes_per_second is for a manager with local=")
@@ -475,7 +473,7 @@ class CheckpointManager:
                 number = getattr(error, "errno", None)
                 if isinstance(error, CorruptCheckpointError):
                     self._damaged |= {path}
-                elif is_url(path) and says_nothing(number, path):
+                elif storage_at(path).can_be_away and says_nothing(number, path):
                     if self.remote is None:  # it may be sound: nothing older is taken in its place
                         raise
                     roots = [self.directory]

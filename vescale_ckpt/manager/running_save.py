@@ -10,8 +10,8 @@ from .._checkpoint.native import step_order
 from .._checkpoint.native.step_order import Branch
 from .._collective.handle import SaveHandle
 from .._engine import _C
-from .._storage.directory import directory_at
-from .._storage.locks import FileLock
+from .._storage.open_storage import storage_at
+from .._storage.storage import Lease
 from ..errors import CheckpointError
 from . import step_metrics
 
@@ -27,7 +27,7 @@ class RunningSave:
         self.is_coordinator = is_coordinator  # stored: the process group may be destroyed before the save ends
         self.handle: SaveHandle | None = None  # None: the save could not begin
         self._before = before
-        self._lock: FileLock | None = None  # on the step's directory
+        self._lock: Lease | None = None  # on the step's directory
         self._ended = threading.Event()
 
     def prepare(self, metrics: Mapping[str, float] | None, branch: Branch) -> None:
@@ -36,7 +36,7 @@ class RunningSave:
         if not self.is_coordinator:
             return
         try:
-            self._lock = directory_at(self.path).share()
+            self._lock = storage_at(self.path).share()
         except (CheckpointError, _C.EngineError, OSError) as error:
             logger.warning("the directory of step %d cannot be locked: %s", self.step, error)
         try:

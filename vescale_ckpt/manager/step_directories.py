@@ -19,10 +19,9 @@ from .._checkpoint.native import file_names, step_order
 from .._checkpoint.native.metadata_file import has_metadata
 from .._checkpoint.native.named_files import needed_beside
 from .._engine import _C
-from .._storage.clock import seconds_since
-from .._storage.directory import directory_at, is_folder
-from .._storage.leftovers import SAVE_GRACE, remove_entry
-from .._storage.locks import LOCK_NAME
+from .._storage.open_storage import is_folder, stat_of, storage_at
+from .._storage.orphans import SAVE_GRACE
+from .._storage.storage import LOCK_NAME
 from . import step_metrics
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
     """A context that yields True if no save and no load is using the directory, False if one is, None if the file
     system cannot tell. No manager's save and no load of this package can begin while the context is open."""
     found = _names(path) or []
-    return directory_at(path).alone(
+    return storage_at(path).alone(
         held=[file_names.METADATA_NAME] if file_names.METADATA_NAME in found else [],
         tested=filter(file_names.is_data_file, found),
     )
@@ -89,7 +88,7 @@ def exclusive(path: str) -> AbstractContextManager[bool | None]:
 
 def is_marked(path: str) -> bool:
     """Whether checkpoints beside a directory may name its data files."""
-    return directory_at(path).has(file_names.MARK_NAME)
+    return storage_at(path).has(file_names.MARK_NAME)
 
 
 def _strip_again(path: str) -> None:
@@ -104,7 +103,7 @@ def _strip(path: str, needed: set[str]) -> bool:
     """Leaves only `needed` of a checkpoint, and what marks the directory as the home of these files. A checkpoint that
     is interrupted before it loses `.metadata` is whole; afterwards it has only files that count as leftovers."""
     kept = {*needed, file_names.MARK_NAME, LOCK_NAME}
-    storage = directory_at(path)
+    storage = storage_at(path)
     try:
         found = [name for name in storage.names() if name not in kept]
         foreign = [name for name in found if name != file_names.METADATA_NAME and not _is_ours(name)]
@@ -112,16 +111,12 @@ def _strip(path: str, needed: set[str]) -> bool:
             found = [name for name in found if name not in foreign]
             foreign = []
         for name in [*foreign, file_names.METADATA_NAME]:
-            entry = os.path.join(path, name)
-            remove_entry(entry, is_folder(entry))
+            if is_folder(os.path.join(path, name)):
+                storage.remove_folder(name)
+            else:
+                storage.remove(name)
         storage.sync()
-        rest = [name for name in found if name not in foreign and name != file_names.METADATA_NAME]
-        if storage.is_remote:
-            storage.remove_all(rest)
-            rest = []
-        for name in rest:
-            entry = os.path.join(path, name)
-            remove_entry(entry, is_folder(entry))
+        storage.remove_all(name for name in found if name not in foreign and name != file_names.METADATA_NAME)
     except (OSError, _C.EngineError) as error:
         logger.warning("cannot remove all of %s now: %s", path, error)
     return not has_metadata(path, None)
@@ -137,7 +132,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _erased(root: str, gone: list[int], text: str) -> list[int]:
-    directory_at(root).erase_set_aside(step_order.is_step, first=file_names.METADATA_NAME)
+    storage_at(root).erase_set_aside(step_order.is_step, first=file_names.METADATA_NAME)
     if gone:
         logger.info(text, gone, root)
     return gone
@@ -145,7 +140,7 @@ def _erased(root: str, gone: list[int], text: str) -> list[int]:
 
 def _names(path: str) -> list[str] | None:
     try:
-        return directory_at(path).names()
+        return storage_at(path).names()
     except OSError:
         return None
 
@@ -164,15 +159,14 @@ def _tells_if_in_use(path: str) -> bool:
 def _age(path: str) -> float:
     """Seconds since an entry was created in the directory or removed from it."""
     try:
-        modified = directory_at(path).stat().modified_ns / 1e9
-        return seconds_since(modified, os.path.dirname(path), SAVE_GRACE)
+        return storage_at(os.path.dirname(path)).age(stat_of(path).modified_ns, SAVE_GRACE)
     except OSError:
         return 0.0
 
 
 def _set_aside(root: str, step: int) -> bool:
     try:
-        directory_at(root).set_aside(f"step-{step}", first=file_names.METADATA_NAME)
+        storage_at(root).set_aside(f"step-{step}", first=file_names.METADATA_NAME)
     except OSError as error:  # for instance, an older directory of the same name is still being removed
         logger.warning("cannot remove %s now: %s", step_order.path_of(root, step), error)
         return False

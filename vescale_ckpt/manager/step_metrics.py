@@ -17,9 +17,7 @@ from .._checkpoint.native.file_names import METRICS_NAME
 from .._checkpoint.native.metadata_file import metadata_mark
 from .._engine import _C
 from .._engine.errors import of_system
-from .._storage.answers import says_nothing
-from .._storage.directory import directory_at
-from .._storage.urls import is_url
+from .._storage.open_storage import says_nothing, storage_at
 
 FILE_NAME = METRICS_NAME
 
@@ -29,7 +27,7 @@ def write(directory: str, step: int, metrics: Mapping[str, Any] | None) -> None:
 
     Raises `_C.EngineError` and OSError for errors of the file system.
     """
-    storage = directory_at(directory)
+    storage = storage_at(directory)
     if not metrics:
         storage.remove(FILE_NAME)
         return
@@ -60,11 +58,11 @@ def read(directory: str) -> dict[str, float]:
     """The metrics of the checkpoint in a directory, without those that are missing, damaged or NaN. Raises
     `CheckpointError` if an object store does not give them: without them the best checkpoint might be removed."""
     try:
-        record = json.loads(directory_at(directory).read(FILE_NAME))
+        record = json.loads(storage_at(directory).read(FILE_NAME))
         if record["replaces"] == metadata_mark(directory):
             return {}
         return {name: float(value) for name, value in record["metrics"].items() if value is not None}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, OSError) and is_url(directory) and says_nothing(error.errno, directory):
+        if isinstance(error, OSError) and storage_at(directory).can_be_away and says_nothing(error.errno, directory):
             raise of_system(error, directory) from error
         return {}

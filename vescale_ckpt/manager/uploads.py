@@ -19,7 +19,7 @@ from .._collective import at_exit
 from .._convert.store_copy import upload
 from .._engine.live_objects import LiveObjects
 from .._observe.texts import size
-from .._storage.directory import directory_at
+from .._storage.open_storage import storage_at
 from ..errors import CheckpointError
 from .clean_up import clean_up, to_remove
 from .retention import Retention
@@ -110,7 +110,7 @@ class Uploads:
                 self._upload(step)
                 self.failures.pop(step, None)
             except (CheckpointError, OSError) as error:
-                if directory_at(path_of(self.local, step)).has(METADATA_NAME) and not self._stopped:
+                if storage_at(path_of(self.local, step)).has(METADATA_NAME) and not self._stopped:
                     failure = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
                     self.failures[step] = failure
                     logger.warning(
@@ -142,7 +142,7 @@ class Uploads:
     def _upload(self, step: int) -> None:
         source, url = path_of(self.local, step), path_of(self.remote, step)
         began = time.monotonic()
-        lock = directory_at(source).share(METADATA_NAME)
+        lock = storage_at(source).share(METADATA_NAME)
         run, cancel = upload(source, url, self.bytes_per_second)
         with self._changed:
             self._cancel = cancel

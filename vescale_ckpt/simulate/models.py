@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from .._engine.dtypes import DTYPE_CODES
 from .._engine.rows import MOST_BYTES
 from .._read import contents
-from .._storage.directory import checkpoint_path
+from .._storage.open_storage import checkpoint_path
 
 _OBJECT_BYTES = 1024  # about what torch.save needs for a number
 _MOST_DIMS = 64  # torch's own limit

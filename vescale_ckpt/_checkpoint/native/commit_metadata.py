@@ -16,13 +16,12 @@ from contextlib import nullcontext
 from functools import partial
 
 from ..._engine import _C
-from ..._storage import leftovers
-from ..._storage.directory import directory_at
-from ..._storage.leftovers import Leftover
-from ..._storage.siblings import in_sibling
+from ..._storage import orphans
+from ..._storage.open_storage import storage_at
+from ..._storage.orphans import Orphan
+from ..._storage.paths import in_sibling
 from . import delta_table, file_names
 from .file_names import DELTA_NAME, MARK_NAME
-from .metadata_file import has_metadata
 from .named_files import named_by_any, needed_beside
 
 logger = logging.getLogger(__name__)
@@ -37,10 +36,9 @@ def commit(
     overwrite: bool = True,
 ) -> None:
     """Replaces the directory's metadata file and its index, atomically and durably. `rank`: None for the metadata of
-    all ranks. `delta`: the content of `.metadata.delta`. `overwrite`: as for `Directory.commit`. Raises OSError and
+    all ranks. `delta`: the content of `.metadata.delta`. `overwrite`: as for `Storage.commit`. Raises OSError and
     `_C.EngineError`."""
-    storage = directory_at(directory)
-    storage.make_durable(holds_one=has_metadata(directory, rank))
+    storage = storage_at(directory)
     if index is not None:  # before the metadata: an index is ignored unless it matches the metadata
         storage.write(file_names.index_name(rank), index)
     if delta is not None:  # before the metadata, like the index
@@ -69,8 +67,8 @@ def remove_leftovers(
     these are removed.
     """
     try:
-        storage = directory_at(directory)
-        only_superseded = storage.is_remote and bool(superseded)
+        storage = storage_at(directory)
+        only_superseded = not storage.has_locks and bool(superseded)
         found = [name for name in superseded if in_sibling(name) is None] if only_superseded else storage.names()
         mine = None if only_rank is None else (f"__{only_rank}_", f"__{only_rank}.")
         candidates = [
@@ -95,7 +93,7 @@ def remove_leftovers(
                 left = [name for name in left if name not in needed]
             elif is_marked and not dry_run:
                 storage.remove(MARK_NAME)
-            removed = leftovers.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
+            removed = orphans.remove(_leftovers(directory, left, superseded), dry_run=dry_run)
     except Exception as error:  # a committed save must not fail here
         logger.warning("leftovers in %s are kept, because they cannot be looked for: %s", directory, error)
         return []
@@ -104,25 +102,25 @@ def remove_leftovers(
     return [os.path.basename(path) for path in removed]
 
 
-def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Leftover]:
+def _leftovers(directory: str, candidates: Iterable[str], superseded: AbstractSet[str]) -> Iterator[Orphan]:
     candidates = [*candidates]
-    if directory_at(directory).is_remote and (old := [name for name in candidates if name in superseded]):
-        yield Leftover([os.path.join(directory, name) for name in old], None, 0.0)
+    if storage_at(directory).by_requests and (old := [name for name in candidates if name in superseded]):
+        yield Orphan([os.path.join(directory, name) for name in old], None, 0.0)
         candidates = [name for name in candidates if name not in superseded]
     for name in candidates:
         paths = [os.path.join(directory, name)]
         if name in superseded:
-            yield Leftover(paths, None, 0.0)
+            yield Orphan(paths, None, 0.0)
         elif name == DELTA_NAME:
             if not delta_table.belongs(directory):
-                yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE)
+                yield Orphan(paths, None, orphans.SMALL_FILE_GRACE)
         elif file_names.is_temporary_file(name):
-            yield Leftover(paths, None, leftovers.SMALL_FILE_GRACE if file_names.may_be_in_use(name) else 0.0)
+            yield Orphan(paths, None, orphans.SMALL_FILE_GRACE if file_names.may_be_in_use(name) else 0.0)
         else:
             first = file_names.first_part(name)
-            marked = os.path.join(directory, first if directory_at(directory).has(first) else name)
+            marked = os.path.join(directory, first if storage_at(directory).has(first) else name)
             # Its save may have committed and released its lock after the metadata was read here.
-            yield Leftover(paths, marked, leftovers.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))
+            yield Orphan(paths, marked, orphans.SAVE_GRACE, is_wanted=partial(_is_named, directory, name))
 
 
 def _is_named(directory: str, name: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..._storage.directory import directory_at
+from ..._storage.open_storage import storage_at
 from ...errors import CheckpointError
 from .file_names import DELTA_NAME, METADATA_NAME
 from .metadata_file import TRAILER_BYTES
@@ -97,7 +97,7 @@ def read(directory: str) -> DeltaTable:
     """The table of the checkpoint in a directory. Raises `CheckpointError` if it has none that is sound."""
     path = os.path.join(directory, DELTA_NAME)
     try:
-        content = directory_at(directory).read(DELTA_NAME, lambda beginning, length: None)  # none with holes
+        content = storage_at(directory).read(DELTA_NAME, lambda beginning, length: None)  # none with holes
         if not _matches(directory, content):
             raise ValueError(f"it belongs to another {METADATA_NAME}")
         return DeltaTable.unpack(content)
@@ -109,12 +109,12 @@ def read(directory: str) -> DeltaTable:
 
 def belongs(directory: str) -> bool:
     """Whether the table in a directory is that of the metadata there. Raises OSError."""
-    return _matches(directory, directory_at(directory).read_range(DELTA_NAME, 0, _HEAD.size)[1])
+    return _matches(directory, storage_at(directory).read_range(DELTA_NAME, 0, _HEAD.size)[1])
 
 
 def _matches(directory: str, content: bytes) -> bool:
     try:
-        found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+        found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return False
     if len(content) < _HEAD.size:

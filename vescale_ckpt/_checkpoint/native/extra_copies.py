@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from ..._engine import _C
 from ..._engine.torch_private import DEFAULT_SUFFIX
 from ..._state import extra_files
-from ..._storage.directory import directory_at
-from ..._storage.locks import LOCK_NAME
+from ..._storage.open_storage import storage_at
 from ..._storage.pending import final_name, temporary_ones
+from ..._storage.storage import LOCK_NAME
 from ...errors import CheckpointError
 from . import file_names, metadata_file
 from .step_order import ORDER_NAME
@@ -72,7 +72,7 @@ class ExtraFiles:
     def withdraw(self) -> None:
         """Removes the copies of the checkpoint in place that are not those of this save. Call it before the commit.
         Raises OSError and `_C.EngineError`."""
-        storage = directory_at(self._path)
+        storage = storage_at(self._path)
         for name in dict.fromkeys((*self._files, *self._names_before())):
             if not storage.has(name):
                 continue
@@ -91,7 +91,7 @@ class ExtraFiles:
         written."""
         found: bytes | None = None
         try:
-            found = directory_at(self._path).read(file_names.metadata_name(self._metadata_rank))
+            found = storage_at(self._path).read(file_names.metadata_name(self._metadata_rank))
         except FileNotFoundError:
             pass
         except (OSError, CheckpointError):
@@ -103,7 +103,7 @@ class ExtraFiles:
 
     def publish(self) -> None:
         """Writes the copies of this save, which has committed. Errors are logged: loads do not need the copies."""
-        storage = directory_at(self._path)
+        storage = storage_at(self._path)
         for name, content in self._files.items():
             for left in temporary_ones(os.path.join(self._path, name)):
                 if not file_names.may_be_in_use(os.path.basename(left)):
@@ -130,7 +130,7 @@ class ExtraFiles:
 def write_missing(path: str, files: Mapping[str, bytes], *, dry_run: bool = False) -> list[str]:
     """Writes the copies of a checkpoint's extra files that are missing or differ, and returns their names. `dry_run`:
     writes nothing, and returns what would be written."""
-    storage, written = directory_at(path), []
+    storage, written = storage_at(path), []
     for name, content in files.items():
         with contextlib.suppress(OSError):
             if storage.read(name) == content:
@@ -144,7 +144,7 @@ def write_missing(path: str, files: Mapping[str, bytes], *, dry_run: bool = Fals
 
 def _write(path: str, name: str, content: bytes) -> None:
     try:
-        directory_at(path).write(name, content)
+        storage_at(path).write(name, content)
     except (OSError, _C.EngineError) as error:
         logger.error(
             "the checkpoint in %s is whole, but the copy of its extra file %s cannot be written: %s. `vescale-ckpt "

@@ -7,7 +7,7 @@ import re
 
 from ..._engine import _C
 from ..._engine.torch_private import DEFAULT_SUFFIX, StorageInfo
-from ..._storage.directory import MARK_PREFIX
+from ..._storage.storage import MARK_PREFIX
 from ...errors import UntrustedCheckpointError
 
 METADATA_NAME = ".metadata"

@@ -35,8 +35,7 @@ from ..._engine.gc import gc_paused
 from ..._engine.rows import MOST_BYTES
 from ..._engine.torch_private import MemoryFormatEncoding, StorageInfo
 from ..._state.shard_boxes import overlapping_box
-from ..._storage.answers import read_twice
-from ..._storage.directory import directory_at, is_folder
+from ..._storage.open_storage import is_folder, read_twice, storage_at
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError
 from .file_names import METADATA_NAME, index_name, is_metadata_file, metadata_name, rank_of_metadata
 
@@ -293,13 +292,13 @@ def dumps(metadata: Metadata) -> bytes:
 
 
 def has_metadata(directory: str, rank: int | None) -> bool:
-    return directory_at(directory).has(metadata_name(rank))
+    return storage_at(directory).has(metadata_name(rank))
 
 
 def metadata_ranks(directory: str) -> list[int | None]:
     """The ranks whose metadata the directory holds: [None] for one of all ranks, else those that saved without
     collectives. Raises OSError."""
-    ranks = {rank_of_metadata(name) for name in directory_at(directory).names() if is_metadata_file(name)}
+    ranks = {rank_of_metadata(name) for name in storage_at(directory).names() if is_metadata_file(name)}
     return [None] if None in ranks else sorted(ranks)  # type: ignore[type-var]
 
 
@@ -322,12 +321,12 @@ def read_metadata_of(directory: str, rank: int | None, save_id: str) -> Metadata
 def metadata_bytes(directory: str, rank: int | None) -> bytes:
     """The bytes of the metadata file; only their beginning is checked, and in an object store all of them. Raises as
     `read_metadata`."""
-    storage, name = directory_at(directory), metadata_name(rank)
+    storage, name = storage_at(directory), metadata_name(rank)
     path = os.path.join(directory, name)
 
     def read() -> bytes:
         data = storage.read(name, lambda beginning, length: check_beginning(beginning, length, path))
-        if storage.is_remote:
+        if storage.rereads:
             (check if has_checksum(data) else loads)(data, path)
         return data
 
@@ -346,7 +345,7 @@ def metadata_mark(directory: str) -> str:
     """A text that differs between the metadata of different saves: its length and its end, which holds a checksum.
     Empty if there is no metadata. Raises OSError if it cannot be read."""
     try:
-        found, end = directory_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
+        found, end = storage_at(directory).read_range(METADATA_NAME, -TRAILER_BYTES, TRAILER_BYTES)
     except FileNotFoundError:
         return ""
     # Files of stock DCP have no checksum: their time counts, so a copy on another disk has another mark.
@@ -365,14 +364,14 @@ def read_index(directory: str, rank: int | None = None) -> _C.Index | None:
 
 
 def _check_is_harmless(error: OSError | _C.EngineError, directory: str) -> None:
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and directory_at(directory).is_remote:
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and storage_at(directory).can_be_away:
         raise of_system(error, directory) from error
 
 
 def open_index(directory: str, rank: int | None) -> _C.Index:
     """The index, whatever it is of. Of a file only what is needed is read and checked; an object is read whole."""
     path = os.path.join(directory, index_name(rank))
-    if (storage := directory_at(directory)).is_remote:
+    if (storage := storage_at(directory)).by_requests:
         return _C.Index.from_bytes(storage.read(index_name(rank)), path)
     return _C.Index.open(path)
 
@@ -380,7 +379,7 @@ def open_index(directory: str, rank: int | None) -> _C.Index:
 def index_bytes(directory: str) -> bytes | None:
     """The bytes of the index, all of them checked. None where `read_index` returns None."""
     try:
-        data = directory_at(directory).read(index_name(None))
+        data = storage_at(directory).read(index_name(None))
         index = _C.Index.from_bytes(data, os.path.join(directory, index_name(None)))
         return None if _matching(index, directory, None) is None else data
     except (OSError, _C.EngineError) as error:
@@ -389,5 +388,5 @@ def index_bytes(directory: str) -> bytes | None:
 
 
 def _matching(index: _C.Index, directory: str, rank: int | None) -> _C.Index | None:
-    found, end = directory_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
+    found, end = storage_at(directory).read_range(metadata_name(rank), -TRAILER_BYTES, TRAILER_BYTES)
     return index if index.matches(end, found.size) else None

@@ -14,9 +14,10 @@ import posixpath
 from collections.abc import Iterator
 
 from ..._engine import _C
-from ..._storage import leftovers
-from ..._storage.directory import Directory, directory_at
-from ..._storage.siblings import folder_above, in_sibling
+from ..._storage import orphans
+from ..._storage.open_storage import storage_at
+from ..._storage.paths import folder_above, in_sibling
+from ..._storage.storage import Storage
 from ...errors import CheckpointError
 from . import file_names, metadata_file
 from .file_names import DELTA_NAME, MARK_NAME
@@ -36,7 +37,7 @@ def named_files(directory: str, rank: int | None) -> set[str]:
 def named_by_any(directory: str) -> set[str]:
     """Data files that the metadata files of the directory name now. Raises `CheckpointError` if one cannot be read."""
     named: set[str] = set()
-    for name in filter(file_names.is_metadata_file, directory_at(directory).names()):
+    for name in filter(file_names.is_metadata_file, storage_at(directory).names()):
         named |= _named_files(directory, file_names.rank_of_metadata(name))
     return named
 
@@ -46,13 +47,13 @@ def named_beside(directory: str) -> set[str]:
     cannot be read: it may name any file."""
     above, own = folder_above(directory)
     named: set[str] = set()
-    folders = directory_at(above).folders()
+    folders = storage_at(above).folders()
     for folder in folders:
         path = os.path.join(above, folder)
         if folder != own and has_metadata(path, None):
             found = map(in_sibling, _named_files(path, None))
             named |= {file.file for file in found if file is not None and file.folder == own}
-    if set(directory_at(above).folders()) != set(folders):
+    if set(storage_at(above).folders()) != set(folders):
         raise CheckpointError(f"folders in {above} were renamed while they were looked at", path=above)
     return named
 
@@ -65,29 +66,29 @@ def needed_beside(directory: str, *, dry_run: bool = False) -> Iterator[set[str]
     with contextlib.ExitStack() as held:
         needed = None
         with contextlib.suppress(CheckpointError, OSError, _C.EngineError):
-            storage = directory_at(directory)
+            storage = storage_at(directory)
             found = set[str]() if storage.has(MARK_NAME) else _named_without_mark(storage)
             if found and not dry_run:
                 storage.keep_mark(MARK_NAME)
-            if not (storage.is_remote or storage.has(MARK_NAME)):
+            if storage.has_locks and not storage.has(MARK_NAME):
                 needed = found
-            elif held.enter_context(storage.unused(MARK_NAME, leftovers.SAVE_GRACE)):
-                # In an object store a mark may have come until the remover's note was written.
+            elif held.enter_context(storage.unleased(MARK_NAME, orphans.SAVE_GRACE)):
+                # In an object store a mark may have come until the remover's notice was written.
                 needed = named_beside(directory) if storage.has(MARK_NAME) else found
         yield needed
 
 
-def _named_without_mark(storage: Directory) -> set[str]:
+def _named_without_mark(storage: Storage) -> set[str]:
     """`named_beside` for a directory that has no mark. A delta save leaves a table, and one look for it costs less than
     to read metadata."""
-    if storage.is_remote and has_metadata(storage.path, None) and not storage.has(DELTA_NAME):
+    if storage.by_requests and has_metadata(storage.path, None) and not storage.has(DELTA_NAME):
         return set()  # it was no base: there a look is a request, and most jobs save without base=
     above, own = folder_above(storage.path)
     try:
-        folders = directory_at(above).folders()
+        folders = storage_at(above).folders()
     except PermissionError:  # then the mark alone tells
         return set()
-    if any(folder != own and directory_at(os.path.join(above, folder)).has(DELTA_NAME) for folder in folders):
+    if any(folder != own and storage_at(os.path.join(above, folder)).has(DELTA_NAME) for folder in folders):
         return named_beside(storage.path)
     return set()
 

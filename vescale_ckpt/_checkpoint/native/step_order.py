@@ -22,8 +22,7 @@ import zlib
 from collections.abc import Container
 from typing import Any, NamedTuple
 
-from ..._storage.answers import read_twice
-from ..._storage.directory import directory_at
+from ..._storage.open_storage import read_twice, storage_at
 from ...errors import CorruptCheckpointError
 from .metadata_file import has_metadata, metadata_mark
 
@@ -45,7 +44,7 @@ def is_step(name: str) -> bool:
 
 def all_steps(root: str) -> list[int]:
     """Steps that have a directory, in ascending order. Links, files and other names are ignored."""
-    return sorted(int(match[1]) for match in map(_STEP.fullmatch, directory_at(root).folders()) if match)
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, storage_at(root).folders()) if match)
 
 
 def complete_steps(root: str, known: Container[int] = ()) -> list[int]:
@@ -113,7 +112,7 @@ class SavedOrder:
 def write(directory: str, branch: Branch) -> None:
     """Writes `.order` for the save that begins, durably. Of the first branch there is none, unless an older one has to
     be replaced. Raises `_C.EngineError` and OSError."""
-    if branch == FIRST and not directory_at(directory).has(ORDER_NAME):
+    if branch == FIRST and not storage_at(directory).has(ORDER_NAME):
         return
     before = read(directory)
     record = {
@@ -123,7 +122,7 @@ def write(directory: str, branch: Branch) -> None:
         "before": {"branch": before.number, "line": before.line},
     }
     content = json.dumps({**record, "crc32": _checksum(record)})
-    directory_at(directory).write(ORDER_NAME, content.encode())
+    storage_at(directory).write(ORDER_NAME, content.encode())
 
 
 def read(directory: str) -> Branch:
@@ -138,14 +137,14 @@ def read(directory: str) -> Branch:
         logger.warning("%s is damaged, so nobody knows when its checkpoint was saved: %s", path, error.__cause__)
         return FIRST
     except OSError as error:
-        if directory_at(directory).is_remote:
+        if storage_at(directory).can_be_away:
             raise
         logger.warning("%s cannot be read, so nobody knows when its checkpoint was saved: %s", path, error)
         return FIRST
 
 
 def _read(directory: str, path: str) -> Branch:
-    _, content = directory_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
+    _, content = storage_at(directory).read_range(ORDER_NAME, 0, _MOST_ORDER_BYTES)
     try:
         record = json.loads(content)
         if record.pop("crc32") != _checksum(record):

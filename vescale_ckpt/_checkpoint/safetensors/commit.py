@@ -24,11 +24,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..._engine import _C
 from ..._engine.errors import named_system_errors
 from ..._storage import locks
-from ..._storage.directory import directory_at
+from ..._storage.open_storage import storage_at
 from ..._storage.pending import Pending
-from ..._storage.urls import is_url
 from ...errors import CheckpointError
 from .model_names import (
     INDEX_NAME,
@@ -90,7 +90,7 @@ def commit_objects(directory: str, names: list[str], index: bytes, overwrite: bo
 
     Raises `CheckpointError` if the folder holds a model that must not be replaced, and OSError.
     """
-    storage = directory_at(directory)
+    storage = storage_at(directory)
     before = _look(directory)
     if not overwrite and SINGLE_NAME in before.names:
         raise holds_model(directory)
@@ -114,8 +114,8 @@ def is_named(directory: str, name: str) -> bool | None:
 
 
 def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
-    storage = directory_at(files.directory)
-    storage.make_durable(holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
+    storage = storage_at(files.directory)
+    files.storage.make_durable(holds_one=not {INDEX_NAME, SINGLE_NAME}.isdisjoint(before.names))
     if len(files.paths) == 1:
         files.give_names([SINGLE_NAME])
         files.committed()
@@ -133,7 +133,7 @@ def _commit(files: Pending, index: IndexOf, before: _Before) -> list[str]:
 
 
 def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> None:
-    storage = directory_at(directory)
+    storage = storage_at(directory)
     if names == [SINGLE_NAME]:
         if INDEX_NAME in before.names:
             storage.remove(INDEX_NAME)
@@ -145,7 +145,7 @@ def _tidy(directory: str, before: _Before, names: list[str], index: IndexOf) -> 
     if names == usual:
         return
     for name, usual_name in zip(names, usual, strict=True):
-        storage.add_name(name, usual_name)
+        _C.link_file(os.path.join(directory, name), os.path.join(directory, usual_name))
     storage.sync()
     storage.write(INDEX_NAME, index(usual))
     for name in names:
@@ -163,7 +163,7 @@ def _free_names(count: int, before: _Before) -> list[str]:
 
 def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
     """Removes files of other models, known by their names or by the index before."""
-    storage = directory_at(directory)
+    storage = storage_at(directory)
     for name in sorted(storage.names()):
         is_of_model = is_model_file(name) or (name in before.named and name.endswith(SUFFIX))
         if is_of_model and name not in but:
@@ -173,7 +173,7 @@ def _remove_models(directory: str, before: _Before, but: list[str]) -> None:
 def _remove_indexes(directory: str, before: _Before) -> None:
     """Removes temporary indexes of exports that died. Needs the lock: no other export commits then."""
     for name in filter(is_temporary_index, before.names):
-        directory_at(directory).remove(name)
+        storage_at(directory).remove(name)
 
 
 def _look(directory: str) -> _Before:
@@ -181,19 +181,17 @@ def _look(directory: str) -> _Before:
 
 
 def names_in(directory: str) -> list[str]:
-    """All names in a folder. None are there if it is in an object store and nothing was written yet."""
+    """All names in a folder; none if it is missing, as one in an object store is until something was written."""
     try:
-        return directory_at(directory).names()
+        return storage_at(directory).names()
     except FileNotFoundError:
-        if not is_url(directory):
-            raise
         return []
 
 
 def _named(directory: str) -> set[str] | None:
     """The files that the index in a folder names. None if the index cannot be read."""
     try:
-        content = json.loads(directory_at(directory).read(INDEX_NAME).decode())
+        content = json.loads(storage_at(directory).read(INDEX_NAME).decode())
         return {name for name in content["weight_map"].values() if isinstance(name, str)}
     except FileNotFoundError:
         return set()

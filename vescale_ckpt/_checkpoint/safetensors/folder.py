@@ -12,11 +12,10 @@ from functools import partial
 
 from ..._engine import _C
 from ..._engine.errors import check_space, named_system_errors
-from ..._storage import leftovers
-from ..._storage.directory import directory_at
-from ..._storage.leftovers import SAVE_GRACE, SMALL_FILE_GRACE, Leftover
+from ..._storage import orphans
+from ..._storage.open_storage import storage_at
+from ..._storage.orphans import SAVE_GRACE, SMALL_FILE_GRACE, Orphan
 from ..._storage.pending import Pending, new_token
-from ..._storage.urls import is_url
 from .commit import IndexOf, check_replaceable, is_named, names_in, replace_model
 from .model_names import (
     INDEX_NAME,
@@ -71,7 +70,7 @@ class ExportFolder:
         with named_system_errors(directory, needed):
             if names is None:
                 check_replaceable(directory)
-            leftovers.remove(left_by_exports(directory))
+            orphans.remove(left_by_exports(directory))
             check_space(directory, needed)
             try:
                 self.files.begin(lambda: self._make_first(sizes[0]))
@@ -105,9 +104,9 @@ class ExportFolder:
 
     def make_way(self) -> None:
         """Removes the model before: without an index readers take all files in a folder, and would mix the two."""
-        storage = directory_at(self.directory)
+        storage = storage_at(self.directory)
         with named_system_errors(self.directory):
-            storage.make_durable(holds_one=False)
+            self.files.storage.make_durable(holds_one=False)
             storage.remove(INDEX_NAME)
             for name in filter(is_model_file, storage.names()):
                 storage.remove(name)
@@ -117,30 +116,30 @@ class ExportFolder:
         with named_system_errors(self.directory):
             self.files.give_names(self.names)
             self.files.committed()
-            directory_at(self.directory).sync()
+            storage_at(self.directory).sync()
 
     def discard(self) -> None:
         """May be called again, and after `commit`."""
         self.files.discard()
 
 
-def left_by_exports(directory: str) -> list[Leftover]:
+def left_by_exports(directory: str) -> list[Orphan]:
     """What exports that died may have left: their files, which the lock of the first one guards, and indexes."""
-    if is_url(directory):
+    if not storage_at(directory).renames:
         return _left_in_store(directory)
     exports: dict[str, list[str]] = {}
-    found: list[Leftover] = []
-    for name in sorted(directory_at(directory).names()):
+    found: list[Orphan] = []
+    for name in sorted(storage_at(directory).names()):
         path = os.path.join(directory, name)
         if (token := token_of(name)) is not None:
             exports.setdefault(token, []).append(path)
         elif is_temporary_index(name):
-            found.append(Leftover([path], None, SMALL_FILE_GRACE))
-    return found + [Leftover(paths, paths[0], SAVE_GRACE) for paths in exports.values()]
+            found.append(Orphan([path], None, SMALL_FILE_GRACE))
+    return found + [Orphan(paths, paths[0], SAVE_GRACE) for paths in exports.values()]
 
 
-def _left_in_store(directory: str) -> list[Leftover]:
-    """The same in an object store: files of saves that the index does not name."""
+def _left_in_store(directory: str) -> list[Orphan]:
+    """The same where files get their own names at once: those of saves that the index does not name."""
     saves: dict[str, list[str]] = {}
     for name in sorted(names_in(directory)):
         if (token := token_of_object(name)) is not None:
@@ -149,4 +148,4 @@ def _left_in_store(directory: str) -> list[Leftover]:
     def is_model(first: str) -> bool:
         return is_named(directory, os.path.basename(first)) is not False
 
-    return [Leftover(paths, None, SAVE_GRACE, partial(is_model, paths[0])) for paths in saves.values()]
+    return [Orphan(paths, None, SAVE_GRACE, partial(is_model, paths[0])) for paths in saves.values()]

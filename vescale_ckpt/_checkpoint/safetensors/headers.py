@@ -43,8 +43,8 @@ from ..._ranks.message import pack, unpack
 from ..._state.inventory_rows import packed_row
 from ..._state.shard_boxes import ShardBox, overlapping_box
 from ..._storage import file_kinds
-from ..._storage.answers import read_twice
-from ..._storage.directory import check_relative, directory_at, is_file, stat_of
+from ..._storage.open_storage import is_file, read_twice, stat_of, storage_at
+from ..._storage.paths import check_relative
 from ...errors import CheckpointError, CorruptCheckpointError, UntrustedCheckpointError, some
 from . import header_texts, model_names
 
@@ -71,8 +71,8 @@ def mark(path: str) -> str:
     OSError."""
     if is_file(path):
         return f"{os.path.basename(path)}:{stat_of(path).size}"
-    names = sorted(name for name in directory_at(path).names() if name.endswith(SUFFIXES))
-    sizes = [directory_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
+    names = sorted(name for name in storage_at(path).names() if name.endswith(SUFFIXES))
+    sizes = [storage_at(path).stat(name).size for name in names if name.endswith(INDEX_SUFFIX)]
     return json.dumps([names, sizes])
 
 
@@ -125,7 +125,7 @@ class SafetensorsContents:
 
     @classmethod
     def _read_directory(cls, path: str, verify: bool, on_error: OnError | None) -> SafetensorsContents:
-        names = directory_at(path).names()
+        names = storage_at(path).names()
         index = _index_name(path, names)
         weight_map = None if index is None else _weight_map(os.path.join(path, index))
         if weight_map is not None and not model_names.rules_alone(names, set(weight_map.values())):
@@ -388,7 +388,7 @@ def _stamp(directory: str) -> list[tuple[int, ...] | None]:
     stamp: list[tuple[int, ...] | None] = []
     for name in (model_names.SINGLE_NAME, model_names.INDEX_NAME):
         try:
-            found = directory_at(directory).stat(name)
+            found = storage_at(directory).stat(name)
             stamp.append((*found.identity, found.changed_ns))
         except OSError:
             stamp.append(None)
@@ -413,7 +413,7 @@ def _weight_map(path: str) -> dict[str, str]:
             raise UntrustedCheckpointError(
                 f"{path} is no index: a file of at most {_MOST_JSON_BYTES:,} bytes is wanted", path=path
             )
-        _, content = directory_at(directory).read_range(name, 0, _MOST_JSON_BYTES + 1)
+        _, content = storage_at(directory).read_range(name, 0, _MOST_JSON_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}", path=path, errno=error.errno) from error
     try:

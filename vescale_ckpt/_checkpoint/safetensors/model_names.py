@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
-from ..._storage.directory import directory_at
+from ..._storage.open_storage import storage_at
 from ..._storage.pending import final_name
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -77,7 +77,7 @@ def token_of(name: str) -> str | None:
 def holds_unfinished_export(directory: str) -> bool:
     """Whether a folder has files of an export, but no index or single file: the export ended before its commit."""
     with contextlib.suppress(OSError):
-        names = directory_at(directory).names()
+        names = storage_at(directory).names()
         if INDEX_NAME not in names and SINGLE_NAME not in names:
             others = without_index(names)
             if others:
@@ -104,4 +104,4 @@ def rules_alone(names: Collection[str], named: AbstractSet[str]) -> bool:
 
 
 def holds_export(directory: str) -> bool:
-    return any(directory_at(directory).has(name) for name in (INDEX_NAME, SINGLE_NAME))
+    return any(storage_at(directory).has(name) for name in (INDEX_NAME, SINGLE_NAME))

@@ -1,0 +1,323 @@
+"""`FileSystem` is a folder on a file system that this machine has mounted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from .._engine import _C
+from .._engine.errors import check_space, named_system_errors
+from ..errors import CheckpointError, UntrustedCheckpointError
+from . import locks
+from .locks import READ, FileLock
+from .storage import BEGINNING_BYTES, LOCK_NAME, CheckBeginning, Stat, Storage
+
+logger = logging.getLogger(__name__)
+
+_STALE_ATTEMPTS = 3  # more, at a file that other machines keep replacing
+_LEASE_ATTEMPTS = 3  # to lock a mark that clean-ups of other processes remove before
+_MOST_NAMES = 10_000  # directories that are remembered as durable
+_SET_ASIDE = ".deleting"
+# By these a file system says that there is no such file, or nothing that could be a file of a checkpoint.
+_ANSWERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+
+Found = TypeVar("Found")
+
+
+class FileSystem(Storage):
+    """A folder on a file system that this machine has mounted."""
+
+    by_requests = can_be_away = rereads = pins_data_files = False
+    has_locks = renames = shares_files = True
+
+    def check_mounted(self, what: str, instead: str) -> None:
+        """Every file system is."""
+
+    # --- What is there
+
+    def names(self) -> list[str]:
+        return self._asked(lambda: os.listdir(self.path))
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self.path) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
+    def has(self, name: str) -> bool:
+        try:
+            self._asked(lambda: os.lstat(self._at(name)))
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def stat(self, name: str = "") -> Stat:
+        return Stat.of(self._asked(lambda: os.stat(self._at(name) if name else self.path)))
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    def age(self, modified_ns: int, enough: float) -> float:
+        return locks.seconds_since(modified_ns / 1e9, self.path, enough)
+
+    def says_nothing(self, number: int) -> bool:
+        return number not in _ANSWERS
+
+    # --- Reads
+
+    def read(self, name: str, check: CheckBeginning | None = None) -> bytes:
+        return self._asked(lambda: self._read(self._at(name), check))
+
+    def _read(self, path: str, check: CheckBeginning | None) -> bytes:
+        with open(os.open(path, READ), "rb", buffering=0) as file:
+            size = _checked(os.fstat(file.fileno()), path).size
+            pieces = []
+            if check is not None and size > BEGINNING_BYTES:
+                pieces.append(_read_some(file, BEGINNING_BYTES, path))
+                check(pieces[0], size)
+                _check_no_hole(file.fileno(), size, path)
+            while piece := _read_some(file, max(1, size - sum(map(len, pieces))), path):
+                pieces.append(piece)
+            return b"".join(pieces)
+
+    def read_range(self, name: str, begin: int, length: int) -> tuple[Stat, bytes]:
+        return self._asked(lambda: self._read_range(self._at(name), begin, length))
+
+    def _read_range(self, path: str, begin: int, length: int) -> tuple[Stat, bytes]:
+        with open(os.open(path, READ), "rb", buffering=0) as file:
+            found = _checked(os.fstat(file.fileno()), path)
+            at = begin if begin >= 0 else max(0, found.size + begin)
+            return found, os.pread(file.fileno(), min(length, max(0, found.size - at)), at)
+
+    def look_again(self) -> None:
+        _ask_server(self.path)
+
+    # --- Writes
+
+    def make(self) -> None:
+        if os.path.isdir(self.path):
+            return
+        made = [self.path]
+        while (above := os.path.dirname(made[-1])) != made[-1] and not os.path.isdir(above):
+            made.append(above)
+        with named_system_errors(self.path):
+            os.makedirs(self.path, exist_ok=True)
+            for level in reversed(made):
+                _sync_name(level)
+
+    def make_durable(self, holds_one: bool) -> None:
+        """Makes the directory's own name durable, in case its maker did not. `holds_one`: whether it holds a
+        checkpoint; then it is synced only once in a process."""
+        # A directory without a checkpoint may have been removed and made anew by another process. On many file systems
+        # it then has the same inode number.
+        status = os.stat(self.path)
+        if not holds_one or (self.path, status.st_dev, status.st_ino) not in _durable_names:
+            _sync_name(self.path)
+
+    def sync(self) -> None:
+        _C.sync_directory(self.path)
+
+    def check_space(self, needed: int) -> None:
+        check_space(self.path, needed)
+
+    def write(self, name: str, content: bytes) -> None:
+        _C.commit_file(self.path, name, content)
+
+    def commit(self, name: str, content: bytes, overwrite: bool) -> None:
+        self.make_durable(holds_one=self.has(name))
+        self.write(name, content)
+
+    def check_exclusive_commits(self) -> None:
+        """Nothing is promised of jobs that commit at the same time."""
+
+    # --- Removals
+
+    def remove(self, name: str) -> bool:
+        return _C.remove_file(self._at(name))
+
+    def remove_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.remove(name)
+
+    def remove_folder(self, name: str) -> None:
+        path = self._at(name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            _C.remove_file(path)
+
+    def set_aside(self, name: str, first: str) -> None:
+        # By a rename: at every instant the folder is whole under its name, or has lost the name.
+        os.rename(self._at(name), self._at(name + _SET_ASIDE))
+
+    def erase_set_aside(self, is_one: Callable[[str], bool], first: str) -> None:
+        found = [name for name in self.folders() if name.endswith(_SET_ASIDE)]
+        found = [self._at(name) for name in found if is_one(name.removesuffix(_SET_ASIDE))]
+        if not found:
+            return
+        try:
+            self.sync()  # else a crash might bring back the old name of a half erased folder
+        except _C.EngineError as error:
+            logger.warning("cannot remove %s now: %s", ", ".join(found), error)
+            return
+        for path in found:
+            try:
+                if os.path.lexists(os.path.join(path, first)):
+                    os.unlink(os.path.join(path, first))
+                    _C.sync_directory(path)
+                shutil.rmtree(path)
+            except (OSError, _C.EngineError) as error:
+                if error.errno != errno.ENOENT:  # another process erases it, too
+                    logger.warning("cannot remove %s now: %s", path, error)
+
+    def abort_uploads(self, grace_seconds: float, *, dry_run: bool) -> list[str] | None:
+        return []  # a file that was begun has a temporary name, and is an orphan
+
+    # --- Whether ranks use one directory
+
+    def leave_mark(self, name: str) -> None:
+        os.close(os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
+    def keep_mark(self, name: str) -> None:
+        path, made = self._at(name), False
+        with contextlib.suppress(FileExistsError):
+            self.leave_mark(name)
+            made = True
+        os.utime(path)
+        status = os.stat(path)
+        if made or (path, status.st_dev, status.st_ino) not in _durable_names:  # its maker may have died
+            self.sync()
+            _note_durable(path, status)
+
+    def sees_mark(self, name: str) -> bool:
+        # Each look opens the directory: then the client of a network file system asks its server about it again.
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            os.stat(name, dir_fd=descriptor)
+        except OSError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(descriptor)
+
+    # --- Others who use it
+
+    def lock(self, name: str) -> FileLock | None:
+        return locks.lock(self._at(name))
+
+    @contextlib.contextmanager
+    def abandoned(self, names: Sequence[str], locked: str | None, grace_seconds: float) -> Iterator[bool]:
+        others = [self._at(name) for name in names if name != locked]
+        if locked is not None:
+            with locks.abandoned(self._at(locked), grace_seconds, others) as is_over:
+                yield is_over
+        else:
+            yield not grace_seconds or locks.are_older(others, grace_seconds)
+
+    def share(self, name: str = LOCK_NAME) -> FileLock | None:
+        path = self._at(name)
+        return locks.share_made(path, self.make) if name == LOCK_NAME else locks.share(path)
+
+    def alone(self, held: Iterable[str], tested: Iterable[str]) -> AbstractContextManager[bool | None]:
+        return locks.alone(self.path, held, tested)
+
+    # --- Those who name its data files from elsewhere
+
+    def lease(self, mark: str, grace_seconds: float, *, make: bool) -> FileLock | None:
+        for _ in range(_LEASE_ATTEMPTS):
+            if not make and not self.has(mark):
+                return None
+            self.keep_mark(mark)
+            if (lock := locks.share(self._at(mark))) is not None:
+                return lock
+            if self.has(mark):
+                return FileLock.of_nothing()  # no locks in the file system: the mark's time counts
+        raise CheckpointError(f"{self.path} is being cleaned up by another process", path=self.path)
+
+    def unleased(self, mark: str, grace_seconds: float) -> AbstractContextManager[bool]:
+        return locks.abandoned(self._at(mark), grace_seconds)
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _asked(self, look: Callable[[], Found]) -> Found:
+        """The result of `look`, which raises OSError. The client of a network file system may say that a file is
+        missing which another machine has made, or that one is stale which another machine has replaced. Then `look` is
+        called again, after the client was made to ask its server."""
+        attempts = {errno.ENOENT: 1, errno.ESTALE: _STALE_ATTEMPTS}
+        while True:
+            try:
+                return look()
+            except OSError as error:
+                left = attempts.get(error.errno or 0, 0)
+                if not left:
+                    raise
+                attempts[error.errno or 0] = left - 1
+                _ask_server(self.path)
+
+
+def _ask_server(directory: str) -> None:
+    """Opens the directory: then the client of a network file system asks its server about it again."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _checked(status: os.stat_result, path: str) -> Stat:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return Stat.of(status)
+
+
+def _read_some(file: io.FileIO, most: int, path: str) -> bytes:
+    """The next bytes of a file; none at its end. A system that says that a read would block makes Python return None,
+    and a buffered file fewer bytes: a network file system may say so, as files are opened not to wait for a FIFO."""
+    found = file.read(most)
+    if found is None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)
+    return found
+
+
+def _check_no_hole(descriptor: int, size: int, path: str) -> None:
+    """Raises if a large file has holes: its size may exceed what was ever written to it."""
+    try:
+        hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
+    except OSError:  # the file system does not report holes
+        hole = size
+    if hole < size:
+        raise UntrustedCheckpointError(
+            f"{path} is no sound metadata: it claims {size:,} bytes, but has a hole at {hole:,}", path=path
+        )
+
+
+_durable_names: set[tuple[str, int, int]] = set()  # synced paths, with device and inode
+
+
+def _sync_name(directory: str) -> None:
+    """Syncs the directory above this one. If that may not be opened, syncs this one: for a new directory, most file
+    systems write its name, too."""
+    try:
+        _C.sync_directory(os.path.dirname(directory.rstrip(os.sep) or os.sep))
+    except _C.EngineError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
+        _C.sync_directory(directory)
+    _note_durable(directory, os.stat(directory))
+
+
+def _note_durable(path: str, status: os.stat_result) -> None:
+    if len(_durable_names) >= _MOST_NAMES:
+        _durable_names.clear()
+    _durable_names.add((path, status.st_dev, status.st_ino))

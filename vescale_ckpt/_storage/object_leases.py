@@ -1,0 +1,87 @@
+"""Leases in place of locks: a save leases a folder while it may reference its files; a remover backs off while a lease
+exists.
+
+A save writes a small object, its lease, and then looks for notices of removers. A remover writes a notice, and then
+looks for leases. Stores show what was written to all who look later. So of two at least one sees the other: a save
+waits until the remover has gone, and a remover lets the files be. Those of processes that died count for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+
+from ..errors import CheckpointError
+from .storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_LEASE, _REMOVER = ".user.", ".remover."  # between the mark's name and a random ending
+_REMOVAL_SECONDS = 10.0  # to wait for removers, which need some requests
+_POLL_SECONDS = 0.2
+
+
+class ObjectLease:
+    """The lease of a save, until it is released."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage = storage
+        self._name = name
+
+    def release(self) -> None:
+        """May be called again."""
+        with contextlib.suppress(OSError):  # it counts for a day at most
+            self._storage.remove(self._name)
+
+
+def lease(storage: Storage, mark: str, grace_seconds: float) -> ObjectLease:
+    """Leases the files of the folder, and waits for those who are removing some. Raises `CheckpointError` if that takes
+    too long, and OSError."""
+    name = mark + _LEASE + secrets.token_hex(8)
+    storage.write(name, b"")
+    made = ObjectLease(storage, name)
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    try:
+        while _is_any(storage, mark + _REMOVER, grace_seconds):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{storage.path} is being cleaned up by another process", path=storage.path)
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        made.release()
+        raise
+    return made
+
+
+@contextlib.contextmanager
+def removing(storage: Storage, mark: str, grace_seconds: float) -> Iterator[bool]:
+    """A context that gives whether nobody has leased files of the folder; nobody does while it lasts. Raises
+    OSError."""
+    name = mark + _REMOVER + secrets.token_hex(8)
+    storage.write(name, b"")
+    try:
+        yield not _is_any(storage, mark + _LEASE, grace_seconds)
+    finally:
+        with contextlib.suppress(OSError):
+            storage.remove(name)
+
+
+def _is_any(storage: Storage, beginning: str, grace_seconds: float) -> bool:
+    """Whether an object's name begins so. Removes those of processes that died."""
+    found = False
+    for name in storage.names():
+        if not name.startswith(beginning):
+            continue
+        try:
+            written = storage.stat(name).modified_ns
+        except FileNotFoundError:  # it was released meanwhile
+            continue
+        if storage.age(written, grace_seconds) < grace_seconds:
+            found = True
+            continue
+        with contextlib.suppress(OSError, CheckpointError):
+            storage.remove(name)
+            logger.info("removed %s/%s, of a process that died", storage.path, name)
+    return found

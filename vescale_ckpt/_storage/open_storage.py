@@ -1,0 +1,141 @@
+"""Opens the storage of a path, whatever kind it is, and words for one file what `Storage` says of a folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import quote, unquote_to_bytes
+
+from .._engine import _C
+from .._engine.errors import of_system
+from ..errors import CorruptCheckpointError, UntrustedCheckpointError
+from . import paths
+from .file_system import FileSystem
+from .storage import Stat, Storage
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> str:
+    """`path` as an absolute path, because the working directory may change while a save runs, or as the URL of an
+    object store. Raises ValueError if it is none of these, nor a `file://` URL, and `CheckpointError` if the package
+    for object stores is missing."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise ValueError(f"a checkpoint's path is text, not {text!r}")
+    if not text:
+        raise ValueError("a path is wanted, not an empty text (the working directory is '.')")
+    if "\0" in text:
+        raise ValueError(f"{text!r} is no path")
+    paths.check_no_secret(text)
+    if paths.is_url(text):
+        from . import object_clients
+
+        object_clients.obstore()
+        return paths.normal(text)
+    if (url := _URL.match(text)) is not None:
+        text = _path_of_url(text, url[1].lower())
+    if os.path.isabs(text):
+        return text
+    try:
+        joined = os.path.join(os.getcwd(), text)
+    except OSError as error:
+        raise ValueError(f"{text}: the working directory is gone, so give an absolute path: {error}") from error
+    # A path with ".." is not normalized: after a link, ".." means the directory above the link's target.
+    return joined if os.pardir in text.split(os.sep) else os.path.normpath(joined)
+
+
+def _path_of_url(text: str, scheme: str) -> str:
+    """The path of a URL. Raises ValueError with advice for every part of a URL that it cannot honour."""
+    if scheme in paths.SCHEMES:
+        # What went through `pathlib.Path` has one slash; or the scheme has capital letters.
+        raise ValueError(f"{text}: write {scheme}://{text[len(scheme) + 1 :].lstrip('/')}, as text")
+    if scheme != "file":
+        raise ValueError(
+            f"{text}: no storage for {scheme}:// is built in; local paths, file:// and "
+            f"{', '.join(f'{name}://' for name in paths.SCHEMES)} are"
+        )
+    if not text[len("file:") :].startswith("//"):
+        # A URL that went through `pathlib.Path` looks like this.
+        raise ValueError(f"{text}: write file://{text[len('file:') :]}, as text, or the path alone")
+    host, slash, rest = text[len("file://") :].partition("/")
+    if host.lower() not in ("", "localhost"):
+        raise ValueError(
+            f"{text}: a file:// URL names {host!r} as a host here, not as a folder: write the path alone, {host}{slash}"
+            f"{rest}, or file:// and an absolute path"
+        )
+    for mark in "?#":
+        if mark in host + rest:
+            raise ValueError(
+                f"{text}: in a URL {mark!r} does not belong to the path: write the path alone, or {quote(mark)} for it"
+            )
+    path = os.fsdecode(unquote_to_bytes(slash + rest))
+    if "\0" in path or not path:
+        raise ValueError(f"{text} names no path")
+    return path
+
+
+def storage_at(path: str) -> Storage:
+    """The storage at a path that `checkpoint_path` returned."""
+    if paths.is_url(path):
+        from .object_store import ObjectStore  # an extra, imported by those who need it
+
+        return ObjectStore(path)
+    return FileSystem(path)
+
+
+def stat_of(path: str) -> Stat:
+    """The `Stat` of one file or directory. Raises OSError."""
+    return storage_at(path).stat()
+
+
+def is_folder(path: str) -> bool:
+    """Whether there is a folder. Raises `CheckpointError` if the storage is away."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_folder
+
+
+def is_file(path: str) -> bool:
+    """Whether there is a file. Raises `CheckpointError` if the storage is away."""
+    found = _stat_if_there(path)
+    return found is not None and found.is_file
+
+
+def _stat_if_there(path: str) -> Stat | None:
+    storage = storage_at(path)
+    try:
+        return storage.stat()
+    except OSError as error:
+        if storage.can_be_away and not isinstance(error, FileNotFoundError):
+            raise of_system(error, path) from error
+        return None
+
+
+# --- Reads that fail
+
+
+def says_nothing(number: int | None, path: str) -> bool:
+    """Whether a read of `path` that failed with this errno leaves open what is there: bytes may have come and be wrong,
+    or be absent, or nothing is known."""
+    # Without an errno the error is not of the system: bytes came, and are wrong.
+    return bool(number) and storage_at(path).says_nothing(number or 0)
+
+
+def read_twice(path: str, read: Callable[[], Found]) -> Found:
+    """What `read` returns. If that raises an error of damage, and the storage of `path` may give other bytes when it is
+    asked anew, `read` is called again: a bit may have changed on the way, or the file was replaced by a sound one."""
+    try:
+        return read()
+    except (CorruptCheckpointError, UntrustedCheckpointError, _C.EngineError) as error:
+        storage = storage_at(path)
+        if not storage.rereads or (isinstance(error, _C.EngineError) and error.kind not in ("corrupt", "invalid")):
+            raise
+        logger.warning("%s seems to be damaged, and is read again: %s", path, error)
+    storage.look_again()
+    return read()
