@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError, LoadPlanner, StorageReader, safetensors
-from vescale_ckpt._convert import dcp_files, raw_files
+from vescale_ckpt._convert import dcp_files, numpy_files, torch_files
 from vescale_ckpt._read import packed
 from vescale_ckpt._read.load import Load
 from vescale_ckpt._state import objects
@@ -140,7 +140,7 @@ def test_conversions_of_what_is_overwritten(checkpoint: Path, monkeypatch: pytes
     if source == "torch":
         path = checkpoint / "model.pt"
         torch.save(state(1), path)
-    of: Any = {"dcp": dcp_files.DcpSource, "torch": raw_files.RawFiles}[source]
+    of: Any = {"dcp": dcp_files.DcpSource, "torch": torch_files.TorchSource}[source]
     original = of.read
 
     def read(self: Any, *args: Any) -> None:
@@ -167,14 +167,15 @@ def test_conversions_of_what_is_cut_short(checkpoint: Path, monkeypatch: pytest.
         path.mkdir()
         for key, array in arrays.items():
             np.save(path / key, array)
-    original = raw_files.RawFiles.read
+    of: Any = torch_files.TorchSource if name.endswith(".pt") else numpy_files.NumpySource
+    original = of.read
 
     def read(self: Any, *args: Any) -> None:
-        for file in self.paths:
+        for file in path.glob("*.npy") if path.is_dir() else [path]:
             os.truncate(file, 0)
         original(self, *args)
 
-    monkeypatch.setattr(raw_files.RawFiles, "read", read)
+    monkeypatch.setattr(of, "read", read)
     with pytest.raises(CheckpointError, match=str(checkpoint)):
         vescale_ckpt.convert(path, checkpoint / "out.safetensors", format="safetensors")
     assert not (checkpoint / "out.safetensors").exists()

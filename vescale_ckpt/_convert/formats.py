@@ -16,13 +16,13 @@ from .._storage.file_kinds import kind_of_file
 from .._storage.open_storage import is_folder as is_directory
 from .._storage.open_storage import stat_of, storage_at
 from ..errors import CheckpointError
-from .archive import entries
+from .archive import open_archive
 from .dcp_files import DcpSource
 from .plan import Plan
 from .safetensors_files import SafetensorsSource, safetensors_files
 from .source import Source
 from .streamed_file import Files, OutputFile
-from .torch_files import TorchSource, torch_layout
+from .torch_files import TorchSource, torch_file
 
 Format = Literal["dcp", "safetensors", "torch", "npz", "npy"]
 _SUFFIXES: dict[str, Format] = {
@@ -128,7 +128,9 @@ def open_source(path: str) -> Source:
     if kind == "other":
         return SafetensorsSource(path)
     storage_at(path).check_mounted("a file of torch.save or numpy that is read", "Copy it to a disk first")
-    if any(entry.name.endswith("/data.pkl") for entry in entries(path)):
+    with open_archive(path) as archive:
+        is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
+    if is_torch:
         return TorchSource(path)
     return _numpy_source(path)
 
@@ -163,7 +165,7 @@ def files_of(plan: Plan, objects: Mapping[str, Any], path: str, format: Format, 
     if format == "safetensors":
         return safetensors_files(plan.outputs, is_folder(path, format), most_bytes)
     if format == "torch":
-        return Files.one(plan.outputs, lambda: torch_layout(plan.outputs, objects, plan.paths, plan.structure))
+        return torch_file(plan.outputs, objects, plan.paths, plan.structure)
     with _numpy_needed():
         from .numpy_files import npy_files, npz_file
     return npz_file(plan.outputs) if format == "npz" else npy_files(plan.outputs)

@@ -64,7 +64,8 @@ def convert(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint `src` in another format, in bounded memory (`VESCALE_CKPT_CONVERT_BYTES` and the slots).
+    """Writes the checkpoint `src` in another format, between DCP and safetensors in bounded memory
+    (`VESCALE_CKPT_CONVERT_BYTES` and the slots).
 
     All ranks of the group call it together and share the work. Data is verified while it is read, as loads do. The
     result is durable, and appears under its name only when it is complete. See docs/converting.md.

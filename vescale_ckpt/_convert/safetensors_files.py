@@ -21,7 +21,7 @@ from .._storage.open_storage import storage_at
 from .pipeline import Piece
 from .plan import Output
 from .source import Read, Source, TensorInfo, parts_of
-from .streamed_file import Files, Layout, OutputFile
+from .streamed_file import Files, Layout, OutputFile, laid_out
 
 
 class SafetensorsSource(Source):
@@ -70,8 +70,6 @@ class SafetensorsLayout(Layout):
     """The file that `vescale_ckpt.safetensors.save_file` writes. Raises ValueError for tensors that the format cannot
     hold."""
 
-    has_head = True
-
     def __init__(self, outputs: Sequence[Output]) -> None:
         names = [output.name for output in outputs]
         table = int_table()
@@ -110,13 +108,13 @@ class SafetensorsLayout(Layout):
 def safetensors_files(outputs: Sequence[Output], in_folder: bool, most_bytes: int) -> Files:
     """One file, or a folder of shards and their index."""
     if not in_folder:
-        return Files.one(outputs, lambda: SafetensorsLayout(outputs))
+        return Files.one(outputs, laid_out(partial(SafetensorsLayout, outputs)))
     shards = _shards(outputs, most_bytes)
     for shard in shards:
         SafetensorsLayout(shard)  # raises before writing
     names = file_names(len(shards))
     files = [
-        OutputFile(name, sum(output.bytes for output in shard), partial(SafetensorsLayout, shard))
+        OutputFile(name, sum(output.bytes for output in shard), laid_out(partial(SafetensorsLayout, shard)))
         for name, shard in zip(names, shards, strict=True)
     ]
     if len(files) == 1:

@@ -1,10 +1,14 @@
-"""Writes one file from begin to end by its layout: tensors at known offsets, and format bytes between them."""
+"""Writes one file from begin to end: what a library writes to a stream, or tensors at the offsets of a layout."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
 
 from .._engine import _C
 from .._engine.errors import named_errors
@@ -16,7 +20,15 @@ from .pipeline import PAGE, Batch, Buffers, FormatBytes, Piece, Segment, memory_
 from .plan import Output
 from .source import Source
 
+#: Calls the function that it gets with the path of a file to create.
 Create = Callable[[Callable[[str], _C.FileWriter]], _C.FileWriter]
+#: Writes the content of a file into a folder or store, and syncs it.
+Write = Callable[[str, Create, Source, Buffers], None]
+
+#: Writes the content of a file to a stream.
+Save = Callable[[IO[bytes], Source], None]
+
+_LIBRARY_BYTES = 64 << 10  # more than what a library writes beside each tensor, for reserving space
 
 
 class Layout:
@@ -24,7 +36,6 @@ class Layout:
 
     bodies: Sequence[tuple[Output, int]]  #: all tensors, and the offsets of their first bytes, in rising order
     length: int  #: bytes of the file
-    has_head = False  #: whether `head` gives bytes
 
     def add_checksum(self, piece: Piece, address: int) -> None:
         """Takes the checksum of a piece, whose bytes in memory are those to be written. Pieces come in order."""
@@ -45,7 +56,7 @@ class OutputFile:
 
     name: str  #: in its folder; empty if the destination is one file
     bytes: int  #: of its tensors
-    layout: Callable[[], Layout]
+    write: Write
 
 
 @dataclass(frozen=True)
@@ -56,40 +67,140 @@ class Files:
     finish: Callable[[str], None] | None = None  #: called with the folder; None if there is nothing more to do
 
     @classmethod
-    def one(cls, outputs: Sequence[Output], layout: Callable[[], Layout]) -> Files:
+    def streamed(cls, outputs: Sequence[Output], save: Save) -> Files:
+        """The destination is one file, which `save` writes to a stream."""
+        return cls.one(outputs, streamed(outputs, save))
+
+    @classmethod
+    def one(cls, outputs: Sequence[Output], write: Write) -> Files:
         """The destination is one file."""
-        return cls([OutputFile("", sum(output.bytes for output in outputs), layout)])
+        return cls([OutputFile("", sum(output.bytes for output in outputs), write)])
 
 
 def write_file(file: OutputFile, path: str, source: Source, buffers: Buffers) -> None:
     """Writes a file into the folder `path`: its content is durable, its directory entry is not yet. A file without a
     name appears as `path` when it is complete and durable, or not at all, as every file in an object store does."""
     if not storage_at(path).renames:
-        _write_object(file, os.path.join(path, file.name) if file.name else path, source, buffers)
+        url = os.path.join(path, file.name) if file.name else path
+        file.write(url, lambda make: make(url), source, buffers)
     elif file.name:
-        _write(path, lambda make: make(os.path.join(path, file.name)), file.layout(), source, buffers)
+        file.write(path, lambda make: make(os.path.join(path, file.name)), source, buffers)
     else:
         with PendingFile(path) as pending:
-            _write(pending.directory, pending.create, file.layout(), source, buffers)
+            file.write(pending.directory, pending.create, source, buffers)
             pending.commit()
 
 
-def _write_object(file: OutputFile, url: str, source: Source, buffers: Buffers) -> None:
+# --- Files that a library writes
+
+
+def streamed(outputs: Sequence[Output], save: Save) -> Write:
+    """The content is what `save` writes to a stream."""
+    estimate = _LIBRARY_BYTES + sum(output.bytes + _LIBRARY_BYTES for output in outputs)
+
+    def write(directory: str, create: Create, source: Source, buffers: Buffers) -> None:
+        with named_errors(str, directory, estimate):
+            stream = _Stream(_begin(directory, create, estimate), buffers)
+            try:
+                save(cast(IO[bytes], stream), source)
+            finally:
+                stream.raise_error()
+            stream.finish()
+
+    return write
+
+
+class _Stream(io.RawIOBase):
+    """A file object, to write only: what fills a buffer goes to the file.
+
+    The first error is kept, and all that comes after it is dropped: libraries would hide it behind errors of their own.
+    """
+
+    def __init__(self, writer: _C.FileWriter, buffers: Buffers) -> None:
+        self._writer = writer
+        self._buffers = buffers
+        self._buffer = buffers.take()
+        self._filled, self._sent = 0, 0
+        self._error: Exception | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        content = memoryview(data).cast("B")
+        start = 0
+        while start < len(content) and self._error is None:
+            count = min(len(content) - start, len(self._buffer) - self._filled)
+            memory_of(self._buffer)[self._filled : self._filled + count] = content[start : start + count]
+            self._filled, start = self._filled + count, start + count
+            if self._filled == len(self._buffer):
+                self._send()
+        return len(content)
+
+    def _send(self) -> None:
+        try:
+            if self._filled:
+                self._writer.write_bytes(self._buffer.data_ptr(), self._filled, self._sent)
+        except Exception as error:
+            self._error = error
+        if self._buffers.written is not None:
+            self._buffers.written(self._filled)
+        self._sent, self._filled = self._sent + self._filled, 0
+        self._buffers.give_back(self._buffer)
+        self._buffer = self._buffers.take()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Writes the rest. The file is durable then."""
+        self._send()
+        self.raise_error()
+        self._writer.finish_bytes(b"", sync=True)
+
+
+def read_whole(output: Output, source: Source) -> torch.Tensor:
+    """Reads all of an output into memory of its own."""
+    stored = torch.empty(output.shape, dtype=output.stored_dtype, device="cpu")
+    source.read([*output.reads((0,) * len(output.shape), stored)])
+    return stored.to(output.dtype)
+
+
+def _begin(directory: str, create: Create, length: int) -> _C.FileWriter:
+    storage_at(directory).check_space(length)
+    options = engine_options(None, direct_io_setting("auto"))
+    return create(lambda name: _C.FileWriter.exactly(name, length, options, False))
+
+
+# --- Files by their layout
+
+
+def laid_out(layout: Callable[[], Layout]) -> Write:
+    """The content is that of a layout, in bounded memory."""
+
+    def write(directory: str, create: Create, source: Source, buffers: Buffers) -> None:
+        if not storage_at(directory).renames:
+            _write_object(directory, create, layout, source, buffers)
+        else:
+            _write(directory, create, layout(), source, buffers)
+
+    return write
+
+
+def _write_object(url: str, create: Create, layout: Callable[[], Layout], source: Source, buffers: Buffers) -> None:
     """An object is sent in order. Where its head holds checksums of the tensors, these are read twice."""
-    layout = file.layout()
-    if not layout.has_head:
-        _write(url, lambda make: make(url), layout, source, buffers)
-        return
+    summed = layout()
     written, buffers.written = buffers.written, None
-    transfer(_segments(layout, buffers.most_bytes), source, _Summed(layout), buffers)
+    transfer(_segments(summed, buffers.most_bytes), source, _Summed(summed), buffers)
     buffers.written = written
-    sent = _HeadFirst(file.layout(), layout.head())
+    sent = _HeadFirst(layout(), summed.head())
 
     def check() -> None:
         if not sent.is_unchanged():
             raise CheckpointError(f"what becomes {url} has changed while it was converted", path=url)
 
-    _write(url, lambda make: make(url), sent, source, buffers, check)
+    _write(url, create, sent, source, buffers, check)
 
 
 def _write(
@@ -100,12 +211,9 @@ def _write(
     buffers: Buffers,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """`create` calls the function that it gets with the file's path. `check` is called before the file is complete, and
-    may raise."""
+    """`check` is called before the file is complete, and may raise."""
     with named_errors(str, directory, layout.length):
-        storage_at(directory).check_space(layout.length)
-        options = engine_options(None, direct_io_setting("auto"))
-        writer = create(lambda name: _C.FileWriter.exactly(name, layout.length, options, False))
+        writer = _begin(directory, create, layout.length)
         transfer(_segments(layout, buffers.most_bytes), source, _Streamed(layout, writer), buffers)
         check()
         writer.finish_bytes(layout.head(), sync=True)
