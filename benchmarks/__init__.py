@@ -1,4 +1,4 @@
-"""Benchmarks: any checkpointing candidate against any other, alternated in one run.
+"""Benchmarks: candidates alternated in one run, by the harness of `vescale_ckpt._bench`.
 
 Run from the repository root: ``python -m benchmarks --help``.
 """

@@ -1,60 +1,31 @@
-"""The command line: ``python -m benchmarks``."""
+"""The command of all benchmarks: ``python -m benchmarks NAME``, or ``make bench ARGS="NAME …"``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+import sys
+from importlib import import_module
 
-from benchmarks import harness, states
-from benchmarks.candidates import REGISTRY
-from benchmarks.harness import CEILING, GIB, Sample
-from benchmarks.one_process import SavesAndLoads
-
-DESCRIPTION = """\
-Run checkpointing candidates against each other, alternated in random order in every round. Saves are timed
-until they are durable. Loads go into tensors in place, cold unless --warm, and every load is compared bit for
-bit. Judge by the ratios: absolute rates drift, and a virtual disk may be cached by its host."""
-
-DEFAULT_CANDIDATES = (CEILING, "vescale", "dcp-1", "dcp-4", "torch", "numpy", "safetensors")
+BENCHMARKS = {
+    "saves": "saves and loads of one process, every way that can be compared",
+    "loading": "loads by several ranks",
+    "background": "asynchronous saves, and what they take from training",
+    "delta": "saves of a LoRA training that write only what changed",
+    "export": "exports by several ranks",
+    "convert": "a DCP checkpoint becomes safetensors",
+    "object_store": "saves to and loads from an S3 server",
+    "planning": "who writes and reads what",
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs what ``arguments`` ask for and returns the exit status: 1 where nothing could be trusted."""
-    candidates = "\n".join(f"  {name:<28} {entry.summary}" for name, entry in REGISTRY.items())
-    kinds = "\n".join(f"  {name:<28} {kind.summary}" for name, kind in states.KINDS.items())
-    parser = harness.command("benchmarks", DESCRIPTION, f"candidates:\n{candidates}\n\nstates:\n{kinds}")
-    add = parser.add_argument
-    add("--candidates", type=harness.listed(harness.one_of(REGISTRY)), default=list(DEFAULT_CANDIDATES),
-        metavar="A,B,…", help=f"what to compare (default {','.join(DEFAULT_CANDIDATES)})")  # fmt: skip
-    add("--state", type=harness.listed(harness.one_of(states.KINDS)), default=["llama"], metavar="A,B,…",
-        help="what to save (default llama)")  # fmt: skip
-    add("--gib", type=harness.size, metavar="N", help="size of the state in GiB (default: the state's own)")
-    add("--ops", type=harness.listed(harness.one_of(("save", "load"))), default=["save", "load"],
-        metavar="save,load", help="what to time (default both)")  # fmt: skip
-    add("--warm", action="store_true", help="load from the page cache instead of from the disk")
-    add("--baseline", choices=list(REGISTRY), metavar="NAME",
-        help="what the second ratio is to (default dcp-4, or the first but the ceiling)")  # fmt: skip
-    options = parser.parse_args(arguments)
-    rivals = [name for name in options.candidates if name != CEILING] or options.candidates
-    baseline = options.baseline or ("dcp-4" if "dcp-4" in rivals else rivals[0])
-    if baseline not in options.candidates:
-        parser.error(f"--baseline {baseline} is not among the candidates")
-
-    def measured(directory: Path) -> Iterator[Sample]:
-        shapes = {kind: states.shapes_of(kind, options.gib) for kind in options.state}
-        for of_kind in shapes.values():
-            size = states.bytes_in(of_kind)  # a save; the state, the targets, and what a candidate copies
-            harness.check_room(directory, int(size * 1.05) + len(of_kind) * 4096 + 2**26, 3 * size + 2**29)
-        made = {name: REGISTRY[name].make(options.warm) for name in options.candidates}
-        for kind, of_kind in shapes.items():
-            both = SavesAndLoads(of_kind, directory, options.ops, warm=options.warm, seed=options.seed)
-            case = f"{kind}, {len(of_kind):,} tensors, {states.bytes_in(of_kind) / GIB:.3f} GiB"
-            turns = {name: partial(both.turn, name, candidate) for name, candidate in made.items()}
-            yield from harness.alternate(case, turns, options.rounds, warmup=options.warmup, seed=options.seed)
-
-    return harness.run(options, measured, baseline=baseline)
+def main(arguments: list[str]) -> int:
+    """Runs one benchmark and returns its exit status."""
+    if not arguments or arguments[0] not in BENCHMARKS:
+        names = "\n".join(f"  {name:<14} {summary}" for name, summary in BENCHMARKS.items())
+        print(f"usage: python -m benchmarks NAME [options]\n\n{names}\n\nNAME --help lists the options")
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    status: int = import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+    return status
 
 
 if __name__ == "__main__":
-    harness.start(main)
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Asynchronous saves: ``python -m benchmarks.background``.
+"""Asynchronous saves: ``python -m benchmarks background``.
 
 How long a save stops training, how much it slows training down until it is durable, how long that takes, and what
 memory it needs; ours beside ``dcp.async_save`` at its best (stagers and writers kept, memory pinned where there is a
@@ -7,10 +7,9 @@ GPU). The ceiling is a parallel memcpy of the state for the stall, and raw I/O o
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -24,24 +23,26 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
-from benchmarks import harness, states
-from benchmarks.harness import CEILING, STOCK, Sample, Steps
-from benchmarks.measure import settle, synchronize
-from vescale_ckpt._bench.raw_file import RawFile
+from benchmarks import candidates, command, states
+from benchmarks.command import Alternate
+from vescale_ckpt._bench import random_states, saves_and_loads
+from vescale_ckpt._bench.random_states import State
+from vescale_ckpt._bench.samples import CEILING, STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.saves_and_loads import Candidate
+from vescale_ckpt._bench.usage import settle, synchronize
 
 TRAINING_STEPS, TRIES = 50, 5  # whose fastest try says how long a step takes without a save
-COPIERS = 2  # threads of the memcpy that stalls are compared with: all cores of a small machine
 
-Save = Callable[[states.State, Path], Any]
-Candidate = tuple[Save, Save]  # one that returns when training may go on, with a future; and the same, synchronously
+Save = Callable[[State, Path], Any]
+Ways = tuple[Save, Save]  # one that returns when training may go on, with a future; and the same, synchronously
 
 
-def candidates(state: states.State) -> dict[str, Candidate]:
+def ways(state: State) -> dict[str, Ways]:
     """What they keep from save to save is their own. Stock's process wants a process group."""
     stager, planner = vescale_ckpt.Stager(), vescale_ckpt.SavePlanner()
     gate = torch.optim.SGD([torch.nn.Parameter(value) for value in state.values()])
 
-    def with_our_stager(state: states.State, path: Path) -> Future[Any]:
+    def with_our_stager(state: State, path: Path) -> Future[Any]:
         writer = vescale_ckpt.StorageWriter(path)
         return _future(async_save(state, async_stager=stager, storage_writer=writer, planner=planner))
 
@@ -57,16 +58,16 @@ def candidates(state: states.State) -> dict[str, Candidate]:
     }
 
 
-def _ours(state: states.State, path: Path, **options: Any) -> Any:
+def _ours(state: State, path: Path, **options: Any) -> Any:
     return vescale_ckpt.save(path, state, **options)
 
 
-def _stock(kind: AsyncCheckpointerType) -> Candidate:
+def _stock(kind: AsyncCheckpointerType) -> Ways:
     """torch's own stager and writer."""
     shared = kind is AsyncCheckpointerType.PROCESS
     stager = DefaultStager(StagingOptions(torch.cuda.is_available(), shared, False, False))
 
-    def start(state: states.State, path: Path) -> Future[Any]:
+    def start(state: State, path: Path) -> Future[Any]:
         writer = FileSystemWriter(path, thread_count=4)
         return _future(async_save(state, async_stager=stager, storage_writer=writer, async_checkpointer_type=kind))
 
@@ -86,7 +87,7 @@ class Training:
         self._model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8))).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters())
         self._batch = torch.randn(64, width, device=device)
-        self.step_seconds = min(self._seconds(TRAINING_STEPS) for _ in range(TRIES)) / TRAINING_STEPS
+        self.step_seconds = min(_seconds(self._steps) for _ in range(TRIES)) / TRAINING_STEPS
 
     def step(self) -> None:
         self._optimizer.zero_grad()
@@ -95,66 +96,47 @@ class Training:
         if self._batch.is_cuda:
             torch.cuda.current_stream().synchronize()  # alone: copies may go on
 
-    def _seconds(self, steps: int) -> float:
-        start = perf_counter()
-        for _ in range(steps):
+    def _steps(self) -> None:
+        for _ in range(TRAINING_STEPS):
             self.step()
-        return perf_counter() - start
 
 
-class Copying:
-    """A parallel memcpy of the state's bytes into touched memory: what a stall cannot be much shorter than."""
-
-    def __init__(self, state: states.State) -> None:
-        self._target = torch.zeros(sum(tensor.nbytes for tensor in state.values()), dtype=torch.uint8)
-        self._pieces: list[tuple[int, int, int]] = []
-        at = self._target.data_ptr()
-        for tensor in state.values():
-            for begin in range(0, tensor.nbytes, 8 << 20):
-                size = min(8 << 20, tensor.nbytes - begin)
-                self._pieces.append((at + begin, tensor.data_ptr() + begin, size))
-            at += tensor.nbytes
-        self._pool = ThreadPoolExecutor(COPIERS)
-
-    def seconds(self) -> float:
-        start = perf_counter()
-        list(self._pool.map(self._copy, range(COPIERS)))
-        return perf_counter() - start
-
-    def _copy(self, worker: int) -> None:
-        for target, source, size in self._pieces[worker::COPIERS]:
-            ctypes.memmove(target, source, size)
+def _seconds(action: Callable[[], object]) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start
 
 
 class Saves:
     """Saves of one state in a directory, beside training on the state's device."""
 
-    def __init__(self, directory: Path, state: states.State) -> None:
+    def __init__(self, directory: Path, state: State) -> None:
         self._directory = directory
         self._state = state
         self._training = Training(next(iter(state.values())).device.type)
 
-    def turns(self, names: list[str] | None = None) -> dict[str, harness.Turn]:
+    def turns(self, names: list[str] | None = None) -> dict[str, Turn]:
         """Of the candidates with these names, or of all; and of the ceiling, where memory is the host's."""
-        made = candidates(self._state)
-        turns: dict[str, harness.Turn] = {
+        made = ways(self._state)
+        turns: dict[str, Turn] = {
             name: partial(self._turn, name, *made[name]) for name in made if names is None or name in names
         }
         if not next(iter(self._state.values())).is_cuda:
-            turns[CEILING] = partial(self._ceiling, Copying(self._state), RawFile())
+            turns[CEILING] = partial(self._ceiling, candidates.memcpy(), saves_and_loads.raw())
         return turns
 
-    def _ceiling(self, copying: Copying, raw: RawFile) -> Steps:
-        settle()
+    def _ceiling(self, copy: Candidate, raw: Candidate) -> Steps:
+        """A parallel memcpy of as many bytes into touched memory, and direct I/O of as many."""
+        settle(self._directory)
         path = self._fresh(CEILING)
-        start = perf_counter()
-        raw.write(path, sum(tensor.nbytes for tensor in self._state.values()))
-        durable = perf_counter() - start
+        copy.save(self._state, path)
+        stall = min(_seconds(lambda: copy.load(self._state, path)) for _ in range(3))
+        durable = _seconds(lambda: raw.save(self._state, path))
         shutil.rmtree(path)
-        return {"stall": min(copying.seconds() for _ in range(3)), "durable": durable}
+        return {"stall": stall, "durable": durable}
 
     def _turn(self, name: str, begin: Save, save: Save) -> Steps:
-        settle()
+        settle(self._directory)
         path = self._fresh(name)
         start = perf_counter()
         going_on = begin(self._state, path)
@@ -172,9 +154,7 @@ class Saves:
         going_on.result()
 
         path = self._fresh(name)
-        start = perf_counter()
-        save(self._state, path)
-        synchronous = perf_counter() - start
+        synchronous = _seconds(lambda: save(self._state, path))
         shutil.rmtree(path)
         return {"stall": stall, "durable": durable, "training lost": max(lost, 1e-6), "synchronous save": synchronous}
 
@@ -188,25 +168,19 @@ class Saves:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
-    parser = harness.command("benchmarks.background", __doc__)
+    parser = command.parser("benchmarks background", __doc__)
     add = parser.add_argument
     add("--state", choices=states.KINDS, default="llama", help="what to save (default %(default)s)")
-    add("--gib", type=harness.size, default=1.0, metavar="N", help="its size (default %(default)s)")
-    add("--candidates", type=harness.listed(str), metavar="A,B,…", help="(default all)")
+    add("--gib", type=command.size, default=1.0, metavar="N", help="its size (default %(default)s)")
+    add("--candidates", type=command.listed(str), metavar="A,B,…", help="(default all)")
     options = parser.parse_args(arguments)
 
-    def measured(directory: Path) -> Iterator[Sample]:
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            saves = Saves(directory, states.build(states.shapes_of(options.state, options.gib), options.seed))
-            yield from harness.alternate(
-                options.state, saves.turns(options.candidates), options.rounds, warmup=options.warmup, seed=options.seed
-            )
+            state = random_states.build(states.shapes_of(options.state, options.gib), options.seed)
+            yield from alternate(options.state, Saves(directory, state).turns(options.candidates))
         finally:
             dist.destroy_process_group()
 
-    return harness.run(options, measured)
-
-
-if __name__ == "__main__":
-    harness.start(main)
+    return command.run(options, measured)

@@ -1,7 +1,7 @@
 """The candidates: every way of saving and loading a state that can be compared, in one registry.
 
-Each saves to durability (the harness itself syncs the directory and its parent) and loads in place, into
-tensors that exist. Each is at its best settings, and is kept over all rounds as a training job would keep it.
+Each saves to durability (the harness itself syncs the directory and its parent) and loads in place, into tensors that
+exist. Each is at its best settings, and is kept over all rounds as a training job would keep it.
 """
 
 from __future__ import annotations
@@ -9,84 +9,35 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageWriter
 
 import vescale_ckpt
-from benchmarks.harness import CEILING
-from benchmarks.measure import Plain
-from benchmarks.states import State
+from vescale_ckpt._bench import saves_and_loads
 from vescale_ckpt._bench.page_cache import address_of
-from vescale_ckpt._bench.raw_file import FILE_NAME, PIECE_BYTES, THREADS, RawFile, preallocate, whole_blocks
+from vescale_ckpt._bench.random_states import State
+from vescale_ckpt._bench.raw_file import FILE_NAME, PIECE_BYTES, THREADS, preallocate, whole_blocks
+from vescale_ckpt._bench.samples import CEILING
+from vescale_ckpt._bench.saves_and_loads import Candidate, bytes_of, sync
 from vescale_ckpt._engine import _C
 
 
-class Candidate(ABC):
-    """One way of saving and loading."""
-
-    keeps_state = True  # False where nothing of the state is written, so that a load has nothing to compare
-    in_place = True  # False where loads make tensors of their own, and put these into the dict that they are given
-
-    @abstractmethod
-    def save(self, state: State, directory: Path) -> None:
-        """Write ``state`` into the empty ``directory``; return when its files are durable."""
-
-    @abstractmethod
-    def load(self, into: State, directory: Path) -> None:
-        """Fill the tensors of ``into``, in place, with what ``save`` left in ``directory`` (but see ``in_place``)."""
-
-    def path_taken(self) -> str | None:
-        """How the bytes of the last operation went (direct, buffered, …), where the candidate tells."""
-        return None
-
-    def stats(self) -> Plain:
-        """What the candidate itself reports of its last operation."""
-        return None
-
-
-class Ceiling(Candidate):
-    """Raw I/O of the same number of bytes."""
-
-    keeps_state = False
-
-    def __init__(self, *, warm: bool) -> None:
-        self._raw = RawFile(buffered_reads=warm)
-
-    def save(self, state: State, directory: Path) -> None:
-        self._raw.write(directory, _bytes_of(state))
-
-    def load(self, into: State, directory: Path) -> None:
-        self._raw.read(directory, _bytes_of(into))
-
-    def path_taken(self) -> str | None:
-        return self._raw.path_taken
-
-
-class Unavoidable(Candidate):
+class Unavoidable:
     """What a save with checksums and a verified load cannot do without, and nothing else.
 
     4 threads write all bytes from memory, or read them into it, with one checksum. The memory was touched before, in
-    pages of 4 KiB, as that of torch's tensors is by default. With ``new_memory`` loads take theirs from the system, on
+    pages of 4 KiB, as that of torch's tensors is by default. With `new_memory` loads take theirs from the system, on
     huge pages, as loads into new tensors do. Warm reads take pieces that stay in the processor's cache.
     """
-
-    keeps_state = False
 
     def __init__(self, *, new_memory: bool, warm: bool) -> None:
         self._new_memory = new_memory
@@ -95,7 +46,7 @@ class Unavoidable(Candidate):
         self._touched: mmap.mmap | None = None
 
     def save(self, state: State, directory: Path) -> None:
-        size = whole_blocks(_bytes_of(state))
+        size = whole_blocks(bytes_of(state))
         descriptor = os.open(directory / FILE_NAME, os.O_WRONLY | os.O_CREAT | self._direct, 0o644)
 
         def write(piece: memoryview, at: int, address: int) -> None:
@@ -110,7 +61,7 @@ class Unavoidable(Candidate):
             os.close(descriptor)
 
     def load(self, into: State, directory: Path) -> None:
-        size = whole_blocks(_bytes_of(into))
+        size = whole_blocks(bytes_of(into))
         descriptor = os.open(directory / FILE_NAME, os.O_RDONLY | self._direct)
 
         def read(piece: memoryview, at: int, address: int) -> None:
@@ -138,119 +89,77 @@ class Unavoidable(Candidate):
             list(pool.map(lambda at: move(view[at : at + self._piece], at, start + at), starts))
 
 
-class Memcpy(Candidate):
+def _huge_pages(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def unavoidable(*, new_memory: bool, warm: bool) -> Candidate:
+    made = Unavoidable(new_memory=new_memory, warm=warm)
+    return Candidate(made.save, made.load, keeps_state=False)
+
+
+def memcpy() -> Candidate:
     """A copy of as many bytes from memory to memory, by as many threads as there are processors."""
+    memory: list[npt.NDArray[np.uint8]] = []
 
-    keeps_state = False
+    def save(state: State, directory: Path) -> None:
+        if not memory:
+            memory.extend(np.ones(bytes_of(state), np.uint8) for _ in range(2))
 
-    def __init__(self) -> None:
-        self._source: npt.NDArray[np.uint8] | None = None
-        self._target: npt.NDArray[np.uint8] | None = None
-
-    def save(self, state: State, directory: Path) -> None:
-        if self._source is None:
-            self._source, self._target = (np.ones(_bytes_of(state), np.uint8) for _ in range(2))
-
-    def load(self, into: State, directory: Path) -> None:
-        assert self._source is not None and self._target is not None
+    def load(into: State, directory: Path) -> None:
         parts = os.cpu_count() or 1
-        pairs = zip(np.array_split(self._target, parts), np.array_split(self._source, parts), strict=True)
+        source, target = (np.array_split(whole, parts) for whole in memory)
         with ThreadPoolExecutor(parts) as pool:
-            list(pool.map(lambda pair: np.copyto(*pair), pairs))
+            list(pool.map(np.copyto, target, source))
+
+    return Candidate(save, load, keeps_state=False)
 
 
-class Vescale(Candidate):
-    """Our plug points under plain ``dcp.save`` and ``dcp.load``."""
+def plug_points(*, checksums: bool = True, verify: bool = True) -> Candidate:
+    """Our plug points under plain `dcp.save` and `dcp.load`."""
+    planner = vescale_ckpt.SavePlanner()
+    writers: list[vescale_ckpt.StorageWriter] = []
 
-    def __init__(self, *, with_stock_planners: bool = False, checksums: bool = True, verify: bool = True) -> None:
-        self._with_stock_planners = with_stock_planners
-        self._planner = stock_save_planner() if with_stock_planners else vescale_ckpt.SavePlanner()
-        self._checksums = checksums
-        self._verify = verify
-        self._writer: StorageWriter | None = None
-        self._stats: Any = None
+    def save(state: State, directory: Path) -> object:
+        if not writers:
+            writers.append(vescale_ckpt.StorageWriter(directory, checksums=checksums))
+        # `checkpoint_id` points the writer, which is kept, at the new directory.
+        dcp_save({"model": state}, checkpoint_id=directory, storage_writer=writers[0], planner=planner, no_dist=True)
+        return writers[0].last_stats
 
-    def save(self, state: State, directory: Path) -> None:
-        if self._writer is None:
-            self._writer = vescale_ckpt.StorageWriter(directory, checksums=self._checksums)
-        _save_into(state, directory, self._writer, self._planner)
-        self._stats = getattr(self._writer, "last_stats", None)
+    def load(into: State, directory: Path) -> object:
+        reader = vescale_ckpt.StorageReader(directory, verify=verify)
+        dcp_load({"model": into}, storage_reader=reader, planner=vescale_ckpt.LoadPlanner(), no_dist=True)
+        return reader.last_stats
 
-    def load(self, into: State, directory: Path) -> None:
-        reader = vescale_ckpt.StorageReader(directory, verify=self._verify)
-        planner = DefaultLoadPlanner() if self._with_stock_planners else vescale_ckpt.LoadPlanner()
-        dcp_load({"model": into}, storage_reader=reader, planner=planner, no_dist=True)
-        self._stats = reader.last_stats
-
-    def path_taken(self) -> str | None:
-        return self._stats.io_path
-
-    def stats(self) -> Plain:
-        return asdict(self._stats)
+    return Candidate(save, load)
 
 
-class VescaleFunctions(Candidate):
-    """``vescale_ckpt.save`` and ``vescale_ckpt.load``."""
+def torch_save() -> Candidate:
+    """`torch.save` and `torch.load` of the whole state in one file."""
 
-    def __init__(self) -> None:
-        self._planner = vescale_ckpt.SavePlanner()
-        self._stats: Any = None
+    def save(state: State, directory: Path) -> None:
+        torch.save(state, directory / "state.pt")
+        sync(directory / "state.pt")
 
-    def save(self, state: State, directory: Path) -> None:
-        self._stats = vescale_ckpt.save(directory, {"model": state}, planner=self._planner).stats
+    def load(into: State, directory: Path) -> None:
+        _copy(torch.load(directory / "state.pt", weights_only=True), into)
 
-    def load(self, into: State, directory: Path) -> None:
-        self._stats = vescale_ckpt.load(directory, {"model": into}).stats
-
-    def path_taken(self) -> str | None:
-        return self._stats.io_path
-
-    def stats(self) -> Plain:
-        return asdict(self._stats)
+    return Candidate(save, load)
 
 
-class StockDcp(Candidate):
-    """torch's own file-system writer and reader."""
+def plain_numpy() -> Candidate:
+    """`tofile` and `readinto`, tensor after tensor, in one file without any description of it."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._planner = stock_save_planner()
-        self._writer: FileSystemWriter | None = None
-
-    def save(self, state: State, directory: Path) -> None:
-        if self._writer is None:
-            self._writer = FileSystemWriter(directory, thread_count=self._threads, sync_files=True)
-        _save_into(state, directory, self._writer, self._planner)
-
-    def load(self, into: State, directory: Path) -> None:
-        dcp_load({"model": into}, storage_reader=FileSystemReader(directory), no_dist=True)
-
-
-class TorchSave(Candidate):
-    """``torch.save`` and ``torch.load`` of the whole state in one file."""
-
-    def __init__(self, *, mapped: bool = False) -> None:
-        self._mapped = mapped
-
-    def save(self, state: State, directory: Path) -> None:
-        path = directory / "state.pt"
-        torch.save(state, path)
-        sync(path)
-
-    def load(self, into: State, directory: Path) -> None:
-        _copy(torch.load(directory / "state.pt", mmap=self._mapped, weights_only=True), into)
-
-
-class Numpy(Candidate):
-    """``tofile`` and ``readinto``, tensor after tensor, in one file without any description of it."""
-
-    def save(self, state: State, directory: Path) -> None:
+    def save(state: State, directory: Path) -> None:
         with open(directory / "state.bin", "wb", buffering=0) as file:
             for tensor in state.values():
                 _memory_of(tensor).tofile(file)
             os.fsync(file.fileno())
 
-    def load(self, into: State, directory: Path) -> None:
+    def load(into: State, directory: Path) -> None:
         with open(directory / "state.bin", "rb", buffering=0) as file:
             for name, tensor in into.items():
                 rest = _memory_of(tensor)
@@ -260,134 +169,89 @@ class Numpy(Candidate):
                         raise EOFError(f"state.bin ends within {name}")
                     rest = rest[read:]
 
-
-class Safetensors(Candidate):
-    """The safetensors library, with the sync that it leaves out."""
-
-    def save(self, state: State, directory: Path) -> None:
-        path = directory / "state.safetensors"
-        safetensors.torch.save_file(state, path)
-        sync(path)
-
-    def load(self, into: State, directory: Path) -> None:
-        _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
+    return Candidate(save, load)
 
 
-class SafetensorsInMemory(Candidate):
-    """The safetensors library, to bytes in memory: nothing is written."""
+def numpy_save() -> Candidate:
+    """`numpy.save` and `numpy.load`, tensor after tensor, in one file."""
 
-    keeps_state = False
-
-    def save(self, state: State, directory: Path) -> None:
-        safetensors.torch.save(state)
-
-    def load(self, into: State, directory: Path) -> None:
-        raise NotImplementedError("nothing was written: time saves only, with --ops save")
-
-
-class VescaleSafetensors(Candidate):
-    """Our functions in place of the library's: durable by themselves, into memory of their own, verified."""
-
-    in_place = False
-
-    def __init__(self, *, verify: bool = True) -> None:
-        self._verify = verify
-
-    def save(self, state: State, directory: Path) -> None:
-        vescale_ckpt.safetensors.save_file(state, directory / "state.safetensors")
-
-    def load(self, into: State, directory: Path) -> None:
-        into.update(vescale_ckpt.safetensors.load_file(directory / "state.safetensors", verify=self._verify))
-
-
-class NumpySave(Candidate):
-    """``numpy.save`` and ``numpy.load``, tensor after tensor, in one file."""
-
-    def save(self, state: State, directory: Path) -> None:
+    def save(state: State, directory: Path) -> None:
         with open(directory / "state.npy", "wb") as file:
             for tensor in state.values():
                 np.save(file, _memory_of(tensor))
             file.flush()
             os.fsync(file.fileno())
 
-    def load(self, into: State, directory: Path) -> None:
+    def load(into: State, directory: Path) -> None:
         with open(directory / "state.npy", "rb") as file:
             for tensor in into.values():
                 _memory_of(tensor)[:] = np.load(file)
 
+    return Candidate(save, load)
 
-@dataclass(frozen=True)
-class Entry:
-    """A line of the registry. ``make`` is told whether loads of this run are warm."""
+
+def library_safetensors() -> Candidate:
+    """The safetensors library, with the sync that it leaves out."""
+
+    def save(state: State, directory: Path) -> None:
+        safetensors.torch.save_file(state, directory / "state.safetensors")
+        sync(directory / "state.safetensors")
+
+    def load(into: State, directory: Path) -> None:
+        _copy(safetensors.torch.load_file(directory / "state.safetensors"), into)
+
+    return Candidate(save, load)
+
+
+def safetensors_in_memory() -> Candidate:
+    """The safetensors library, to bytes in memory: nothing is written."""
+
+    def load(into: State, directory: Path) -> None:
+        raise NotImplementedError("nothing was written: time saves only, with --ops save")
+
+    return Candidate(lambda state, directory: len(safetensors.torch.save(state)), load, keeps_state=False)
+
+
+def our_safetensors() -> Candidate:
+    """Our functions in place of the library's: durable by themselves, into memory of their own, verified."""
+
+    def save(state: State, directory: Path) -> None:
+        vescale_ckpt.safetensors.save_file(state, directory / "state.safetensors")
+
+    def load(into: State, directory: Path) -> None:
+        into.update(vescale_ckpt.safetensors.load_file(directory / "state.safetensors"))
+
+    return Candidate(save, load, in_place=False)
+
+
+class Entry(NamedTuple):
+    """A line of the registry. `make` is told whether loads of this run are warm."""
 
     summary: str
     make: Callable[[bool], Candidate]
 
 
 REGISTRY: dict[str, Entry] = {
-    CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: Ceiling(warm=warm)),
+    CEILING: Entry("raw direct I/O of as many bytes, 4 threads", lambda warm: saves_and_loads.raw(buffered_reads=warm)),
     "unavoidable": Entry(
         "as many bytes with one checksum, from and into touched memory in pages of 4 KiB",
-        lambda warm: Unavoidable(new_memory=False, warm=warm),
+        lambda warm: unavoidable(new_memory=False, warm=warm),
     ),
-    "unavoidable-new": Entry("the same, loads into new memory", lambda warm: Unavoidable(new_memory=True, warm=warm)),
-    "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: Memcpy()),
-    "vescale": Entry("our writer, reader and planners", lambda _: Vescale()),
-    "vescale-functions": Entry("our save and load", lambda _: VescaleFunctions()),
-    "vescale-stock-planner": Entry(
-        "our writer and reader, torch's planners", lambda _: Vescale(with_stock_planners=True)
-    ),
-    "vescale-noverify": Entry("ours, loads without verifying", lambda _: Vescale(verify=False)),
-    "vescale-nochecksum": Entry("ours, saves without checksums", lambda _: Vescale(checksums=False)),
-    "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: StockDcp(1)),
-    "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: StockDcp(4)),
-    "torch": Entry("torch.save + fsync, torch.load", lambda _: TorchSave()),
-    "torch-mmap": Entry("torch.save + fsync, torch.load(mmap=True)", lambda _: TorchSave(mapped=True)),
-    "numpy": Entry("plain writes and reads: tofile + fsync, readinto", lambda _: Numpy()),
-    "numpy-save": Entry("numpy.save + fsync, numpy.load", lambda _: NumpySave()),
-    "safetensors": Entry("save_file + fsync, load_file", lambda _: Safetensors()),
-    "safetensors-memory": Entry("safetensors.torch.save to bytes, written nowhere", lambda _: SafetensorsInMemory()),
-    "vescale-safetensors": Entry("our safetensors functions, into new tensors", lambda _: VescaleSafetensors()),
-    "vescale-safetensors-noverify": Entry(
-        "the same, loads without verifying", lambda _: VescaleSafetensors(verify=False)
-    ),
+    "unavoidable-new": Entry("the same, loads into new memory", lambda warm: unavoidable(new_memory=True, warm=warm)),
+    "memcpy": Entry("for loads: a copy in memory, on all processors", lambda _: memcpy()),
+    "vescale": Entry("our writer, reader and planners", lambda _: plug_points()),
+    "vescale-functions": Entry("our save and load", lambda _: saves_and_loads.ours()),
+    "vescale-noverify": Entry("ours, loads without verifying", lambda _: plug_points(verify=False)),
+    "vescale-nochecksum": Entry("ours, saves without checksums", lambda _: plug_points(checksums=False)),
+    "dcp-1": Entry("stock DCP, 1 writer thread, cached plans", lambda _: saves_and_loads.stock(1)),
+    "dcp-4": Entry("stock DCP, 4 writer threads, cached plans", lambda _: saves_and_loads.stock(4)),
+    "torch": Entry("torch.save + fsync, torch.load", lambda _: torch_save()),
+    "numpy": Entry("plain writes and reads: tofile + fsync, readinto", lambda _: plain_numpy()),
+    "numpy-save": Entry("numpy.save + fsync, numpy.load", lambda _: numpy_save()),
+    "safetensors": Entry("save_file + fsync, load_file", lambda _: library_safetensors()),
+    "safetensors-memory": Entry("safetensors.torch.save to bytes, written nowhere", lambda _: safetensors_in_memory()),
+    "vescale-safetensors": Entry("our safetensors functions, into new tensors", lambda _: our_safetensors()),
 }
-
-
-def stock_save_planner() -> DefaultSavePlanner:
-    """torch's planner with cached plans of its own.
-
-    torch keys cached plans by the name of the planner's class, for the whole process, and a cached plan
-    carries what the storage writer put into it: without a class for each, one candidate would save by
-    another's plan.
-    """
-    own_class = type(f"SavePlanner{time.perf_counter_ns()}", (DefaultSavePlanner,), {})
-    planner: DefaultSavePlanner = own_class(enable_plan_caching=True)
-    return planner
-
-
-def sync(path: Path) -> None:
-    """Makes a file durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _save_into(state: State, directory: Path, writer: StorageWriter, planner: SavePlanner) -> None:
-    """``checkpoint_id`` points the kept writer at the new directory."""
-    dcp_save({"model": state}, checkpoint_id=directory, storage_writer=writer, planner=planner, no_dist=True)
-
-
-def _bytes_of(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
-
-
-def _huge_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _copy(loaded: State, into: State) -> None:

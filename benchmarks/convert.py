@@ -1,4 +1,4 @@
-"""A DCP checkpoint becomes safetensors: ``python -m benchmarks.convert --gib 2 --rounds 5``.
+"""A DCP checkpoint becomes safetensors: ``python -m benchmarks convert --gib 2 --rounds 5``.
 
 A Llama-like state in bfloat16 as it is, and one in float32 that becomes bfloat16. The ceiling reads as many bytes as
 the conversion does and writes as many as it does, both at once, with direct I/O and nothing else around it. The rival
@@ -19,11 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
-from benchmarks import cache, harness, states
-from benchmarks.candidates import sync
-from benchmarks.harness import CEILING, STOCK, Sample, Steps, WrongContentsError
-from benchmarks.measure import measure, settle
+from benchmarks import command, states
+from benchmarks.command import Alternate
+from vescale_ckpt._bench import page_cache
 from vescale_ckpt._bench.raw_file import RawFile
+from vescale_ckpt._bench.samples import CEILING, STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError, sync
+from vescale_ckpt._bench.usage import measure, settle
 
 
 class Case:
@@ -49,7 +51,7 @@ class Case:
             (directory / folder).mkdir()
         self._reading.write(directory / "raw", self._read_bytes)
 
-    def turns(self) -> dict[str, harness.Turn]:
+    def turns(self) -> dict[str, Turn]:
         ways = {CEILING: self._raw, "convert": self._convert, STOCK: self._load_and_save}
         return {name: partial(self._turn, way) for name, way in ways.items()}
 
@@ -70,8 +72,8 @@ class Case:
         sync(self._target)
 
     def _turn(self, way: Callable[[], None]) -> Steps:
-        settle()
-        resident = cache.drop(self._directory)
+        settle(self._directory)
+        resident = page_cache.prepare(self._directory, warm=False)
         usage = measure(way)
         if self._target.exists():
             self._check()
@@ -89,21 +91,14 @@ class Case:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
-    parser = harness.command("benchmarks.convert", __doc__)
-    parser.add_argument(
-        "--gib", type=harness.size, default=1.0, help="of the checkpoint that is read (default %(default)s)"
-    )
+    parser = command.parser("benchmarks convert", __doc__)
+    add = parser.add_argument
+    add("--gib", type=command.size, default=1.0, help="of the checkpoint that is read (default %(default)s)")
     options = parser.parse_args(arguments)
 
-    def measured(directory: Path) -> Iterator[Sample]:
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         for stored in (torch.bfloat16, torch.float32):
             case = Case(directory / str(stored), options.gib, stored, torch.bfloat16, options.seed)
-            yield from harness.alternate(
-                case.name, case.turns(), options.rounds, warmup=options.warmup, seed=options.seed
-            )
+            yield from alternate(case.name, case.turns())
 
-    return harness.run(options, measured)
-
-
-if __name__ == "__main__":
-    harness.start(main)
+    return command.run(options, measured)

@@ -1,4 +1,4 @@
-"""Saves of a LoRA training that write only what changed: ``python -m benchmarks.delta``.
+"""Saves of a LoRA training that write only what changed: ``python -m benchmarks delta``.
 
 A frozen model in bfloat16, adapters in float32 and their AdamW state. Before each save the adapters and the state
 change. Candidates: a full save, a save with ``base=`` the one before ("delta"), the same with ``frozen=`` the model
@@ -21,9 +21,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import vescale_ckpt
-from benchmarks import harness
-from benchmarks.harness import STOCK, Sample, Steps, Turn, WrongContentsError
-from benchmarks.measure import Usage, measure, settle
+from benchmarks import command
+from benchmarks.command import Alternate
+from vescale_ckpt._bench.room import check_room
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError
+from vescale_ckpt._bench.usage import Usage, measure, settle
 
 State = dict[str, Any]
 MIB = 2**20
@@ -91,7 +94,7 @@ class Run:
         train(self._state, self._trained)
         if self._step > 2:  # the first one has the files that deltas name
             shutil.rmtree(self._path(self._step - 2))
-        settle()
+        settle(self._root)
 
     def turn(self) -> Steps:
         found: dict[str, Usage | float] = {}
@@ -122,24 +125,19 @@ class Run:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
-    parser = harness.command("benchmarks.delta", __doc__)
-    parser.add_argument("--mib", type=harness.positive, default=256, metavar="N", help="of the frozen part")
+    parser = command.parser("benchmarks delta", __doc__)
+    parser.add_argument("--mib", type=command.positive, default=256, metavar="N", help="of the frozen part")
     options = parser.parse_args(arguments)
 
-    def measured(directory: Path) -> Iterator[Sample]:
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         names = ("full", "delta", "delta, unread", "delta, all changed", STOCK)
-        harness.check_room(directory, 16 * options.mib * MIB, 10 * options.mib * MIB)
+        check_room(directory, 16 * options.mib * MIB, 10 * options.mib * MIB)
         state = build(options.mib, options.seed)
         runs = {name: Run(name, directory, state) for name in names}
-        turns: dict[str, Turn] = {name: run.turn for name, run in runs.items()}
         small = sum(tensor.nbytes for part in ("adapters", "optimizer") for tensor in state[part].values())
         case = f"{options.mib} MiB frozen, {small / MIB:.1f} MiB that change"
-        yield from harness.alternate(case, turns, options.rounds, warmup=options.warmup, seed=options.seed)
+        yield from alternate(case, {name: run.turn for name, run in runs.items()})
         for run in runs.values():
             run.check()
 
-    return harness.run(options, measured, baseline="full")
-
-
-if __name__ == "__main__":
-    harness.start(main)
+    return command.run(options, measured, baseline="full")

@@ -1,4 +1,4 @@
-"""Exports by several ranks: ``python -m benchmarks.export``.
+"""Exports by several ranks: ``python -m benchmarks export``.
 
 The state, sharded by rows, by columns, or whole on every rank, saved as safetensors files that all ranks write at once
 ("export"); beside our own checkpoint of it ("sharded"), and torch's HuggingFaceStorageWriter: with the consolidation
@@ -23,10 +23,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import vescale_ckpt
-from benchmarks import harness, states
-from benchmarks.harness import STOCK, Sample, Steps, WrongContentsError
-from benchmarks.measure import measure, settle
+from benchmarks import command, states
+from benchmarks.command import Alternate
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
+from vescale_ckpt._bench import random_states
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError
+from vescale_ckpt._bench.usage import measure, settle
 
 Save = Callable[[dict[str, Any], str], object]
 
@@ -52,7 +55,7 @@ def _hold(rank: Rank, kind: str, gib: float, held: str, seed: int) -> int:
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
     dim = HELD[held]
-    whole = states.build(states.shapes_of(kind, gib), seed)
+    whole = random_states.build(states.shapes_of(kind, gib), seed)
     rank.kept["state"] = {
         name: distribute_tensor(
             tensor, rank.mesh, [Replicate() if dim is None else Shard(min(dim, tensor.ndim - 1))], src_data_rank=None
@@ -70,9 +73,9 @@ def _turn(ranks: Ranks, name: str, directory: Path, size: int) -> Steps:
     path = directory / name
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    settle()
+    settle(directory)
     saved = dataclasses.replace(together(ranks.call(_save, name, str(path))), state_bytes=size)
-    return {"save": saved, "sync behind it": measure(settle)} if name == STOCK else {"save": saved}
+    return {"save": saved, "sync behind it": measure(lambda: settle(directory))} if name == STOCK else {"save": saved}
 
 
 def _check(directory: Path, kind: str, gib: float, seed: int) -> None:
@@ -80,32 +83,27 @@ def _check(directory: Path, kind: str, gib: float, seed: int) -> None:
     found: dict[str, torch.Tensor] = {}
     for path in (directory / "export").glob("*.safetensors"):
         found.update(vescale_ckpt.safetensors.load_file(path))
-    if wrong := states.differences(states.build(states.shapes_of(kind, gib), seed), found):
+    if wrong := random_states.differences(random_states.build(states.shapes_of(kind, gib), seed), found):
         raise WrongContentsError(f"the export is not the state: {wrong[:3]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
-    parser = harness.command("benchmarks.export", __doc__)
+    parser = command.parser("benchmarks export", __doc__)
     add = parser.add_argument
     add("--state", choices=states.KINDS, default="llama", help="what to save (default %(default)s)")
-    add("--gib", type=harness.size, default=1.0, metavar="N", help="its size (default %(default)s)")
+    add("--gib", type=command.size, default=1.0, metavar="N", help="its size (default %(default)s)")
     add("--held", choices=HELD, nargs="+", default=list(HELD), help="how ranks hold it (default: all ways)")
-    add("--ranks", type=harness.positive, default=4, metavar="N", help="(default %(default)s)")
+    add("--ranks", type=command.positive, default=4, metavar="N", help="(default %(default)s)")
     options = parser.parse_args(arguments)
-    kind, gib, rounds, seed = options.state, options.gib, options.rounds, options.seed
+    kind, gib, seed = options.state, options.gib, options.seed
 
-    def measured(directory: Path) -> Iterator[Sample]:
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         with ranks_on(options.ranks, ONE_NODE) as ranks:
             for held in options.held:
                 size = ranks.call(_hold, kind, gib, held, seed)[0]
                 case = f"{kind}, {held}, {size / 2**20:.0f} MiB on {options.ranks} ranks"
-                turns = {name: partial(_turn, ranks, name, directory, size) for name in CANDIDATES}
-                yield from harness.alternate(case, turns, rounds, warmup=options.warmup, seed=seed)
+                yield from alternate(case, {name: partial(_turn, ranks, name, directory, size) for name in CANDIDATES})
                 _check(directory, kind, gib, seed)
 
-    return harness.run(options, measured)
-
-
-if __name__ == "__main__":
-    harness.start(main)
+    return command.run(options, measured)

@@ -11,25 +11,24 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_copies, gpu_saves
+from benchmarks import gpu_copies, gpu_safetensors, gpu_saves
 from benchmarks.background import Saves
 from benchmarks.candidates import REGISTRY
 from benchmarks.figures import record
-from benchmarks.gpu_saves import timed
-from benchmarks.harness import STOCK, Row, Sample, Steps, Turn, alternate, summarize, table, working_directory
-from benchmarks.one_process import SavesAndLoads
+from benchmarks.gpu_rounds import GiB, measured, peak, timed
 from vescale_ckpt import settings
+from vescale_ckpt._bench import page_cache
 from vescale_ckpt._bench.raw_file import RawFile
-
-GiB = 1 << 30
+from vescale_ckpt._bench.room import working_folder
+from vescale_ckpt._bench.samples import STOCK, Row, Steps, Turn
+from vescale_ckpt._bench.saves_and_loads import Disk, SavesAndLoads
 
 
 def taken(action: Callable[[], object]) -> Steps:
@@ -73,23 +72,13 @@ def ceilings(rounds: int, size: int) -> None:
     runtime = torch.cuda.cudart()
     seconds = []
     for _ in range(rounds):
-        started = time.perf_counter()
-        status = int(runtime.cudaHostRegister(pageable.data_ptr(), size, 0))
-        seconds.append(time.perf_counter() - started)
-        if status != 0:
-            record(page_lock=f"refused: cudaHostRegister returned {status}")
+        answers: list[object] = []
+        seconds.append(timed(lambda: answers.append(runtime.cudaHostRegister(pageable.data_ptr(), size, 0))))  # noqa: B023
+        if int(answers[0]) != 0:
+            record(page_lock=f"refused: cudaHostRegister returned {int(answers[0])}")
             return
         runtime.cudaHostUnregister(pageable.data_ptr())
         record(page_lock_gb_s=size / statistics.median(seconds) / 1e9)
-
-
-def peak(rounds: int, *, to_host: bool = True) -> float:
-    """Bytes a second of one large pinned copy, in this process."""
-    device = torch.empty(GiB, dtype=torch.uint8, device="cuda")
-    pinned = torch.empty(GiB, dtype=torch.uint8, pin_memory=True)
-    source, target = (device, pinned) if to_host else (pinned, device)
-    turn: Turn = lambda: taken(lambda: target.copy_(source, non_blocking=True))  # noqa: E731
-    return GiB / summarize(alternate("", {"": turn}, rounds, warmup=1))[0].seconds
 
 
 def copies(device: str, rounds: int, scale: float, only: Sequence[str] = ()) -> None:
@@ -115,8 +104,8 @@ def copies(device: str, rounds: int, scale: float, only: Sequence[str] = ()) -> 
 def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
     """Synchronous saves and cold loads, and asynchronous saves beside training, ours and stock's."""
     shapes = {f"layer.{i}": (4096, 4096) for i in range(max(1, size // (2 * 4096 * 4096)))}
-    with working_directory(Path(directory)) as folder:
-        both = SavesAndLoads(shapes, folder, ["save", "load"], warm=False, seed=0, device=device)
+    with working_folder(Path(directory)) as folder:
+        both = SavesAndLoads(shapes, Disk(folder, partial(page_cache.prepare, warm=False)), device=device)
         turns = {name: partial(both.turn, name, REGISTRY[name].make(False)) for name in ("vescale", "dcp-4")}
         title = f"saves and cold loads on {device}"
         measured(title, turns, rounds, lambda row: {f"{row.step}_{row.candidate}_cold_gb_s": row.rate})
@@ -129,21 +118,6 @@ def beside_stock(device: str, rounds: int, directory: str, size: int) -> None:
         dist.destroy_process_group()
 
 
-def measured(
-    case: str, turns: Mapping[str, Turn], rounds: int, figures: Callable[[Row], Mapping[str, float | None]]
-) -> None:
-    """Alternates the candidates, the first round not counted. Records the figures of their rows after every round, as
-    medians of what there is, and prints their table."""
-    samples: list[Sample] = []
-    for sample in alternate(case, turns, rounds, warmup=1):
-        samples.append(sample)
-        if sample.round >= 0:
-            for row in summarize(samples):
-                if (row.step, row.candidate) == (sample.step, sample.candidate):
-                    record(**figures(row))
-    print(table(summarize(samples)), flush=True)
-
-
 def room(wanted: int, directory: str, device: str) -> int:
     """`wanted` bytes, or less where memory or disk have not room for a few times as much."""
     free = [shutil.disk_usage(directory).free // 3, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 6]
@@ -154,7 +128,7 @@ def room(wanted: int, directory: str, device: str) -> int:
 
 SECTIONS = (
     "disk", "ceilings", "copies", "pack-sizes", "odd", "first", "prepared", "gated", "both-ways", "small-loads",
-    "growth", "stock",
+    "safetensors", "growth", "stock",
 )  # fmt: skip
 PART = "small-copies"  # a section, for processes that `pack-sizes` starts
 
@@ -191,6 +165,7 @@ def main() -> None:
         "small-loads": lambda: gpu_saves.small_loads(
             device, directory, rounds, scale, peak(rounds, to_host=False) if on_gpu else None
         ),
+        "safetensors": lambda: gpu_safetensors.loads(device, directory, rounds, int(arguments.gib * GiB)),
         "growth": lambda: gpu_saves.growth(device, directory, arguments.saves),
         "stock": lambda: beside_stock(device, rounds, directory, min(size, 2 * GiB)),
     }

@@ -20,8 +20,8 @@ from vescale_ckpt._state.tensor_table import device_number, ready_tensors, tenso
 from vescale_ckpt._write.host_batches import new_snapshot, write_table
 
 from .figures import record
+from .gpu_rounds import GiB, KiB, MiB
 
-KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 LIMIT = 120.0  # seconds for one size
 STOCK = "stock's pinned stager"
 

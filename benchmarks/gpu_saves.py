@@ -6,16 +6,18 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import vescale_ckpt
+from vescale_ckpt._bench.samples import Row, Steps
 
 from .figures import record
+from .gpu_rounds import MiB, measured, synchronize, timed
 
-MiB = 1 << 20
 LEAST_TELLING = 1e9  # bytes a second that a medium must take to tell a device from the host
 
 
@@ -28,19 +30,6 @@ def make_state(device: str, size: int) -> dict[str, torch.Tensor]:
 
 def bytes_of(state: dict[str, torch.Tensor]) -> int:
     return sum(value.nbytes for value in state.values())
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def timed(action: Callable[[], object]) -> float:
-    synchronize()
-    started = time.perf_counter()
-    action()
-    synchronize()
-    return time.perf_counter() - started
 
 
 def stalls(state: dict[str, torch.Tensor], directory: str, rounds: int) -> Iterator[tuple[float, float]]:
@@ -116,42 +105,37 @@ def percentile(values: list[float], part: float) -> float:
 def both_ways(device: str, directory: str, rounds: int, size: int, peak_to_device: float | None) -> None:
     """Synchronous saves and loads of a state on the device, and of the same in host memory, from the page cache."""
     on_device = make_state(device, size)
-    on_host = {name: value.to("cpu", copy=True) for name, value in on_device.items()}
-    targets = {"device": on_device, "host": on_host}
-    copies = {kind: {name: torch.zeros_like(value) for name, value in state.items()} for kind, state in targets.items()}
-    seconds: dict[tuple[str, str], list[float]] = {}
-    before, most = own_device_bytes(), 0
-    for number in range(rounds + 1):
-        for kind, state in targets.items():
-            with tempfile.TemporaryDirectory(dir=directory) as folder:
-                save = timed(lambda: vescale_ckpt.save(folder, state))  # noqa: B023
-                load = timed(lambda: vescale_ckpt.load(folder, copies[kind]))  # noqa: B023
-            most = max(most, own_device_bytes() - before)
-            for name, value in state.items():
-                if not torch.equal(value, copies[kind][name]):
-                    raise SystemExit(f"{name} came back wrong, {kind}")
-                copies[kind][name].zero_()
-            if number:  # the first round takes memory
-                seconds.setdefault((kind, "save"), []).append(save)
-                seconds.setdefault((kind, "load"), []).append(load)
-        if number:
-            tell_both_ways(bytes_of(on_host), seconds, peak_to_device)
-            if peak_to_device is not None:
-                record(own_device_mib=most / MiB)
+    states = {"host": {name: value.to("cpu", copy=True) for name, value in on_device.items()}, "device": on_device}
+    copies = {kind: {name: torch.zeros_like(value) for name, value in state.items()} for kind, state in states.items()}
+    before, most, rates = own_device_bytes(), 0, dict[tuple[str, str], float]()
 
+    def turn(kind: str) -> Steps:
+        nonlocal most
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            save = timed(lambda: vescale_ckpt.save(folder, states[kind]))
+            load = timed(lambda: vescale_ckpt.load(folder, copies[kind]))
+        most = max(most, own_device_bytes() - before)
+        _check(states[kind], copies[kind], kind)
+        return {"save": save, "load": load}
 
-def tell_both_ways(size: int, seconds: dict[tuple[str, str], list[float]], peak_to_device: float | None) -> None:
-    """Records what is known so far. Ratios are of the same round."""
-    rates = {way: size / statistics.median(times) for way, times in seconds.items()}
-    record(**{f"{operation}_{kind}_gb_s": rate / 1e9 for (kind, operation), rate in rates.items()})
-    for operation in ("save", "load"):
-        pairs = zip(seconds["host", operation], seconds["device", operation], strict=True)
-        ratio: object = statistics.median(host / device for host, device in pairs)
-        if rates["host", operation] < LEAST_TELLING:  # then the medium alone makes both equal
-            ratio = f"{ratio:.3g}, which tells nothing: the medium takes {rates['host', operation] / 1e9:.2g} GB/s"
-        record(**{f"{operation}_of_host": ratio})
-    if peak_to_device is not None:
-        record(load_of_lesser=rates["device", "load"] / min(peak_to_device, rates["host", "load"]))
+    def figures(row: Row) -> dict[str, object]:
+        rate = rates[row.step, row.candidate] = bytes_of(on_device) / row.seconds
+        found: dict[str, object] = {f"{row.step}_{row.candidate}_gb_s": rate / 1e9}
+        if row.candidate == "host":
+            return found
+        found[f"{row.step}_of_host"] = row.of_baseline
+        on_host = rates[row.step, "host"]
+        if on_host < LEAST_TELLING:  # then the medium alone makes both equal
+            text = f"{row.of_baseline:.3g}, which tells nothing: the medium takes {on_host / 1e9:.2g} GB/s"
+            found[f"{row.step}_of_host"] = text
+        if peak_to_device is not None:
+            found["own_device_mib"] = most / MiB
+            if row.step == "load":
+                found["load_of_lesser"] = rate / min(peak_to_device, on_host)
+        return found
+
+    turns = {kind: partial(turn, kind) for kind in states}  # in this order: figures of the device need the host's
+    measured("saves and loads", turns, rounds, figures, "host")
 
 
 def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_device: float | None) -> None:
@@ -159,23 +143,36 @@ def small_loads(device: str, directory: str, rounds: int, scale: float, peak_to_
     count = max(20, int(20_000 * scale))
     state = {f"t.{i}": torch.randn(16 << 10, device=device) for i in range(count)}
     targets = {
-        "device": {name: torch.zeros_like(value) for name, value in state.items()},
         "host": {name: torch.zeros(value.shape) for name, value in state.items()},
+        "device": {name: torch.zeros_like(value) for name, value in state.items()},
     }
-    seconds: dict[str, list[float]] = {"device": [], "host": []}
+    rates: dict[str, float] = {}
+
+    def turn(kind: str) -> Steps:
+        load = timed(lambda: vescale_ckpt.load(folder, targets[kind]))
+        if kind == "device":
+            _check(state, targets[kind], kind)
+        return {"load": load}
+
+    def figures(row: Row) -> dict[str, object]:
+        rates[row.candidate] = bytes_of(state) / row.seconds
+        found: dict[str, object] = {f"small_load_{row.candidate}_gb_s": rates[row.candidate] / 1e9}
+        if row.candidate == "device" and peak_to_device is not None:
+            found["small_load_of_lesser"] = rates["device"] / min(peak_to_device, rates["host"])
+        return found
+
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         vescale_ckpt.save(folder, state)
-        for number in range(rounds + 1):
-            for kind, target in targets.items():
-                seconds[kind].append(timed(lambda: vescale_ckpt.load(folder, target)))  # noqa: B023
-            if number == 0:
-                if not all(torch.equal(state[name], value) for name, value in targets["device"].items()):
-                    raise SystemExit("small tensors came back wrong")
-                continue
-            rates = {kind: bytes_of(state) / statistics.median(times[1:]) for kind, times in seconds.items()}
-            record(**{f"small_load_{kind}_gb_s": rate / 1e9 for kind, rate in rates.items()})
-            if peak_to_device is not None:
-                record(small_load_of_lesser=rates["device"] / min(peak_to_device, rates["host"]))
+        turns = {kind: partial(turn, kind) for kind in targets}
+        measured("loads of small tensors", turns, rounds, figures, "host")
+
+
+def _check(state: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor], kind: str) -> None:
+    """Ends the process if something was loaded wrong, else makes the targets ready for the next load."""
+    for name, value in state.items():
+        if not torch.equal(value, loaded[name]):
+            raise SystemExit(f"{name} came back wrong, {kind}")
+        loaded[name].zero_()
 
 
 def own_device_bytes() -> int:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 import vescale_ckpt
 
 from .figures import record
-from .gpu_saves import synchronize
+from .gpu_rounds import synchronize
 
 Save = Callable[[Path], Any]
 

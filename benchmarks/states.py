@@ -1,4 +1,4 @@
-"""Model states to save: their names, shapes and contents."""
+"""Model states to save: their names and shapes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from vescale_ckpt._bench.random_states import ITEM_BYTES, Shapes
+from vescale_ckpt._bench.samples import GiB
 
-State = dict[str, torch.Tensor]
-Shapes = dict[str, tuple[int, ...]]
-
-GIB = 2**30
-ITEM_BYTES = 2  # every state is bfloat16
 LAYERS = 18  # with nine tensors a layer, an embedding and a norm: 164 tensors
-POISON = 0x5A
 
 
 @dataclass(frozen=True)
@@ -40,10 +35,10 @@ def _widths(elements: float, vocabulary: int) -> tuple[int, int, int]:
 
 
 def _llama(gib: float) -> Shapes:
-    elements = gib * GIB / ITEM_BYTES
+    elements = gib * GiB / ITEM_BYTES
     vocabulary = min(32_000, max(64, int(elements / 8192)))
     hidden, keys, wide = _widths(elements, vocabulary)
-    shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
         shapes[f"{prefix}.self_attn.q_proj.weight"] = (hidden, hidden)
@@ -60,7 +55,7 @@ def _llama(gib: float) -> Shapes:
 
 
 def _stacked(gib: float) -> Shapes:
-    hidden, keys, wide = _widths(gib * GIB / ITEM_BYTES, 0)
+    hidden, keys, wide = _widths(gib * GiB / ITEM_BYTES, 0)
     return {
         "layers.q": (LAYERS, hidden, hidden),
         "layers.k": (LAYERS, keys, hidden),
@@ -72,20 +67,17 @@ def _stacked(gib: float) -> Shapes:
     }
 
 
-def _equal_tensors(shape: tuple[int, ...]) -> Callable[[float], Shapes]:
-    def shapes(gib: float) -> Shapes:
-        count = max(1, round(gib * GIB / (math.prod(shape) * ITEM_BYTES)))
-        return {f"blocks.{index:07d}.weight": shape for index in range(count)}
-
-    return shapes
+def _small(gib: float) -> Shapes:
+    shape = (128, 256)
+    count = max(1, round(gib * GiB / (math.prod(shape) * ITEM_BYTES)))
+    return {f"blocks.{index:07d}.weight": shape for index in range(count)}
 
 
 KINDS: dict[str, Kind] = {
     "llama": Kind("Llama-like, 164 tensors", 2.0, _llama),
     "stacked": Kind("the layers stacked in 7 tensors", 2.0, _stacked),
-    "one": Kind("one tensor", 1.0, lambda gib: {"weight": (max(1, round(gib * GIB / ITEM_BYTES)),)}),
-    "small": Kind("tensors of 64 KiB (16,384 by default)", 1.0, _equal_tensors((128, 256))),
-    "tiny": Kind("tensors of 1 KiB (10,000 by default)", 10_000 * 1024 / GIB, _equal_tensors((512,))),
+    "one": Kind("one tensor", 1.0, lambda gib: {"weight": (max(1, round(gib * GiB / ITEM_BYTES)),)}),
+    "small": Kind("tensors of 64 KiB (16,384 by default)", 1.0, _small),
 }
 
 
@@ -93,47 +85,3 @@ def shapes_of(kind: str, gib: float | None) -> Shapes:
     """Names and shapes of the state ``kind``, of about ``gib`` GiB (its own default if None)."""
     entry = KINDS[kind]
     return entry.shapes(entry.default_gib if gib is None else gib)
-
-
-def bytes_in(shapes: Shapes) -> int:
-    """Bytes of all tensors with these shapes."""
-    return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES
-
-
-def build(shapes: Shapes, seed: int, device: str = "cpu") -> State:
-    """Tensors with these shapes, each in memory of its own, filled with random bits in place."""
-    generator = torch.Generator(device).manual_seed(seed)
-    state = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-    for tensor in state.values():
-        _bits(tensor).random_(generator=generator)
-    return state
-
-
-def targets_for(state: State) -> State:
-    """Tensors like those of ``state`` to load into, with every page touched."""
-    targets = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    poison(targets)
-    return targets
-
-
-def poison(state: State) -> None:
-    """Overwrite all contents, so that nothing that an earlier load left can pass for a result."""
-    for tensor in state.values():
-        _bits(tensor).fill_(POISON)
-
-
-def stamp(state: State, number: int) -> None:
-    """Change each tensor a little, as training would, so that an older save cannot pass for this one."""
-    for tensor in state.values():
-        _bits(tensor)[0] = number
-
-
-def differences(state: State, loaded: State) -> list[str]:
-    """Names of the tensors that are not equal bit for bit (NaNs compare by their bits)."""
-    return [name for name, tensor in state.items() if not torch.equal(_bits(tensor), _bits(loaded[name]))]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as integers, of 8 bytes where its size allows it."""
-    flat = tensor.view(-1)
-    return flat.view(torch.int64 if tensor.nbytes % 8 == 0 else torch.uint8)

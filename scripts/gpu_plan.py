@@ -163,11 +163,13 @@ CALLS = (
             figures("gated", "saves behind a gate, launches beside them", 35),
             figures("both-ways", "synchronous saves and loads, device and host", 50),
             figures("small-loads", "loads of 20,000 small tensors", 30),
-            Step(
+            figures(
                 "safetensors",
                 "loads of safetensors files, ours and the library's",
                 20,
-                ("-m", "benchmarks.gpu_safetensors", "--gib=1", "--rounds=3", "--dir", memory_folder()[0]),
+                "--gib=1",
+                "--dir",
+                memory_folder()[0],
             ),
             figures("odd", "rare dtypes, offsets and strides beyond 4 GiB", 30),
             figures("growth", "200 asynchronous saves", 30),

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks import states
-from benchmarks.states import LAYERS, Shapes, State
+from benchmarks.states import LAYERS
+from vescale_ckpt._bench.random_states import Shapes, State, bytes_in
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,10 @@ class Held:
     """How ranks hold the tensors of a state.
 
     DTensors, sharded along ``dim`` (along their last dimension, if they have fewer) or replicated where it is None; or
-    ``plain`` tensors, whole on every rank; or ``dealt``: plain tensors, each rank those of its share of the layers.
+    ``dealt``: plain tensors, each rank those of its share of the layers.
     """
 
     dim: int | None = None
-    plain: bool = False
     dealt: bool = False
 
     def pieces(self, state: State, rank: int, size: int) -> State:
@@ -41,7 +41,7 @@ class Held:
 
     def wrapped(self, pieces: State, shapes: Shapes, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
         """What DCP sees: the pieces themselves, or DTensors over their memory."""
-        if self.plain or self.dealt:
+        if self.dealt:
             return dict(pieces)
         wrapped: dict[str, torch.Tensor] = {}
         for name, piece in pieces.items():
@@ -54,7 +54,7 @@ class Held:
     def __str__(self) -> str:
         if self.dealt:
             return "layers dealt out"
-        return "plain" if self.plain else "replicated" if self.dim is None else f"dim {self.dim}"
+        return "replicated" if self.dim is None else f"dim {self.dim}"
 
 
 def _share(length: int, rank: int, size: int) -> slice:
@@ -75,25 +75,23 @@ class Case:
     @property
     def bytes(self) -> int:
         """What is stored, and needed by some rank."""
-        return states.bytes_in(self.shapes)
+        return bytes_in(self.shapes)
 
 
-_KINDS = {
+KINDS = {
     "replicated": ("llama", Held(), Held()),
-    "plain": ("llama", Held(plain=True), Held(plain=True)),
     "rows-to-columns": ("llama", Held(0), Held(1)),
     "stacked": ("stacked", Held(0), Held(1)),
 }
-NAMES = {
+SUMMARIES = {
     "replicated": "DTensors that every rank has whole",
-    "plain": "the same as plain tensors",
     "rows-to-columns": "saved in shards of rows, loaded in shards of columns",
     "stacked": "the layers stacked in 7 tensors, saved in shards of layers, loaded along the next dimension",
 }
 
 
 def of_table(table: str, names: Iterable[str], mib: float) -> list[Case]:
-    """What a table of ``python -m benchmarks.loading`` loads, each of about so many MiB."""
+    """What a table of ``python -m benchmarks loading`` loads, each of about so many MiB."""
     if table == "stacked":
         return [case for dim in range(3) for case in stacked_and_twin(mib, dim)]
     if table == "ranks":  # what the same ranks of any number load
@@ -101,7 +99,7 @@ def of_table(table: str, names: Iterable[str], mib: float) -> list[Case]:
         return [Case("dim 0", shapes, None, Held(0)), Case("replicated", shapes, None, Held())]
     found = []
     for name in names:
-        kind, saved, loaded = _KINDS[name]
+        kind, saved, loaded = KINDS[name]
         found.append(Case(name, states.shapes_of(kind, mib / 1024), saved, loaded))
     return found
 

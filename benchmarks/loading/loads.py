@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
-from benchmarks import cache, states
-from benchmarks.harness import STOCK, Steps, WrongContentsError
 from benchmarks.loading import limit
 from benchmarks.loading.cases import Case, Held
-from benchmarks.measure import settle
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, timed, together
-from benchmarks.states import Shapes, State
 from benchmarks.storage import MB, StorageLimit
+from vescale_ckpt._bench import page_cache, random_states
+from vescale_ckpt._bench.random_states import Shapes, State
+from vescale_ckpt._bench.samples import STOCK, Steps
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError
+from vescale_ckpt._bench.usage import settle
 
 CHECKPOINT = "checkpoint"
 
@@ -33,38 +33,20 @@ def _ours(broadcast: Any) -> Load:
     return lambda path, state: vescale_ckpt.load(path, state, broadcast_checkpoint=broadcast).stats
 
 
-def _plugged(**options: Any) -> Load:
-    def load(path: Path, state: dict[str, Any]) -> Any:
-        reader = vescale_ckpt.StorageReader(path, **options)
-        dcp_load(state, storage_reader=reader, planner=vescale_ckpt.LoadPlanner())
-        return reader.last_stats
-
-    return load
-
-
 MODES: dict[str, tuple[str, Load]] = {
     "auto": ("vescale_ckpt.load, by the rule", _ours("auto")),
     "true": ("vescale_ckpt.load, ranks read for each other", _ours(True)),
     "false": ("vescale_ckpt.load, each rank for itself", _ours(False)),
-    "reader": ("dcp.load with our StorageReader and LoadPlanner", _plugged()),
     STOCK: (
         "dcp.load with FileSystemReader",
         lambda path, state: dcp_load(state, storage_reader=FileSystemReader(path)),
     ),
-    "plug": ("reader, ranks read for each other", _plugged(broadcast_checkpoint=True)),
-    "plug-auto": ("reader, by the rule", _plugged(broadcast_checkpoint="auto")),
 }
 LIMIT = "limit"  #: beside them: a direct read of each byte once on one node, and the copies
-WRITERS: dict[str, Callable[[Path, dict[str, Any]], object]] = {
-    "vescale": lambda path, state: vescale_ckpt.save(path, state),
-    STOCK: lambda path, state: dcp_save(state, storage_writer=FileSystemWriter(path)),
-}
 
 
 @contextlib.contextmanager
-def saved(
-    ranks: Ranks, network: str, case: Case, directory: Path, writer: str, seed: int, with_limit: bool
-) -> Iterator[None]:
+def saved(ranks: Ranks, network: str, case: Case, directory: Path, seed: int, with_limit: bool) -> Iterator[None]:
     """Saves what the case says; then the ranks hold what they load into. It is gone afterwards.
 
     Ranks on nodes of their own have each its own copy of the checkpoint, because nodes share no page cache: what stock
@@ -72,15 +54,15 @@ def saved(
     """
     places = [directory / f"node{node}" for node in range(1 if network == ONE_NODE else ranks.size)]
     path = places[0] / CHECKPOINT
-    state = states.build(case.shapes, seed)
+    state = random_states.build(case.shapes, seed)
     for tensor in state.values():
         tensor.share_memory_()
     try:
         places[0].mkdir()
         if case.saved is None:
-            WRITERS[writer](path, {"model": state})
+            vescale_ckpt.save(path, {"model": state})
         else:
-            ranks.call(_save, state, case.saved, path, writer)
+            ranks.call(_save, state, case.saved, path)
         for place in places[1:]:
             shutil.copytree(path, place / CHECKPOINT)
         if with_limit:
@@ -94,14 +76,14 @@ def saved(
 
 
 def load(
-    ranks: Ranks, case: Case, directory: Path, name: str, limit: StorageLimit | None, storage: int | None, warm: bool
+    ranks: Ranks, case: Case, directory: Path, name: str, limit: StorageLimit | None, storage: int | None
 ) -> Steps:
     """One load of what is saved, by the candidate ``name``, from storage of so many MB/s (None: as fast as it is).
 
     Raises WrongContentsError where a rank has other bits than were saved.
     """
-    ranks.call(_make_ready)
-    resident = cache.prepare(directory, warm=warm)
+    ranks.call(_make_ready, directory)
+    resident = page_cache.prepare(directory, warm=False)
     if limit is not None:
         limit.set(None if storage is None else storage * MB)
     parts: list[tuple[Timed, list[str], float | None]] = ranks.call(_load, name)
@@ -120,10 +102,10 @@ def load(
 # --- What ranks do
 
 
-def _save(rank: Rank, state: State, held: Held, path: Path, writer: str) -> None:
+def _save(rank: Rank, state: State, held: Held, path: Path) -> None:
     pieces = {name: piece.contiguous() for name, piece in held.pieces(state, rank.rank, rank.size).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    WRITERS[writer](path, {"model": held.wrapped(pieces, shapes, rank.mesh)})
+    vescale_ckpt.save(path, {"model": held.wrapped(pieces, shapes, rank.mesh)})
 
 
 def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence[Path], with_limit: bool) -> None:
@@ -132,25 +114,25 @@ def _hold(rank: Rank, state: State, shapes: Shapes, held: Held, places: Sequence
     os.chdir(places[rank.rank % len(places)])
     pieces = held.pieces(state, rank.rank, rank.size)
     expected = {name: piece.contiguous() for name, piece in pieces.items()}  # a copy, unless it is whole rows
-    targets = states.targets_for(expected)
+    targets = random_states.targets_for(expected)
     rank.kept.update(expected=expected, targets=targets, state=held.wrapped(targets, shapes, rank.mesh))
     if with_limit:
         rank.kept["limit"] = limit.LeastLoad(places[0], shapes, held, targets, rank.rank, rank.size)
 
 
-def _make_ready(rank: Rank) -> None:
-    states.poison(rank.kept["targets"])
-    settle()
+def _make_ready(rank: Rank, directory: Path) -> None:
+    random_states.poison(rank.kept["targets"])
+    settle(directory)
 
 
 def _load(rank: Rank, name: str) -> tuple[Timed, list[str], float | None]:
     """What a load took, which tensors are wrong then, and how much of it was shared."""
     if name == LIMIT:
         taken = timed(rank, rank.kept["limit"].load)
-        return taken, states.differences(rank.kept["expected"], rank.kept["targets"]), None
+        return taken, random_states.differences(rank.kept["expected"], rank.kept["targets"]), None
     told: list[Any] = []
     state = {"model": dict(rank.kept["state"])}  # a tensor that is replaced in it is not loaded in place
     taken = timed(rank, lambda: told.append(MODES[name][1](Path(CHECKPOINT), state)))
     stats = told[0]
     shared = None if stats is None or not stats.bytes else stats.shared_bytes / stats.bytes
-    return taken, states.differences(rank.kept["expected"], rank.kept["targets"]), shared
+    return taken, random_states.differences(rank.kept["expected"], rank.kept["targets"]), shared

@@ -1,4 +1,5 @@
-"""Benchmarks of planning: who writes and reads what, beside stock DCP on the same items.
+"""Benchmarks of planning: who writes and reads what, beside stock DCP on the same items."""
 
-Run from the repository root: ``python -m benchmarks.planning --help``.
-"""
+from benchmarks.planning.cases import main
+
+__all__ = ["main"]

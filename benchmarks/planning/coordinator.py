@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
+from benchmarks.command import Alternate
 from benchmarks.planning.stock import COLLECTED, Coordinator, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
 from vescale_ckpt._engine.rows import Inventory
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
@@ -52,7 +53,7 @@ class Ours:
         return watch.seconds
 
 
-def run(ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path, seed: int) -> list[Sample]:
+def run(alternate: Alternate, ranks: int, items: int, stock_rounds: int, directory: Path) -> list[Sample]:
     """``stock_rounds`` 0 leaves stock out: it needs gigabytes and minutes where we need neither."""
     state = SimulatedState(entries(ranks, items), Parallelism(ranks, fsdp=ranks))
     inventories, sent = gather(state)
@@ -63,4 +64,4 @@ def run(ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path,
             stock = Coordinator(inventories, Path(metadata_directory))
             candidates |= with_and_without_collector(stock.run)
         fewer = dict.fromkeys((COLLECTED, STOCK), stock_rounds)
-        return list(alternate(case, candidates, rounds, seed=seed, fewer=fewer))
+        return list(alternate(case, candidates, fewer=fewer))

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import vescale_ckpt
-from benchmarks.candidates import stock_save_planner
-from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
+from benchmarks.command import Alternate
 from benchmarks.planning.simulated_rank import alone, simulated_rank, state_of
 from benchmarks.planning.stopwatch import Stopwatch
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
+from vescale_ckpt._bench.saves_and_loads import stock_save_planner
 from vescale_ckpt._engine import _C
 from vescale_ckpt.simulate.models import MODELS, with_adam
 from vescale_ckpt.simulate.parallelism import Parallelism
@@ -48,7 +49,7 @@ def dtensors(count: int) -> dict[str, DTensor]:
 _STATES: dict[str, Callable[[int], Any]] = {"plain tensors": plain_tensors, "DTensors": dtensors}
 
 
-def before_first_byte(kind: str, count: int, rounds: int, directory: Path, seed: int) -> list[Sample]:
+def before_first_byte(alternate: Alternate, kind: str, count: int, directory: Path) -> list[Sample]:
     """A save of one rank: cold, with nothing cached, and warm. In a process without a process group."""
     with alone():
         state = {"model": _STATES[kind](count)}
@@ -72,7 +73,7 @@ def before_first_byte(kind: str, count: int, rounds: int, directory: Path, seed:
             STOCK: lambda: _steps(stock, stock_save_planner(), path, stock_write),
         }
         case = f"before the first byte, {count:,} {kind} on one rank"
-        return list(alternate(case, candidates, rounds, seed=seed))
+        return list(alternate(case, candidates))
 
 
 def _steps(
@@ -105,30 +106,29 @@ def first_call(owner: Any, name: str) -> Iterator[list[float]]:
         raise RuntimeError(f"{name} was never called")
 
 
-def local_plans(kind: str, count: int, rounds: int, seed: int) -> list[Sample]:
+def local_plans(alternate: Alternate, kind: str, count: int) -> list[Sample]:
     """The local plan alone. In a process without a process group."""
     with alone():
         case = f"local plan, {count:,} {kind}"
-        return _local_plans(case, _STATES[kind](count), rounds, rounds, seed)
+        return _local_plans(alternate, case, _STATES[kind](count))
 
 
-def local_plans_of_model(
-    model: str, parallelism: Parallelism, rounds: int, stock_rounds: int, seed: int
-) -> list[Sample]:
+def local_plans_of_model(alternate: Alternate, model: str, parallelism: Parallelism, stock_rounds: int) -> list[Sample]:
     """The local plan of one rank of a big job, with Adam's state. In a process without a process group."""
     entries = with_adam(MODELS[model].entries(torch.bfloat16))
     with simulated_rank(parallelism.ranks, parallelism.ranks // 2):
         state = state_of(entries, parallelism)
         mesh = f"FSDP {parallelism.fsdp:,} x TP {parallelism.tensor}"
         case = f"local plan, {model} + Adam, {mesh}, {len(state):,} items"
-        return _local_plans(case, state, rounds, stock_rounds, seed)
+        return _local_plans(alternate, case, state, stock_rounds)
 
 
-def _local_plans(case: str, state: State, rounds: int, stock_rounds: int, seed: int) -> list[Sample]:
+def _local_plans(alternate: Alternate, case: str, state: State, stock_rounds: int | None = None) -> list[Sample]:
+    """`stock_rounds`: None for as many as ours."""
     candidates: dict[str, Turn] = {"vescale": lambda: _plan_twice(vescale_ckpt.SavePlanner(), state)}
-    if stock_rounds:
+    if stock_rounds != 0:
         candidates[STOCK] = lambda: _plan_twice(stock_save_planner(), state)
-    return list(alternate(case, candidates, rounds, seed=seed, fewer={STOCK: stock_rounds}))
+    return list(alternate(case, candidates, fewer={STOCK: stock_rounds} if stock_rounds else None))
 
 
 def _plan_twice(planner: SavePlanner, state: State) -> Steps:

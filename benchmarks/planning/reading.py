@@ -11,12 +11,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 import vescale_ckpt
-from benchmarks.harness import STOCK, Sample, Steps, Turn, alternate
+from benchmarks.command import Alternate
 from benchmarks.planning.coordinator import entries
 from benchmarks.planning.local import State
 from benchmarks.planning.simulated_rank import simulated_rank, state_of
 from benchmarks.planning.stock import COLLECTED, with_and_without_collector
 from benchmarks.planning.stopwatch import Stopwatch
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps, Turn
 from vescale_ckpt._checkpoint.native import commit_metadata, metadata_file
 from vescale_ckpt.simulate.models import Entry
 from vescale_ckpt.simulate.parallelism import Parallelism, SimulatedState
@@ -33,9 +34,7 @@ def write_metadata(directory: Path, entries: list[Entry], parallelism: Paralleli
     return state
 
 
-def one_rank_of_many(
-    ranks: int, items: int, rounds: int, stock_rounds: int, directory: Path, seed: int
-) -> list[Sample]:
+def one_rank_of_many(alternate: Alternate, ranks: int, items: int, stock_rounds: int, directory: Path) -> list[Sample]:
     """What a rank that loads its own share reads of the metadata."""
     state = write_metadata(directory, entries(ranks, items), Parallelism(ranks, fsdp=ranks))
     wanted = state.inventory(ranks // 2)
@@ -60,10 +59,10 @@ def one_rank_of_many(
     candidates: dict[str, Turn] = {"vescale": ours}
     if stock_rounds:
         candidates |= with_and_without_collector(stock)
-    return list(alternate(case, candidates, rounds, seed=seed, fewer=dict.fromkeys((COLLECTED, STOCK), stock_rounds)))
+    return list(alternate(case, candidates, fewer=dict.fromkeys((COLLECTED, STOCK), stock_rounds)))
 
 
-def changed_world(items: int, saved_on: int, loaded_on: int, rounds: int, directory: Path, seed: int) -> list[Sample]:
+def changed_world(alternate: Alternate, items: int, saved_on: int, loaded_on: int, directory: Path) -> list[Sample]:
     """One rank's load plan of a checkpoint that another number of ranks wrote. In a process without a process group."""
     of_all = [Entry(f"layers.{number}.weight", (64, 16), torch.float32) for number in range(items)]
     write_metadata(directory, of_all, Parallelism(saved_on, fsdp=saved_on))
@@ -77,7 +76,7 @@ def changed_world(items: int, saved_on: int, loaded_on: int, rounds: int, direct
             return _read_and_plan(FileSystemReader(directory), DefaultLoadPlanner(), state)
 
         case = f"load plan of {items:,} DTensors, saved on {saved_on} ranks, loaded on {loaded_on}"
-        return list(alternate(case, {"vescale": ours, STOCK: stock}, rounds, seed=seed))
+        return list(alternate(case, {"vescale": ours, STOCK: stock}))
 
 
 def _read_and_plan(reader: StorageReader, planner: LoadPlanner, state: State) -> Steps:

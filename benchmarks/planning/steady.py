@@ -13,23 +13,24 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import vescale_ckpt
-from benchmarks.candidates import stock_save_planner
-from benchmarks.harness import STOCK, Sample, Steps, WrongContentsError, alternate
+from benchmarks.command import Alternate
 from benchmarks.planning.local import State, dtensors
 from benchmarks.ranks import ONE_NODE, Rank, Ranks, Timed, ranks_on, timed, together
+from vescale_ckpt._bench.samples import STOCK, Sample, Steps
+from vescale_ckpt._bench.saves_and_loads import WrongContentsError, stock_save_planner
 
 Candidate = tuple[Callable[[State, Path], object], Callable[[State, Path], object] | None]  # a save, a load
 
 NAMES = ("dcp.save / dcp.load, ours", "vescale_ckpt.save", STOCK)
 
 
-def run(size: int, tensors: int, rounds: int, directory: Path, seed: int) -> Iterator[Sample]:
+def run(alternate: Alternate, size: int, tensors: int, directory: Path) -> Iterator[Sample]:
     """Seconds of the slowest rank. Two more rounds come before the counted ones, and fill the caches."""
     case = f"steady, {tensors:,} DTensors of 1 KiB a rank on {size} ranks"
     with ranks_on(size, ONE_NODE) as ranks:
         ranks.call(_hold, tensors)
         turns = {name: partial(_turn, ranks, name, directory / "checkpoint") for name in NAMES}
-        yield from alternate(case, turns, rounds, warmup=2, seed=seed)
+        yield from alternate(case, turns, warmup=2)
 
 
 def _turn(ranks: Ranks, name: str, path: Path) -> Steps:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 
 import vescale_ckpt
 from vescale_ckpt import cli
-from vescale_ckpt._bench import rounds
+from vescale_ckpt._bench import measure_disk, saves_and_loads
 from vescale_ckpt._bench.page_cache import drop, resident_fraction
+from vescale_ckpt._bench.samples import Sample, summarize
+from vescale_ckpt._bench.usage import Usage
 
 
 @pytest.fixture
@@ -29,18 +32,18 @@ def names(directory: Path) -> list[str]:
 
 
 def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rounds, "_trials", lambda: [("threads", 1)])
+    monkeypatch.setattr(measure_disk, "_trials", lambda: [("threads", 1)])
     before = names(directory), dict(os.environ)
     dead = directory / "vescale-ckpt-bench-0123abcd"
     dead.mkdir()
     (dead / ".vescale-ckpt-bench").touch()  # what one that was killed has left
     seen: list[tuple[int, int]] = []
-    found = rounds.bench(directory, 3 << 20, 2, progress=lambda done, total: seen.append((done, total)))
+    found = measure_disk.bench(directory, 3 << 20, 2, progress=lambda done, total: seen.append((done, total)))
     assert (names(directory), dict(os.environ)) == before and seen[-1][0] == seen[-1][1]
-    assert [(timing.step, timing.candidate) for timing in found.timings] == [
+    assert [(row.step, row.candidate) for row in found.rows] == [
         (step, name) for step in ("save", "load") for name in ("disk", "vescale_ckpt", "stock DCP")
     ]
-    assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in found.timings)
+    assert all(len(row.rounds) == 2 and min(row.rounds) > 0 for row in found.rows)
     assert [trial.variable for trial in found.trials] == ["VESCALE_CKPT_THREADS"]
     monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
     status = cli.main(["bench", str(directory), "--json"])
@@ -49,14 +52,22 @@ def test_it_measures_all_candidates_and_leaves_nothing(directory: Path, capsys: 
     assert set(content["broadcast"]) == {"one_node", "several_nodes"} and names(directory) == before[0]
 
 
+def samples(candidate: str, seconds: list[float]) -> list[Sample]:
+    steps = ("save", "load", "together")
+    return [
+        Sample("", step, candidate, number, Usage(taken, state_bytes=1 << 20))
+        for step in steps
+        for number, taken in enumerate(seconds)
+    ]
+
+
 def test_it_recommends_what_is_steadily_faster() -> None:
-    def judged(seconds: list[float]) -> rounds.Trial:
-        timings = {(step, "vescale_ckpt"): rounds.Timing(step, "", [1.0] * 5) for step in rounds.STEPS}
-        timings |= {(step, "VESCALE_CKPT_THREADS=8"): rounds.Timing(step, "", seconds) for step in rounds.STEPS}
-        return rounds._judged(timings, "threads", 8)
+    def judged(seconds: list[float]) -> measure_disk.Trial:
+        timed = samples("vescale_ckpt", [1.0] * 5) + samples("VESCALE_CKPT_THREADS=8", seconds)
+        return measure_disk._judged(timed, "threads", 8)
 
     for seconds, wanted in (([0.8] * 5, 1), ([0.98] * 5, 0), ([0.5, 0.5, 0.5, 1.1, 1.2], 0), ([1.2] * 5, 0)):
-        assert len(rounds._recommended([judged(seconds)])) == wanted
+        assert len(measure_disk._recommended([judged(seconds)])) == wanted
 
 
 @pytest.mark.parametrize("ends", ["error", "interrupt", "SIGTERM"])
@@ -68,14 +79,14 @@ def test_nothing_is_left_however_it_ends(directory: Path, capsys: Any, monkeypat
         raise KeyboardInterrupt if ends == "interrupt" else OSError(5, "Input/output error")
 
     before, handler = names(directory), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(rounds.api, "load", fail)
+    monkeypatch.setattr(saves_and_loads.api, "load", fail)
     status = cli.main(["bench", str(directory), "--bytes", "1MiB", "--repeats", "1", "--no-trials"])
     assert status == (2 if ends == "error" else 130) and "Traceback" not in capsys.readouterr().err
     assert names(directory) == before and signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_wrong_load_is_an_error(directory: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rounds.api, "load", lambda *arguments: None)
+    monkeypatch.setattr(saves_and_loads.api, "load", lambda *arguments: SimpleNamespace(stats=None))
     assert cli.main(["bench", str(directory), "--bytes", "1MiB", "--repeats", "1", "--no-trials"]) == 2
     assert "something else than was saved" in capsys.readouterr().err
 
@@ -121,10 +132,9 @@ def test_pictures_are_drawn(checkpoint: Path, tmp_path: Path, capsys: Any, monke
     pytest.importorskip("matplotlib")
     assert cli.main(["stats", str(checkpoint), "--plot", str(tmp_path / "a.png")]) == 1
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    timings = [
-        rounds.Timing(step, name, [1.0, 2.0]) for step in rounds.STEPS for name in ("disk", "vescale_ckpt", "stock DCP")
-    ]
-    found = rounds.BenchReport("/$x^$", "ext4", 1 << 20, 2, True, timings, [], [])
+    timed = [sample for name in ("disk", "vescale_ckpt", "stock DCP") for sample in samples(name, [1.0, 2.0])]
+    rows = [row for row in summarize(timed, "stock DCP", "disk") if row.step != "together"]
+    found = measure_disk.BenchReport("/$x^$", "ext4", 1 << 20, 2, True, rows, [], [])
     monkeypatch.setattr("vescale_ckpt.cli.bench.bench", lambda *arguments, **options: found)
     assert cli.main(["bench", str(tmp_path), "--plot", str(tmp_path / "b.svg")]) == 0
     assert b"<svg" in (tmp_path / "b.svg").read_bytes()

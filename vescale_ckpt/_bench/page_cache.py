@@ -34,7 +34,7 @@ def file_system_of(directory: Path) -> str:
 
 
 def address_of(mapped: mmap.mmap) -> int:
-    """Of the first byte of a writable map, which must stay open as long as the address is used."""
+    """Address of the first byte of a writable map, which must stay open as long as the address is used."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
@@ -52,21 +52,33 @@ def resident_fraction(directory: Path) -> float:
     return resident / total if total else 0.0
 
 
-def drop(directory: Path, *, whole_cache: bool = False) -> float:
-    """Drops all files under `directory` from memory, and returns the fraction that stayed. `whole_cache`: as root,
-    drops also what the whole machine has in its page cache.
+def prepare(directory: Path, *, warm: bool) -> float:
+    """Makes loads of all files under `directory` warm or cold, and returns the fraction of them that is in memory.
+
+    Raises `StillResidentError` where files stayed there.
+    """
+    if file_system_of(directory) in MEMORY_FILE_SYSTEMS:
+        return resident_fraction(directory)
+    if not warm:
+        return drop(directory)
+    piece = bytearray(2**20)
+    for path in files_under(directory):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+    return resident_fraction(directory)
+
+
+def drop(directory: Path) -> float:
+    """Drops all files under `directory` from memory, and returns the fraction that stayed.
 
     Raises `StillResidentError` where that is more than `RESIDENT_LIMIT`.
     """
     fraction = 1.0
     for attempt in range(_ATTEMPTS):
         time.sleep(0.1 * attempt)
-        if whole_cache:
-            os.sync()
         for path in files_under(directory):
             drop_file(path)
-        if whole_cache and os.geteuid() == 0:
-            Path("/proc/sys/vm/drop_caches").write_text("1\n")
         fraction = resident_fraction(directory)
         if fraction <= RESIDENT_LIMIT:
             return fraction

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import statistics
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
-from .._bench.rounds import DISK, OURS, STEPS, STOCK, BenchReport, bench
+from .._bench.measure_disk import DISK, OURS, STOCK, BenchReport, bench
 from .._checkpoint.safetensors.folder import shard_bytes
 from .._observe.texts import size
 from . import output, plots
@@ -24,7 +22,7 @@ def run(options: SimpleNamespace) -> int:
         raise ValueError(f"--repeats {options.repeats}: at least 1 is wanted")
     plots.check(options.plot)
     count = None if options.bytes is None else shard_bytes(options.bytes, "--bytes")
-    with _ended_by_signals(), output.progress("measuring") as progress:
+    with output.progress("measuring") as progress:
         found = bench(options.directory, count, options.repeats, with_trials=not options.no_trials, progress=progress)
     if options.plot is not None:
         _plot(found, options.plot)
@@ -38,7 +36,7 @@ def run(options: SimpleNamespace) -> int:
             *([] if found.cold else [("warm", "files stayed in memory: loads did not read the disk")]),
         ]
     )
-    _print_timings(found)
+    _print_rows(found)
     for name, text in _broadcast(found).items():
         print(f"{name.replace('_', ' ')}: {text}")
     print()
@@ -46,44 +44,21 @@ def run(options: SimpleNamespace) -> int:
     return FINE
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A context in which SIGTERM and SIGHUP end the command as Ctrl-C does: what it has made is removed."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        try:
-            before[number] = signal.signal(number, end)
-        except ValueError:  # not the main thread
-            break
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _print_timings(found: BenchReport) -> None:
-    rows = []
-    for step in STEPS:
-        for candidate in (DISK, OURS, STOCK):
-            timing = found.timing(step, candidate)
-            rows.append(
-                (
-                    step,
-                    candidate,
-                    f"{timing.median:.3f} s",
-                    f"{min(timing.seconds):.3f} - {max(timing.seconds):.3f}",
-                    f"{found.rate(step, candidate) / 1e9:.2f}",
-                    f"{found.faster(step, candidate, DISK):.0%}",
-                    "" if candidate == DISK else f"{found.faster(step, candidate, STOCK):.2f} x",
-                )
-            )
+def _print_rows(found: BenchReport) -> None:
+    cells = [
+        (
+            row.step,
+            row.candidate,
+            f"{row.seconds:.3f} s",
+            f"{min(row.rounds):.3f} - {max(row.rounds):.3f}",
+            f"{row.rate:.2f}",
+            f"{row.of_ceiling:.0%}",
+            "" if row.candidate == DISK else f"{row.of_baseline:.2f} x",
+        )
+        for row in found.rows
+    ]
     columns = ("step", "what", "median", "range", "GB/s", "of disk", "of stock")
-    output.print_table(columns, rows, right=columns[2:])
+    output.print_table(columns, cells, right=columns[2:])
 
 
 def _print_recommended(found: BenchReport) -> None:
@@ -100,7 +75,7 @@ def _print_recommended(found: BenchReport) -> None:
 
 def _broadcast(found: BenchReport) -> dict[str, str]:
     """What of docs/tuning.md fits this storage."""
-    rate = found.rate("load", DISK) / 1e9
+    rate = next(row.rate or 0 for row in found.rows if (row.step, row.candidate) == ("load", DISK))
     if found.file_system in _SHARED or found.file_system.startswith("fuse"):
         nodes = (
             f'broadcast_checkpoint="auto" fits: one rank reads and sends, which pays where the network gives a rank '
@@ -119,36 +94,39 @@ def _broadcast(found: BenchReport) -> dict[str, str]:
 
 def _as_json(found: BenchReport) -> dict[str, Any]:
     results = [
-        asdict(timing)
-        | {
-            "median": timing.median,
-            "bytes_per_second": found.rate(timing.step, timing.candidate),
-            "of_disk": found.faster(timing.step, timing.candidate, DISK),
-            "of_stock": found.faster(timing.step, timing.candidate, STOCK),
+        {
+            "step": row.step,
+            "candidate": row.candidate,
+            "seconds": row.rounds,
+            "median": row.seconds,
+            "bytes_per_second": found.bytes / row.seconds,
+            "of_disk": row.of_ceiling,
+            "of_stock": row.of_baseline,
         }
-        for timing in found.timings
+        for row in found.rows
     ]
     content = asdict(found)
-    del content["timings"]
+    del content["rows"]
     return content | {"results": results, "broadcast": _broadcast(found)}
 
 
 def _plot(found: BenchReport, path: str) -> None:
     drawn, ((axes,),) = plots.figure(7, 4)
     colours = {DISK: plots.DISK_COLOUR, OURS: plots.OURS_COLOUR, STOCK: plots.OTHER_COLOUR}
+    steps = list(dict.fromkeys(row.step for row in found.rows))
     for number, (candidate, colour) in enumerate(colours.items()):
-        at = [step + (number - 1) * 0.27 for step in range(len(STEPS))]
-        rates = [found.rate(step, candidate) / 1e9 for step in STEPS]
-        ends = [
-            sorted(found.bytes / seconds / 1e9 for seconds in found.timing(step, candidate).seconds) for step in STEPS
+        at = [step + (number - 1) * 0.27 for step in range(len(steps))]
+        rates = [
+            [found.bytes / seconds / 1e9 for seconds in row.rounds] for row in found.rows if row.candidate == candidate
         ]
+        medians = [statistics.median(of_step) for of_step in rates]
         errors = [
-            [rate - end[0] for rate, end in zip(rates, ends, strict=True)],
-            [end[-1] - rate for rate, end in zip(rates, ends, strict=True)],
+            [median - min(of_step) for median, of_step in zip(medians, rates, strict=True)],
+            [max(of_step) - median for median, of_step in zip(medians, rates, strict=True)],
         ]
-        bars = axes.bar(at, rates, 0.25, yerr=errors, color=colour, label=candidate, capsize=3, ecolor="#555555")
-        axes.bar_label(bars, [f"{rate:.2f}" for rate in rates], padding=3, fontsize=9)
-    axes.set_xticks(range(len(STEPS)), STEPS)
+        bars = axes.bar(at, medians, 0.25, yerr=errors, color=colour, label=candidate, capsize=3, ecolor="#555555")
+        axes.bar_label(bars, [f"{rate:.2f}" for rate in medians], padding=3, fontsize=9)
+    axes.set_xticks(range(len(steps)), steps)
     axes.set_ylabel("GB/s (median and range)")
     axes.set_title(plots.plain(f"{found.directory}: {size(found.bytes)}, median of {found.rounds}"), fontsize=10)
     axes.margins(y=0.15)

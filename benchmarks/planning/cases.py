@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks.planning``."""
+"""What planning is measured for: the cases, each alone in a process where memory or a process group are its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks import harness
-from benchmarks.harness import Sample, listed, one_of, positive
+from benchmarks import command
+from benchmarks.command import Alternate, listed, one_of, positive
 from benchmarks.planning import balance, coordinator, local, reading, steady
 from benchmarks.planning.simulated_rank import in_new_process
+from vescale_ckpt._bench.samples import Sample
 from vescale_ckpt.simulate.parallelism import Parallelism
 
 DESCRIPTION = """\
@@ -32,7 +33,8 @@ CASES = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs what ``arguments`` ask for and returns the exit status."""
     cases = "\n".join(f"  {name:<14} {summary}" for name, summary in CASES.items())
-    parser = harness.command("benchmarks.planning", DESCRIPTION, f"cases:\n{cases}", directory="/dev/shm")
+    parser = command.parser("benchmarks planning", DESCRIPTION, f"cases:\n{cases}", directory="/dev/shm")
+    parser.set_defaults(warmup=0)
     add = parser.add_argument
     add("--cases", type=listed(one_of(CASES)), default=list(CASES), metavar="A,B,…", help="which (default all)")
     add("--stock-rounds", type=int, default=3, metavar="N",
@@ -47,46 +49,43 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     balances: list[dict[str, object]] = []
 
-    def measured(directory: Path) -> Iterator[Sample]:
+    def measured(directory: Path, alternate: Alternate) -> Iterator[Sample]:
         for case in options.cases:
             if case == "balance":
                 found = [balance.balance(of_model) for of_model in balance.cases()]
                 print(f"{balance.table(found)}\n", flush=True)
                 balances.extend(map(dataclasses.asdict, found))
-            for run in _runs(case, options, directory):
+            for run in _runs(case, options, directory, alternate):
                 yield from run()
 
-    return harness.run(options, measured, others={"balance": balances})
+    return command.run(options, measured, others={"balance": balances})
 
 
-def _runs(case: str, options: argparse.Namespace, directory: Path) -> list[Callable[[], Iterable[Sample]]]:
+def _runs(
+    case: str, options: argparse.Namespace, directory: Path, alternate: Alternate
+) -> list[Callable[[], Iterable[Sample]]]:
     """What a case consists of. Memory is a process's own, and so is a process group."""
-    rounds, seed, tensors = options.rounds, options.seed, options.tensors
-    ranks, items, stock_rounds = options.ranks, options.items, options.stock_rounds
+    tensors, ranks, items, stock_rounds = options.tensors, options.ranks, options.items, options.stock_rounds
 
     def alone(function: Callable[..., list[Sample]], *arguments: object) -> Callable[[], Iterable[Sample]]:
-        return partial(in_new_process, function, *arguments, seed)
+        return partial(in_new_process, function, alternate, *arguments)
 
     if case == "coordinator":
-        return [alone(coordinator.run, ranks, items, rounds, stock_rounds, directory)]
+        return [alone(coordinator.run, ranks, items, stock_rounds, directory)]
     if case == "large":
-        return [alone(coordinator.run, options.large_ranks, items, rounds, 0, directory)]
+        return [alone(coordinator.run, options.large_ranks, items, 0, directory)]
     if case == "local":
         kinds = ("plain tensors", "DTensors")
         return [
-            *(alone(local.before_first_byte, kind, tensors, rounds, directory) for kind in kinds),
-            *(alone(local.local_plans, kind, tensors, rounds) for kind in kinds),
-            alone(local.local_plans_of_model, *BIG_JOB, rounds, int(options.slow_stock)),
+            *(alone(local.before_first_byte, kind, tensors, directory) for kind in kinds),
+            *(alone(local.local_plans, kind, tensors) for kind in kinds),
+            alone(local.local_plans_of_model, *BIG_JOB, int(options.slow_stock)),
         ]
     if case == "steady":
-        return [lambda: steady.run(options.world, tensors, rounds, directory, seed)]
+        return [partial(steady.run, alternate, options.world, tensors, directory)]
     if case == "load":
         return [
-            alone(reading.changed_world, tensors, 8, 6, rounds, directory / "changed"),
-            alone(reading.one_rank_of_many, ranks, items, rounds, stock_rounds, directory / "many"),
+            alone(reading.changed_world, tensors, 8, 6, directory / "changed"),
+            alone(reading.one_rank_of_many, ranks, items, stock_rounds, directory / "many"),
         ]
     return []
-
-
-if __name__ == "__main__":
-    harness.start(main)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks.loading``."""
+"""What loads by several ranks are measured for, and by which tables."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import harness
-from benchmarks.harness import STOCK, Sample, listed, one_of, positive
+from benchmarks import command
+from benchmarks.command import Alternate, listed, one_of, positive
 from benchmarks.loading import cases, loads
 from benchmarks.loading.cases import Case
-from benchmarks.loading.loads import LIMIT, MODES, WRITERS
+from benchmarks.loading.loads import LIMIT, MODES
 from benchmarks.ranks import LOOPBACK, ONE_NODE, ranks_on
 from benchmarks.storage import UnavailableError, storage_limit
+from vescale_ckpt._bench.room import check_room
+from vescale_ckpt._bench.samples import STOCK, Sample
 
 DESCRIPTION = """\
 Loads by several ranks, the ways to do it alternated in random order in every round: seconds of the slowest rank,
-bytes read over bytes needed, peak memory of a rank. Loads go into tensors in place, cold unless --warm, and every
-tensor of every load is compared bit for bit. Judge by the ratios of one round; a virtual disk may be cached by its
+bytes read over bytes needed, peak memory of a rank. Loads go into tensors in place, cold, and every tensor
+of every load is compared bit for bit. Judge by the ratios of one round; a virtual disk may be cached by its
 host, and answers the second reader from there: --throttle is one limit for all ranks together, as shared storage
 has it. Limits of storage and network need root (control groups; network namespaces, ip and tc)."""
 
@@ -60,12 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     summaries = {name: summary for name, (summary, _) in MODES.items()}
     summaries[LIMIT] = "one node: each byte read once by direct I/O, and copied to the ranks; nothing else"
     modes = "\n".join(f"  {name:<22} {summary}" for name, summary in summaries.items())
-    known = "\n".join(f"  {name:<22} {summary}" for name, summary in cases.NAMES.items())
+    known = "\n".join(f"  {name:<22} {summary}" for name, summary in cases.SUMMARIES.items())
     epilog = f"{EPILOG}\n\ncases:\n{known}\n\ncandidates:\n{modes}"
-    parser = harness.command("benchmarks.loading", DESCRIPTION, epilog)
+    parser = command.parser("benchmarks loading", DESCRIPTION, epilog)
     add = parser.add_argument
     add("--table", choices=list(_DEFAULTS), default="cases", help="what to find out (default %(default)s)")
-    add("--cases", type=listed(one_of(cases.NAMES)), metavar="A,B,…", help=f"(default {','.join(_CASES)})")
+    add("--cases", type=listed(one_of(cases.KINDS)), metavar="A,B,…", help=f"(default {','.join(_CASES)})")
     add(
         "--modes",
         type=listed(one_of([*MODES, LIMIT])),
@@ -73,12 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"candidates (default auto,true,false,{STOCK})",
     )
     add("--ranks", type=listed(positive), metavar="N,N,…", help="processes that load (default: as the table says)")
-    add("--mib", type=harness.size, metavar="N", help="size of the state in MiB (default 600, crossover 128)")
+    add("--mib", type=command.size, metavar="N", help="size of the state in MiB (default 600, crossover 128)")
     add("--throttle", type=listed(_rate), metavar="N,N,…", help="storage in MB/s; 0: as fast as it is (default 0)")
     add("--network", type=listed(_network), metavar="A,B,…",
         help="node: all ranks on one; loopback: each on its own; N: with cards of N MB/s (default node)")  # fmt: skip
-    add("--written-by", choices=list(WRITERS), default="vescale", help="whose checkpoint (default %(default)s)")
-    add("--warm", action="store_true", help="load from the page cache")
     return parser
 
 
@@ -88,21 +88,26 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in {**_COMMON, **_DEFAULTS[options.table]}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    return harness.run(options, lambda directory: _samples(options, directory), with_overview=True)
+    return command.run(options, partial(_samples, options))
 
 
-def _samples(options: argparse.Namespace, directory: Path) -> Iterator[Sample]:
+def _samples(options: argparse.Namespace, directory: Path, alternate: Alternate) -> Iterator[Sample]:
     wanted = cases.of_table(options.table, options.cases, options.mib)
     for size in options.ranks:
         for case in wanted:
             _check_room(directory, size, case, options.network)
     for size in options.ranks:
         for network in options.network:
-            yield from _on_ranks(size, wanted, network, directory, options)
+            yield from _on_ranks(size, wanted, network, directory, alternate, options)
 
 
 def _on_ranks(
-    size: int, wanted: Sequence[Case], network: str, directory: Path, options: argparse.Namespace
+    size: int,
+    wanted: Sequence[Case],
+    network: str,
+    directory: Path,
+    alternate: Alternate,
+    options: argparse.Namespace,
 ) -> Iterator[Sample]:
     """What this machine cannot limit is left out, with a line that says why."""
     storages = options.throttle
@@ -122,20 +127,13 @@ def _on_ranks(
         if limit is not None:
             limit.add(ranks.pids)
         for case in wanted:
-            with_limit = LIMIT in options.modes
-            with loads.saved(ranks, network, case, directory, options.written_by, options.seed, with_limit):
+            with loads.saved(ranks, network, case, directory, options.seed, LIMIT in options.modes):
                 for storage in storages:
                     turns = {
-                        name: partial(loads.load, ranks, case, directory, name, limit, storage, options.warm)
+                        name: partial(loads.load, ranks, case, directory, name, limit, storage)
                         for name in options.modes
                     }
-                    yield from harness.alternate(
-                        f"{case.name}: {_place(size, storage, network)}",
-                        turns,
-                        options.rounds,
-                        warmup=options.warmup,
-                        seed=options.seed,
-                    )
+                    yield from alternate(f"{case.name}: {_place(size, storage, network)}", turns)
 
 
 def _place(ranks: int, storage: int | None, network: str) -> str:
@@ -148,8 +146,4 @@ def _check_room(directory: Path, size: int, case: Case, networks: Sequence[str])
     copies = 1 if set(networks) == {ONE_NODE} else size
     whole = case.loaded.dim is None and not case.loaded.dealt
     in_memory = case.bytes * (1 + (size if whole else 2)) + size * 2**29
-    harness.check_room(directory, int(1.05 * copies * case.bytes) + 2**26, in_memory)
-
-
-if __name__ == "__main__":
-    harness.start(main)
+    check_room(directory, int(1.05 * copies * case.bytes) + 2**26, in_memory)
